@@ -1,5 +1,6 @@
 """Trains DeepFM, DLRM or DCN-v2 on a prepared log, raw files or a synthetic log; DIN, DIEN or YoutubeDNN on a synthetic
-behaviour log, YoutubeDNN also on Frappe. YoutubeDNN retrieves: its test is the recall.
+behaviour log, DIN and DIEN also on a prepared log with histories, YoutubeDNN also on Frappe. YoutubeDNN retrieves: its
+test is the recall.
 
     python examples/train_ctr.py --config examples/configs/synthetic.yaml
     horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         ])  # fmt: skip
         faults = FaultSchedule.load(given.faults) if given.faults else FaultSchedule()
         if given.dry_run:
-            splits = prepared_splits(config.data)
+            splits = prepared_splits(config.data, config.reads_sequences)
             if splits is not None:
                 splits = as_read_by(config.model.kind, splits)
                 refuse_single_sample(config, len(splits.train))
@@ -115,9 +116,9 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
 
         hvd.init()
     torch.manual_seed(config.seed)
-    splits = as_read_by(config.model.kind, open_splits(config.data))
+    splits = as_read_by(config.model.kind, open_splits(config.data, config.reads_sequences))
     refuse_single_sample(config, len(splits.train))
-    tables = build_tables(config, splits.train.tables)
+    tables = build_tables(config, splits.train)
     model = build_model(config, tables, splits.train)
     # The same weights everywhere, but dropout of its own on every worker.
     torch.manual_seed(config.seed + int(os.environ.get("HOROVOD_RANK", "0")))

@@ -30,7 +30,7 @@ class Batch:
     ids:   by feature (without `EmbeddingTables(features=)`, by table): int64 or int32 [B], [B, L] with padding, or any
            shape of a feature that is not pooled; a `Bag` of B samples; or a jagged nested tensor [B, j]
     dense: float32 [B, n_dense], n_dense may be 0
-    label: float32 [B], 0 or 1
+    label: float32 [B], 0 or 1 or ratings; [B, n_labels] of several, n_labels may be 0 where samples have none
     index: position of this micro-batch in the epoch's order, -1 outside training
     """
 

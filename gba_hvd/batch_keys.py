@@ -49,6 +49,10 @@ class BatchKeys:
             return self._ids is None
         return self._tables.looks_up_inside or _ids_in(batch) is None
 
+    def ids_by_function(self, batch: Any) -> Ids | None:
+        """What `ids` of `gba_hvd.batches` finds in a batch, if there is such a function."""
+        return None if self._ids is None else by_feature(self._ids(batch))
+
     def of(self, batches: Sequence[Any]) -> list[np.ndarray]:
         """Per group of tables int64 [n].
 

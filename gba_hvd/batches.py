@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from gba_hvd.batch_keys import BatchKeys, FindIds
+from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.bags import BagLookups
@@ -25,22 +27,37 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
-from gba_hvd.reading.datasets import Dataset, MapDataset, OrderedDataset, TakeRows, pinned, reads
+from gba_hvd.reading.batch_size import check_n_samples
+from gba_hvd.reading.datasets import (
+    Dataset,
+    LanedDataset,
+    LaneOrder,
+    MapDataset,
+    OrderedDataset,
+    SegmentedDataset,
+    TakeRows,
+    pinned,
+    reads,
+)
+from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.reader_processes import ReaderProcesses
 from gba_hvd.reading.settings import Collate, ReadSettings
-from gba_hvd.shm.layout import table_seed
+from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
 
+_SLOW_COUNT_S = 5.0  # a wait for the counts of a segment that is reported
+
 
 def batches(
-    dataset: Dataset | MapDataset,
+    dataset: Dataset | MapDataset | SegmentedDataset,
     state: TorchState,
     *,
     seed: int = 0,
@@ -59,7 +76,8 @@ def batches(
     stands. Workers without a share take part in the steps silently.
 
     dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
-    order of its own (`OrderedDataset`) is shuffled in that.
+    order of its own (`OrderedDataset`) is shuffled in that. Or a `gba_hvd.data.ShardedStream`, whose length is not
+    known; the state then needs an `epoch`.
     ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids": a mapping, or a
     `KeyedJaggedTensor` of TorchRec, as the tables take them.
     forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
@@ -70,8 +88,9 @@ def batches(
     num_workers: processes of this worker that read; 0: it reads itself. They are forked from a process that has only
     imported torch, get a copy of the dataset in each epoch, and end with the epoch. Before each batch the generators of
     `random`, `numpy.random` and torch are seeded there by seed, epoch and micro-batch.
-    prefetch: batches read ahead of the training by each of these processes (2 when left out), or by one thread
-    (num_workers=0; none when left out). In asynchronous modes a micro-batch is read beside the one before it, always.
+    prefetch: batches read ahead of the training by each of these processes, or by one thread (num_workers=0); 2 when
+    left out. 0: the training loop reads. In asynchronous modes those that this worker will probably get are read ahead,
+    and with 0 a micro-batch is read beside the one before it.
     collate_fn: makes a batch of a list of samples of a map-style dataset; torch's `default_collate` when left out.
     pin_memory: copy the tensors of each batch to pinned memory, for GPUs. worker_init_fn: called with 0 ..
     num_workers - 1 in each reader process before it reads.
@@ -79,49 +98,134 @@ def batches(
     Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
     with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
     have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
-    these has ended; and what reading a batch raises.
+    these has ended; BadInput for a batch that has another number of samples than were asked for, where its label, its
+    ids or all its tensors show that; and what reading a batch raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
-    read = reads(dataset, collate_fn)
+    read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
     state.ensure_synced()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     engine = state.engine
+    keys = BatchKeys(engine.model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
+    how = _How(seed, shuffle, settings, keys)
+    epoch = _epoch_of(state, dataset)
+    if state.finished_epoch == epoch:
+        warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
+    progress = engine.progress
+    progress.n_evaluated, progress.epoch_over = 0, False
+    if isinstance(dataset, SegmentedDataset):
+        yield from _segments(dataset, state, how, epoch)
+    else:
+        assert read is not None
+        yield from _run(dataset, read, state, how, epoch)
+    state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
+    engine.reports.traffic()
+    engine.reports.vocabularies(now=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """How the user wants samples ordered and read."""
+
+    seed: int
+    shuffle: bool
+    settings: ReadSettings
+    keys: BatchKeys
+
+
+def _epoch_of(state: TorchState, dataset: Dataset | MapDataset | SegmentedDataset) -> int:
+    """That of the state; where it has none, the one that is partly done or the next."""
+    epoch: int | None = getattr(state, "epoch", None)
+    if epoch is not None:
+        return epoch
+    if isinstance(dataset, SegmentedDataset):
+        raise BadInput(
+            f"batches(): with a {type(dataset).__name__} the state needs an epoch, since whether one is done is not "
+            "known before its samples are counted: TorchState(..., epoch=0) and `for state.epoch in range(...)`"
+        )
+    model, cursor = state.engine.model, state.engine.progress.cursor
+    n_steps = EpochPlan(len(dataset), model.global_batch, model.micro_batch).n_steps
+    return max(0, cursor.epoch) if cursor.steps_done < n_steps else cursor.epoch + 1
+
+
+def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: int) -> Generator[Any, None, None]:
+    """The segments of an epoch of unknown length, from the one that the job is in."""
+    engine, model = state.engine, state.engine.model
+    n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
+    first, n = cursor.segment if cursor.epoch == epoch else 0, dataset.n_segments(n_micro)
+    n_samples = 0
+    with contextlib.ExitStack() as reading:
+        reading.callback(dataset.end_reading)
+        following = dataset.segment(first, how.seed, epoch, n_micro, how.shuffle)
+        for number in range(first, n):
+            part = following
+            assert engine.mode is not None
+            steps_together = engine.mode.steps_together and not how.settings.num_workers
+            at = engine.world.rank, engine.world.size, model.together
+            if steps_together:
+                part.count_ahead(*at)
+            rank_of = partial(part.rank_of, together=model.together)
+            where, began_s = f"epoch {epoch}, segment {number + 1} of {n}", time.perf_counter()
+            text = f"{where}: {len(part.shards)} shards are counted before they are trained"
+            engine.reports.once(Event("counting", engine.progress.step, text))
+            sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
+            _report_slow_count(engine, where, sizes, began_s)
+            part.counted(sizes)
+            n_samples += sum(sizes)
+            if number + 1 < n:
+                following = dataset.segment(number + 1, how.seed, epoch, n_micro, how.shuffle)
+                if steps_together:
+                    following.count_ahead(*at)
+            if sum(sizes):
+                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
+    if first == 0 and not n_samples:
+        warnings.warn(f"epoch {epoch}: no shard of the {type(dataset).__name__} has a sample", stacklevel=3)
+
+
+def _report_slow_count(engine: Engine, where: str, sizes: list[int], began_s: float) -> None:
+    waited_s = time.perf_counter() - began_s
+    if waited_s >= _SLOW_COUNT_S:
+        text = (
+            f"{where}: training waited {waited_s:.0f} s until {len(sizes)} shards with {sum(sizes):,} samples were "
+            "counted; `count` of the stream, if it can tell without reading, makes that shorter"
+        )
+        engine.emit(Event("counted", engine.progress.step, text, {"seconds": waited_s, "samples": sum(sizes)}))
+
+
+def _run(
+    dataset: Dataset | MapDataset, read: TakeRows, state: TorchState, how: _How, epoch: int, segment: int = 0
+) -> Generator[Any, None, None]:
+    """The batches of an epoch of known length, or of a segment."""
+    engine = state.engine
     model, progress = engine.model, engine.progress
     cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
-    epoch = getattr(state, "epoch", None)
-    if epoch is None:
-        done = progress.cursor.steps_done
-        epoch = max(0, progress.cursor.epoch) if done < cut.n_steps else progress.cursor.epoch + 1
-    first = progress.cursor.steps_done if progress.cursor.epoch == epoch else 0
-    has_order = shuffle and hasattr(dataset, "order") and hasattr(dataset, "order_digest")
+    first = progress.cursor.steps_done if progress.cursor.is_in(epoch, segment) else 0
+    has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
-        facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "order of the dataset": own}
-        agree_on(engine.world, "epoch", {**facts, "step of the epoch": first, "step": progress.step})
+        facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
+        agree_on(
+            engine.world, "epoch", {**facts, "segment": segment, "step of the epoch": first, "step": progress.step}
+        )
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
-    order = EpochOrder(len(dataset), seed, epoch, shuffle, own)
+    order = EpochOrder(len(dataset), how.seed, epoch, how.shuffle, own, segment)
     if first:
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
+    if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
+        _warn_of_few_groups(engine, dataset.n_groups, cut.n_micro, how.settings.num_workers)
     if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
-    if state.finished_epoch == epoch:
-        warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
-    progress.n_evaluated, progress.epoch_over = 0, False
-    keys = BatchKeys(model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
     finished = first == cut.n_steps
     with contextlib.ExitStack() as reading:
-        run = _Epoch(len(dataset), state, order, cut, epoch, keys)
+        run = _Epoch(len(dataset), state, order, cut, how.keys)
         if not finished:
-            run.open(dataset, read, settings, reading)
+            run.open(dataset, read, how.settings, reading)
         while not finished:
             finished = yield from engine.mode.micro_batches(run)
-    state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
-    engine.reports.traffic()
-    engine.reports.vocabularies(now=True)
 
 
 class _Epoch:
@@ -129,6 +233,7 @@ class _Epoch:
 
     _read: Callable[[Share], Any]
     _ahead: ReadAhead | None = None
+    _reader_of: Callable[[Share], int] | None = None
 
     def __init__(
         self,
@@ -136,22 +241,23 @@ class _Epoch:
         state: TorchState,
         order: EpochOrder,
         cut: EpochPlan,
-        epoch: int,
         keys: BatchKeys,
     ) -> None:
-        self.cut, self.epoch, self.n_samples = cut, epoch, n_samples
+        self.cut, self.epoch, self.segment, self.n_samples = cut, order.epoch, order.segment, n_samples
+        self.order_digest = digest(dataclasses.asdict(order))
         self._state, self._order, self._keys = state, order, keys
         self._rows_at: Callable[[int, int], np.ndarray] = order.rows
         cursor = state.engine.progress.cursor
-        self._moved = dict(cursor.moved) if cursor.epoch == epoch else {}
+        self._moved = dict(cursor.moved) if cursor.is_in(order.epoch, order.segment) else {}
 
     def open(
         self, dataset: Dataset | MapDataset, read: TakeRows, settings: ReadSettings, reading: contextlib.ExitStack
     ) -> None:
         """Before the first micro-batch: start what reads, to be ended with `reading`."""
         order = self._order
-        if order.own:
-            self._rows_at = cast(OrderedDataset, dataset).order(order.seed, order.epoch).rows
+        if order.own and order.shuffle:
+            own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
+            self._rows_at = own.rows
         takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
         if settings.num_workers:
             processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, settings.worker_init_fn)
@@ -159,9 +265,13 @@ class _Epoch:
             takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
-        self._read = takers[0]
+        if order.own and order.shuffle and isinstance(dataset, LanedDataset):
+            announce = processes.will_read if settings.num_workers else _announce_to(dataset)
+            reading.callback(dataset.end_reading)
+            self._reader_of = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce).reader_of
+        self._read = partial(self._read_here, takers[0])
         if settings.depth:
-            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth))
+            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth, self._reader_of))
             self._read = self._ahead.read
         if settings.num_workers:
             reading.callback(processes.close)  # first, so that no thread waits for a process that hangs
@@ -172,12 +282,25 @@ class _Epoch:
 
     def read(self, index: int, n_micro: int = 1) -> Any:
         batch = self._read((index, n_micro))
+        micros = range(index, index + n_micro)
+        n_samples = sum(self.cut.samples_of_micro(self._micro_of(micro)) for micro in micros)
+        where = f"{self._name}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
+        check_n_samples(batch, n_samples, where, self._keys.ids_by_function(batch))
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
 
+    @property
+    def _name(self) -> str:
+        return f"epoch {self.epoch}" + (f" segment {self.segment}" if self.segment else "")
+
     def runs_model(self, batch: Any) -> bool:
         return self._keys.runs_model(batch)
+
+    def _read_here(self, take: Callable[[Share], Any], share: Share) -> Any:
+        if self._reader_of is not None:
+            self._reader_of(share)
+        return take(share)
 
     def _read_there(self, processes: ReaderProcesses, number: int, share: Share) -> Any:
         return processes.take(number, self._rows(share), self._seed(share))
@@ -185,12 +308,16 @@ class _Epoch:
     def _rows(self, share: Share) -> np.ndarray:
         """int64 [n]: the samples of some neighbouring micro-batches."""
         cut, (index, n_micro) = self.cut, share
-        micros = [self._moved.get(micro, micro) for micro in range(index, index + n_micro)]
+        micros = [self._micro_of(micro) for micro in range(index, index + n_micro)]
         rows = [self._rows_at(micro * cut.micro_batch, cut.samples_of_micro(micro)) for micro in micros]
         return rows[0] if n_micro == 1 else np.concatenate(rows)
 
+    def _micro_of(self, index: int) -> int:
+        """The micro-batch that stands at an index of the epoch."""
+        return self._moved.get(index, index)
+
     def _seed(self, share: Share) -> int:
-        return table_seed(self._order.seed, f"reading micro-batch {share[0]} of epoch {self.epoch}")
+        return table_seed(self._order.seed, f"reading micro-batch {share[0]} of {self._name}")
 
     def keys(self, batches: list[Any]) -> list[np.ndarray]:
         return self._keys.of(batches)
@@ -236,6 +363,10 @@ class _Epoch:
         leave_ps.leave(self._state.engine, position)
 
 
+def _announce_to(dataset: LanedDataset) -> Announce:
+    return lambda reader, now, after: dataset.will_read(now, after)
+
+
 def _pinned(read: Callable[[Share], Any], share: Share) -> Any:
     return pinned(read(share))
 
@@ -278,15 +409,25 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
 
 
 def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
-    if begun is None or begun.epoch != order.epoch or begun == order:
+    if begun is None or (begun.epoch, begun.segment) != (order.epoch, order.segment) or begun == order:
         return
-    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order of the dataset"}
+    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
     found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
     raise StateMismatch(
         f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
         "cannot be determined any more. Use the same data, or start over (resume=False, or another url for checkpoints)"
     )
+
+
+def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:
+    if n_groups < n_micro and engine.world.size * max(1, num_workers) > 1:
+        text = (
+            f"the samples are in {n_groups} row groups or shards, and a step has {n_micro} micro-batches: with fewer "
+            f"than {n_micro}, several workers (or reader processes) decode the same ones. Write smaller ones, such as "
+            "with row_group_size= of pyarrow, or put more shards in a segment"
+        )
+        engine.reports.once(Event("few_row_groups", engine.progress.step, text, level="warning"))
 
 
 def _warn_of_idle_workers(cut: EpochPlan, rank: int, size: int, together: int = 1) -> None:

@@ -57,11 +57,20 @@ class EpochPlan:
         return min(self.global_batch, self.n_samples - step * self.global_batch)
 
 
+SEGMENTS = 1 << 20  # of an epoch, at most
+
+
+def run_number(epoch: int, segment: int) -> int:
+    """One number for a segment of an epoch, which grows with both. An epoch of known length is its segment 0."""
+    return epoch * SEGMENTS + segment
+
+
 @dataclass(frozen=True)
 class EpochOrder:
-    """The sample at each position of one epoch.
+    """The sample at each position of one epoch, or of one segment of it.
 
-    own: 0, or the digest of the order that the dataset has of its own: then that one's `rows` count, not these
+    own: 0, or the digest of the order that the dataset has of its own: then that one's `rows` count where they are
+    shuffled, not these
     """
 
     n_samples: int
@@ -69,6 +78,7 @@ class EpochOrder:
     epoch: int
     shuffle: bool = True
     own: int = 0
+    segment: int = 0
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """int64 [count]: the samples at positions first, first + 1, ..."""

@@ -53,9 +53,9 @@ def open_reader(
     size = engine.model.micro_batch if batch is None else batch
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise BadInput(f"batch must be a whole number of samples, 1 or more, got {batch!r}")
+    take = reads(dataset, settings.collate_fn)
     if not len(dataset):
         raise BadInput("the dataset has no samples")
-    take = reads(dataset, settings.collate_fn)
     with contextlib.ExitStack() as stack:
         ahead = None
         if settings.depth:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from recovery.config import Config
@@ -88,13 +87,13 @@ class CheckpointCallback:
         self.total_samples = total_samples
         self.retain_state_share, self.final_checkpoint_s = retain_state_share, final_checkpoint_s
         self.preemption_s = preemption_s
-        self.config = Config.from_env(**settings)
         if recovery not in STRATEGIES:
             raise BadInput(f"recovery {recovery!r} is not known: choose one of {', '.join(STRATEGIES)}")
         one_host = None
         is_named = settings.get("policy") is not None or "RECOVERY_POLICY" in os.environ
         if self.is_planned and not is_named and recovery != "full":
-            one_host, self.config = self.config.policy, replace(self.config, policy=PLANNED_POLICY)
+            one_host, settings["policy"] = Config.policy, PLANNED_POLICY
+        self.config = Config.from_env(**settings)
         if recovery == "full" and not is_lossless(self.config.policy):
             raise BadInput(
                 f"recovery='full' rolls back to checkpoints that leave out no change; those of policy "

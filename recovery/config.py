@@ -17,6 +17,17 @@ _PREFIX = "RECOVERY_"
 _OLD = {"row_fraction": "R", "concurrent_puts": "PUTS"}  # variables that are still read
 VERIFY = ("sizes", "state", "bytes")
 _LEAST_BUDGET = 1 << 20
+_IDLE: dict[str, tuple[Callable[[str], bool], str]] = {  # setting: the policies without a use for it, and why
+    "row_fraction": (
+        lambda policy: policy in ("full", "delta"),
+        "which takes no share of the rows: mfu, ssu, scar and registered policies do",
+    ),
+    "ssu_period": (lambda policy: policy != "ssu", "which samples no accesses: ssu does"),
+    "bits": (
+        lambda policy: policy == "full",
+        "whose saves are all complete, and these are exact: partial saves are not",
+    ),
+}
 
 
 @accepts(r="row_fraction", puts="concurrent_puts")
@@ -47,6 +58,8 @@ class Config:
     strict:           all shards at one step: `save` returns when the last row has been read
     busy_timeout_s:   longest wait for a moment in which a shard is not being changed
     close_timeout_s:  longest wait for the save in flight when the checkpointer is left
+
+    Raises BadInput, also for a setting that the policy has no use for.
     """
 
     job: str | None = None
@@ -90,6 +103,13 @@ class Config:
         if self.verify not in VERIFY:
             raise BadInput(f"verify {self.verify!r} is not known: choose one of {', '.join(VERIFY)}")
         Encoding(self.level, bits=self.bits)
+        for field in fields(self):
+            is_idle, why = _IDLE.get(field.name, (lambda policy: False, ""))
+            if getattr(self, field.name) != field.default and is_idle(self.policy):
+                raise BadInput(
+                    f"{field.name}={getattr(self, field.name)!r} has no effect with policy={self.policy!r}, {why}. "
+                    f"Leave {field.name} out, or choose another policy"
+                )
         _ = self.keep
 
     @classmethod

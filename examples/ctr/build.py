@@ -19,9 +19,10 @@ from ctr.deepfm import DeepFM
 from ctr.dien import DIEN
 from ctr.din import DIN
 from ctr.dlrm import DLRM
+from ctr.sequences import SequenceLog
 from ctr.youtube_dnn import YoutubeDNN
 from gba_hvd.batch import Batch
-from gba_hvd.data import SyntheticBehaviourLog
+from gba_hvd.data import ClickLog, SyntheticBehaviourLog
 from gba_hvd.data.behaviour import PADDING
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput
@@ -52,20 +53,24 @@ def table_shapes(config: JobConfig, rows: Mapping[str, int]) -> dict[str, tuple[
 
 
 def build_tables(
-    config: JobConfig, rows: Mapping[str, int], kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables
+    config: JobConfig, log: Log, kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables
 ) -> gba_hvd.EmbeddingTables:
-    of_sequences = config.data.preset == "behaviour"
+    of_sequences = config.reads_sequences
+    looked_up: Mapping[str, gba_hvd.Feature | str] | None = features(config) if of_sequences else None
+    if isinstance(log, ClickLog) and len(log.features) > len(log.tables):
+        pooling = config.embedding.pooling
+        looked_up = {name: gba_hvd.Feature(table, pooling) for name, table in log.features.items()}
     padding = dict.fromkeys(("item", "category"), PADDING) if of_sequences else {}
     return kind(
         {
             name: gba_hvd.Table(n_rows, columns, padding_idx=padding.get(name))
-            for name, (n_rows, columns) in table_shapes(config, rows).items()
+            for name, (n_rows, columns) in table_shapes(config, log.tables).items()
         },
         optimizer=row_optimizer(config.embedding),
-        features=features(config) if of_sequences else None,
+        features=looked_up,
         seed=config.seed,
         init_std=config.embedding.init_std,
-        mode="sum" if of_sequences else config.embedding.pooling,
+        mode=config.embedding.pooling if looked_up is None else "sum",
     )
 
 
@@ -95,7 +100,7 @@ def refuse_single_sample(config: JobConfig, n_samples: int) -> None:
 
 def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) -> nn.Module:
     model, n_dense = config.model, log.n_dense
-    if isinstance(log, SyntheticBehaviourLog):
+    if isinstance(log, SyntheticBehaviourLog | SequenceLog):
         return build_sequence_model(config, tables, log)
     if isinstance(log, ChosenItems):
         of_user = [name for name in log.tables if name != ITEM]
@@ -111,7 +116,7 @@ def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) ->
 
 
 def build_sequence_model(
-    config: JobConfig, tables: gba_hvd.EmbeddingTables, log: SyntheticBehaviourLog
+    config: JobConfig, tables: gba_hvd.EmbeddingTables, log: SyntheticBehaviourLog | SequenceLog
 ) -> DIN | DIEN | YoutubeDNN:
     model = config.model
     if model.kind == "din":
@@ -121,6 +126,7 @@ def build_sequence_model(
     shared: dict[str, Any] = {"hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout}
     if model.kind == "dien":
         return DIEN(tables, auxiliary=model.auxiliary, **shared)
+    assert isinstance(log, SyntheticBehaviourLog)
     return YoutubeDNN(tables, log_shares(log), **two_towers(model))
 
 

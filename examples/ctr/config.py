@@ -129,6 +129,7 @@ class Data:
     )
     min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
     hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
+    max_history: int = setting(50, "clicks that din and dien read of a history in a store, the newest")
     num_workers: int = setting(0, "processes of each worker that read batches, of training and evaluation", off="0")
     prefetch: int | None = setting(
         None,
@@ -147,6 +148,7 @@ class Data:
             f"data.shares: must be positive and sum to 1, got {self.shares}",
         )
         _require(self.min_count >= 0, f"data.min_count: must not be negative, got {self.min_count}")
+        _require(self.max_history > 0, f"data.max_history: must be positive, got {self.max_history}")
         _require(self.hash_rows >= 0, f"data.hash_rows: must not be negative, got {self.hash_rows}")
         _require(
             not (self.hash_rows and self.min_count),
@@ -340,7 +342,9 @@ class Switching:
     min_stay: int = setting(Options.min_stay, "auto: global steps in a mode before it is left")
     warm_up_steps: int = setting(Options.warm_up_steps, "auto: global steps of the job before gba is entered", off="0")
     sync: str = setting(Averaging.algorithm, "what shadow runs in the background: easgd, ma, bmuf or none", off="none")
-    elasticity: float = setting(Averaging.elasticity, "share of the target that a replica takes on in a round")
+    elasticity: float | None = setting(
+        None, "share of the target that a replica takes on in a round; null: 1 in ma and bmuf, else 0.5", off="1.0"
+    )
     block_rate: float = setting(Averaging.block_rate, "bmuf: how far the global copy goes towards the mean")
     mixing: str = setting(Averaging.mixing, "interpolate, or difference: what was learned during a round is kept whole")
     every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")
@@ -463,9 +467,23 @@ class JobConfig:
             "set switching.mode to one of these, or leave it at 1",
         )
 
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether the model reads histories of clicks."""
+        return self.model.kind in OF_SEQUENCES and not (
+            self.model.kind == "youtube_dnn" and self.data.preset == "frappe"
+        )
+
     def _check_sequences(self) -> None:
-        """Models of sequences read the behaviour log, and no others do; youtube_dnn also reads Frappe, without them."""
+        """Models of sequences read the behaviour log, which no others do; din and dien also stores with histories,
+        youtube_dnn also Frappe, without histories."""
         kind, made, reads = self.model.kind, self.data.behaviour, self.data.preset == "behaviour"
+        reads_store = kind in ("din", "dien") and not self.data.preset and bool(self.data.dir)
+        _require(
+            reads_store or not self.data.changed("max_history"),
+            "data.max_history: only din and dien on a prepared store (data.dir, without data.preset) read it; leave it "
+            "out",
+        )
         if kind not in OF_SEQUENCES:
             _require(
                 not reads,
@@ -477,14 +495,21 @@ class JobConfig:
             self.embedding.pooling == "mean",
             f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
         )
-        if kind == "youtube_dnn" and self.data.preset == "frappe":
+        if reads_store:
+            _require(
+                kind == "din" or not self.model.auxiliary,
+                "model.auxiliary: the auxiliary loss needs an item that was not clicked for each that was, which a "
+                "store does not have; set model.auxiliary=0",
+            )
+            return
+        if not self.reads_sequences:
             return
         found = f"data.preset is {self.data.preset!r}" + f" and data.dir {self.data.dir}" * bool(self.data.dir)
         _require(
             reads,
-            f"model.kind: {kind} reads a history of clicks, which only data.preset=behaviour has, but {found}; Frappe "
-            "and Criteo have no sequences: use deepfm, dlrm or dcn for them (youtube_dnn finds the app of a user and a "
-            "moment with data.preset=frappe)",
+            f"model.kind: {kind} reads a history of clicks, which data.preset=behaviour has (din and dien also read "
+            f"prepared stores: data.dir alone), but {found}; Frappe and Criteo have no sequences: use deepfm, dlrm or "
+            "dcn for them (youtube_dnn finds the app of a user and a moment with data.preset=frappe)",
         )
         target = "next_item" if kind == "youtube_dnn" else "click"
         _require(

@@ -21,6 +21,7 @@ from typing import Any
 
 from ctr.chosen_items import ChosenItems
 from ctr.config import Behaviour, Data, Synthetic
+from ctr.sequences import SequenceLog
 from gba_hvd.data import (
     ClickLog,
     Hashed,
@@ -39,7 +40,7 @@ from gba_hvd.errors import BadInput
 
 SPLITS = ("train", "valid", "test")
 RECALL_AT = 50  # items that a retrieval is evaluated with
-Log = ClickLog | ChosenItems | SyntheticClickLog | SyntheticBehaviourLog
+Log = ClickLog | ChosenItems | SequenceLog | SyntheticClickLog | SyntheticBehaviourLog
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Splits:
         return {name: getattr(self, name).description for name in SPLITS}
 
 
-def open_splits(data: Data) -> Splits:
-    """Open the log, and prepare it first where that has not been done."""
+def open_splits(data: Data, of_sequences: bool = False) -> Splits:
+    """Open the log, and prepare it first where that has not been done. of_sequences: for a model that reads them."""
     if is_behaviour(data):
         return _behaviour(data.behaviour)
     if is_synthetic(data):
@@ -82,17 +83,17 @@ def open_splits(data: Data) -> Splits:
             if not (store / MANIFEST).is_file():
                 print(f"preparing {data.dir} as {data.preset}, once, into {store}", file=sys.stderr, flush=True)
                 prepare(*raw, store, on_progress=_print_progress())
-    return _opened(store)
+    return _opened(store, data, of_sequences)
 
 
-def prepared_splits(data: Data) -> Splits | None:
+def prepared_splits(data: Data, of_sequences: bool = False) -> Splits | None:
     """Open the log if it is there; None when raw files would have to be prepared first."""
     if is_behaviour(data):
         return _behaviour(data.behaviour)
     if is_synthetic(data):
         return _synthetic(data)
     store, _ = store_of(data)
-    return _opened(store) if (store / MANIFEST).is_file() else None
+    return _opened(store, data, of_sequences) if (store / MANIFEST).is_file() else None
 
 
 def as_read_by(kind: str, splits: Splits) -> Splits:
@@ -189,8 +190,15 @@ def _check_store(data: Data, store: Path) -> None:
         )
 
 
-def _opened(store: Path) -> Splits:
-    return Splits(ClickLog.open(store, "train"), ClickLog.open(store, "valid"), ClickLog.open(store, "test"))
+def _opened(store: Path, data: Data, of_sequences: bool) -> Splits:
+    logs = [ClickLog.open(store, split) for split in SPLITS]
+    if means := logs[0].description.get("label_means"):
+        raise BadInput(
+            f"{store}: has the labels {', '.join(means)}, and these models learn one label that is 0 or 1: prepare it "
+            "with one --label (of ratings --label-from N makes it)"
+        )
+    train, valid, test = (SequenceLog(log, data.max_history) if of_sequences else log for log in logs)
+    return Splits(train, valid, test)
 
 
 def _synthetic(data: Data) -> Splits:

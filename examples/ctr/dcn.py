@@ -31,7 +31,7 @@ class CrossNet(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """`tables` are F tables of one dimension; numeric fields are appended to the embeddings.
+    """`tables` have F features of one dimension; numeric fields are appended to the embeddings.
 
     structure: "parallel", cross and MLP side by side, joined at the end; "stacked", the MLP on top of the cross
     """
@@ -52,7 +52,7 @@ class DCNv2(nn.Module):
             raise ValueError(f'structure must be "parallel" or "stacked", got {structure!r}')
         self.tables = tables
         self.structure = structure
-        n_inputs = sum(table.dim for table in tables.layout.tables) + n_dense
+        n_inputs = len(tables.features) * tables.layout.tables[0].dim + n_dense
         self.cross = CrossNet(n_inputs, cross_layers)
         self.deep = mlp(n_inputs, hidden, batch_norm=batch_norm, dropout=dropout)
         self.out = nn.Linear(hidden[-1] + (n_inputs if structure == "parallel" else 0), 1)

@@ -18,7 +18,7 @@ from gba_hvd.batch import Batch
 class DeepFM(nn.Module):
     """Each table has dim + 1 columns: the embedding, and the field's weight in the linear term as the last one.
 
-    `tables` are F tables of the same width; numeric fields join the linear term and the MLP.
+    `tables` have F features of the same width; numeric fields join the linear term and the MLP.
     """
 
     def __init__(
@@ -32,11 +32,10 @@ class DeepFM(nn.Module):
     ) -> None:
         super().__init__()
         self.tables = tables
-        fields = tables.layout.tables
-        self.dim = fields[0].dim - 1
+        self.dim = tables.layout.tables[0].dim - 1
         self.bias = nn.Parameter(torch.zeros(()))
         self.dense_weight = nn.Parameter(torch.zeros(n_dense)) if n_dense else None
-        self.deep = mlp(len(fields) * self.dim + n_dense, hidden, batch_norm=batch_norm, dropout=dropout)
+        self.deep = mlp(len(tables.features) * self.dim + n_dense, hidden, batch_norm=batch_norm, dropout=dropout)
         self.out = nn.Linear(hidden[-1], 1, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:

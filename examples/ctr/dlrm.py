@@ -17,7 +17,7 @@ from gba_hvd.batch import Batch
 
 
 class DLRM(nn.Module):
-    """`tables` are F tables of one dimension. Without numeric fields there is no bottom MLP.
+    """`tables` have F features of one dimension. Without numeric fields there is no bottom MLP.
 
     interaction: what the top MLP gets: "dot", the products of all pairs and the bottom output; "cat", the vectors
     """
@@ -37,7 +37,7 @@ class DLRM(nn.Module):
         if interaction not in ("dot", "cat"):
             raise ValueError(f'interaction must be "dot" or "cat", got {interaction!r}')
         self.tables = tables
-        n_fields, dim = len(tables.layout.tables), tables.layout.tables[0].dim
+        n_fields, dim = len(tables.features), tables.layout.tables[0].dim
         self.interaction = interaction
         self.bottom = mlp(n_dense, (*bottom, dim), batch_norm=batch_norm) if n_dense else None
         n_vectors = n_fields + (self.bottom is not None)

@@ -36,7 +36,7 @@ def try_batch(config: JobConfig, splits: Splits) -> str:
     """Train on the first micro-batch of train; a sentence about it. Raises `BadInput` when the loss is not finite."""
     torch.manual_seed(config.seed)
     log = splits.train
-    model = build_model(config, build_tables(config, log.tables, TrialTables), log)
+    model = build_model(config, build_tables(config, log, TrialTables), log)
     batch: Any = log.take(np.arange(min(config.train.micro_batch, len(log)), dtype=np.int64))
     started = time.perf_counter()
     loss = loss_of(model, batch)

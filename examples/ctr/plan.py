@@ -59,15 +59,18 @@ def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     yield "data", f"{config.data.dir or MADE_UP.get(config.data.preset, 'synthetic log')}: {samples} samples"
     if splits.of_day is not None:
         yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
-    if config.data.preset == "behaviour":
-        history = f"histories of up to {config.data.behaviour.max_length} clicks"
+    if config.reads_sequences:
+        made = config.data.preset == "behaviour"
+        longest = config.data.behaviour.max_length if made else config.data.max_history
+        history = f"histories of up to {longest} clicks"
         yield "", f"{history}; features {', '.join(features(config))}"
         return
     multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
     pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
     if config.model.kind == "youtube_dnn":
         yield "", "samples with label 1 only; the item is found by all other fields"
-    yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields{pooled}"
+    n_fields = len(splits.train.take(np.arange(1)).ids)
+    yield "", f"{n_fields} categorical and {splits.train.n_dense} numeric fields{pooled}"
 
 
 def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -143,9 +146,11 @@ def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str
     if "hop_bw" in visited:
         yield "", f"hop_bw: a step does not wait for the last {s.backups} of the workers"
     if "shadow" in visited:
-        yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {s.elasticity:g}"
+        share = callback.averaging("shadow").elasticity
+        yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {share:g}"
     for mode in sorted(visited & {"easgd", "ma", "bmuf"}):
-        yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {s.elasticity:g}"
+        share = callback.averaging(mode).elasticity
+        yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {share:g}"
 
 
 def _compression(config: JobConfig) -> Iterator[tuple[str, str]]:

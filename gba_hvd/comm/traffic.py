@@ -4,6 +4,10 @@ By direction ("sent", "received"), mode, and kind: "dense" gradients and values,
 (keys of rows, and the numbers that travel along). What workers of a host leave each other in memory, or send the
 servers of their host, is no traffic. Horovod's own framing is not in it, nor TCP's: the interface counters of a host
 say a little more.
+
+The account of all workers needs no message of its own: each worker's bytes since its last report travel with the commit
+of a step, or, in an asynchronous mode, with the message that a push is everywhere. So it has what came up to a worker's
+newest commit or push; in a failure, the bytes of about a step are missing from it or counted twice.
 """
 
 from __future__ import annotations
@@ -12,6 +16,41 @@ import threading
 from collections.abc import Mapping
 
 KINDS = ("dense", "rows", "header")
+
+Sums = tuple[int, int, int, int, int, int]
+"""Bytes sent of each of KINDS, then received."""
+NOTHING: Sums = (0, 0, 0, 0, 0, 0)
+
+
+def added(one: Sums, other: Sums) -> Sums:
+    a, b, c, d, e, f = (x + y for x, y in zip(one, other, strict=True))
+    return a, b, c, d, e, f
+
+
+def larger(one: Mapping[str, Sums], other: Mapping[str, Sums]) -> dict[str, Sums]:
+    """Of two accounts by mode, whose counts only grow, what is known by either."""
+    found = dict(one)
+    for mode, sums in other.items():
+        a, b, c, d, e, f = map(max, sums, found.get(mode, NOTHING))
+        found[mode] = a, b, c, d, e, f
+    return found
+
+
+def sent_received(account: Mapping[str, Sums]) -> tuple[int, int]:
+    """Bytes of an account by mode, over all modes and kinds."""
+    n = len(KINDS)
+    return sum(sum(sums[:n]) for sums in account.values()), sum(sum(sums[n:]) for sums in account.values())
+
+
+def by_name(account: Mapping[str, Sums]) -> dict[str, int]:
+    """ "sent_allreduce_dense" -> bytes, of an account by mode. What is 0 is left out."""
+    names = [(direction, kind) for direction in ("sent", "received") for kind in KINDS]
+    return {
+        f"{direction}_{mode}_{kind}": n
+        for mode, sums in account.items()
+        for (direction, kind), n in zip(names, sums, strict=True)
+        if n
+    }
 
 
 def ring(n_bytes: int, n_workers: int) -> int:
@@ -40,6 +79,11 @@ def words(n_bytes: Mapping[str, int]) -> str:
     return "; ".join(lines)
 
 
+def words_of_all(sent: int, received: int) -> str:
+    """`all workers so far: sent 2.5 MB, received 2.5 MB`."""
+    return f"all workers so far: sent {_size(sent)}, received {_size(received)}"
+
+
 def _kinds(n_bytes: Mapping[str, int]) -> str:
     parts = ", ".join(f"{kind} {_size(n_bytes[kind])}" for kind in sorted(n_bytes, key=KINDS.index))
     return f"{_size(sum(n_bytes.values()))} ({parts})"
@@ -56,18 +100,43 @@ def _size(n_bytes: float) -> str:
 class Traffic:
     """One worker's bytes so far. Counted from any thread.
 
-    mode: what the job is in; set when it changes
+    mode: what the job is in; set when it changes, and then the newest report counts as received
     """
 
     def __init__(self) -> None:
-        self.mode = "allreduce"
+        self._mode = "allreduce"
         self._bytes: dict[tuple[str, str, str], int] = {}
+        self._accounted = self._report = NOTHING
         self._reported: dict[tuple[str, str, str], int] = {}
         self._lock = threading.Lock()
 
+    @property
+    def mode(self) -> str:
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self.settle()
+        self._mode = mode
+
+    def report(self) -> Sums:
+        """What the job's account lacks of this worker's bytes; each report has all of it, until `settle`."""
+        with self._lock:
+            total = dict.fromkeys(((way, kind) for way in ("sent", "received") for kind in KINDS), 0)
+            for (direction, _, kind), n in self._bytes.items():
+                total[direction, kind] += n
+            a, b, c, d, e, f = (n - known for n, known in zip(total.values(), self._accounted, strict=True))
+            self._report = a, b, c, d, e, f
+            return self._report
+
+    def settle(self) -> None:
+        """The newest report is in the account."""
+        with self._lock:
+            self._accounted, self._report = added(self._accounted, self._report), NOTHING
+
     def count(self, direction: str, kind: str, n_bytes: int) -> None:
         with self._lock:
-            key = direction, self.mode, kind
+            key = direction, self._mode, kind
             self._bytes[key] = self._bytes.get(key, 0) + n_bytes
 
     def both(self, kind: str, n_bytes: int) -> None:

@@ -1,5 +1,5 @@
 """Click logs: prepared from files (`prepare`, `ClickLog`), read from Parquet as they are (`ParquetStream`), or made up
-(`SyntheticClickLog`, `SyntheticBehaviourLog`).
+(`SyntheticClickLog`, `SyntheticBehaviourLog`); and samples of any kind that are read in sequence (`ShardedStream`).
 
 The flow: sources -> raw_rows -> checked_rows -> encoding -> store, then click_log reads. `recipe` defines the columns.
 """
@@ -14,6 +14,7 @@ with extra("data", "pyarrow", "gba_hvd.data needs"):
     from gba_hvd.data.parquet_stream import ParquetStream
     from gba_hvd.data.prepare import prepare
     from gba_hvd.data.recipe import Categorical, Hashed, Identity, Numeric, Recipe, SplitFiles, SplitShares, Vocabulary
+    from gba_hvd.data.sharded_stream import ShardedStream
     from gba_hvd.data.synthetic import SyntheticClickLog
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Numeric",
     "ParquetStream",
     "Recipe",
+    "ShardedStream",
     "SplitFiles",
     "SplitShares",
     "SyntheticBehaviourLog",

@@ -1,4 +1,4 @@
-"""Raw rows to checked rows: labels are 0 or 1, numbers finite, identity ids in range; other rows are malformed.
+"""Raw rows to checked rows: labels are there, numbers finite, identity ids in range; other rows are malformed.
 
 Nothing is fitted here and nothing depends on other rows; ids of vocabularies and hashes are made in `encoding`.
 """
@@ -55,10 +55,10 @@ class Values:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """n sound rows. numeric: float64 [n] by column, NaN where missing."""
+    """n sound rows. label: uint8 [n], 0 or 1, or float32 [n, labels]. numeric: float64 [n] by column, NaN: missing."""
 
     positions: npt.NDArray[np.int64]
-    label: npt.NDArray[np.uint8]
+    label: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
     numeric: dict[str, npt.NDArray[np.float64]]
     categorical: dict[str, Values]
 
@@ -84,8 +84,11 @@ def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> CheckedRows:
 
 def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> CheckedRows:
     numeric, categorical = {}, {}
-    with _column(raw, recipe.label):
-        label = _label(raw.columns[recipe.label], recipe, flaws)
+    labels = []
+    for name in recipe.labels:
+        with _column(raw, name):
+            labels.append(_label(raw.columns[name], name, recipe, flaws))
+    label = labels[0] if recipe.is_plain_label else np.stack([one.astype(np.float32) for one in labels], axis=1)
     for n in recipe.numeric:
         with _column(raw, n.name):
             numeric[n.name] = _numbers(raw.columns[n.name], n.name, flaws)
@@ -107,20 +110,20 @@ def _column(raw: RawRows, name: str) -> Iterator[None]:
         ) from error
 
 
-def _label(column: pa.Array, recipe: Recipe, flaws: dict[int, str]) -> npt.NDArray[np.uint8]:
-    name = recipe.label
-    if recipe.label_from is not None:
+def _label(column: pa.Array, name: str, recipe: Recipe, flaws: dict[int, str]) -> npt.NDArray[Any]:
+    if recipe.label_from is not None or name in recipe.ratings:
         numbers = _numbers(column, f"label {name}", flaws)
         for row in np.flatnonzero(np.isnan(numbers)):
             flaws.setdefault(int(row), f"label {name} is missing, expected a number")
+        if name in recipe.ratings or recipe.label_from is None:
+            return numbers
         return (numbers >= recipe.label_from).astype(np.uint8)
     strings = _strings(column)
     ones = _to_numpy(pc.is_in(strings, pa.array(_ONE)))
     zeros = _to_numpy(pc.is_in(strings, pa.array(_ZERO)))
+    expected = f"expected 0 or 1 (of ratings --label-from N makes it; --rating {name} keeps the number)"
     for row in np.flatnonzero(~(ones | zeros)):
-        flaws.setdefault(
-            int(row), f"label {name} is {_shown(strings[row])}, expected 0 or 1 (of ratings --label-from N makes it)"
-        )
+        flaws.setdefault(int(row), f"label {name} is {_shown(strings[row])}, {expected}")
     return ones.astype(np.uint8)
 
 
@@ -139,27 +142,28 @@ def _values(raw: RawRows, field: Categorical, flaws: dict[int, str]) -> Values:
     column = raw.columns[field.column]
     if field.part is not None:
         return _part(column, field, field.part, flaws)
-    lengths: npt.NDArray[np.int64] | None = None
     is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     if is_list != field.is_list:
         raise BadInput(f"{raw.file}: column {field.name!r} {_how_to_take(field, is_list)}")
     if field.separator is not None:
         column = pc.split_pattern(_strings(column), field.separator)
-        is_list = True
-    if is_list:
-        lengths = _to_numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+    lengths: npt.NDArray[np.int64] | None = None
+    if field.multi_valued:
+        of_rows = _to_numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
         column = column.flatten()
+        column, lengths = (column, of_rows) if field.is_list else _without_empty_ends(column, of_rows)
     if isinstance(field.encoding, Identity):
         return _identity(column, lengths, field, field.encoding, flaws)
-    strings = _strings(column)
-    if lengths is not None:
-        # "a||b" and an empty cell: no value between separators is no value, not an unknown one.
-        present = _to_numpy(pc.greater(pc.binary_length(strings), 0))
-        if not present.all():
-            of_row = np.repeat(np.arange(len(lengths)), lengths)
-            lengths = np.bincount(of_row[present], minlength=len(lengths)).astype(np.int64)
-            strings = strings.filter(pa.array(present))
-    return Values(strings, lengths)
+    return Values(_strings(column), lengths)
+
+
+def _without_empty_ends(values: pa.Array, lengths: npt.NDArray[np.int64]) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+    """Of cells that were cut: "" has no value, "a|b|" two, and "a||b" three, of which one is missing."""
+    ends = np.cumsum(lengths) - 1
+    is_empty = _to_numpy(pc.equal(pc.binary_length(values), 0))[ends]
+    kept = np.ones(len(values), dtype=bool)
+    kept[ends[is_empty]] = False
+    return values.filter(pa.array(kept)), lengths - is_empty
 
 
 def _how_to_take(field: Categorical, is_list: bool) -> str:
@@ -192,11 +196,6 @@ def _identity(
 ) -> Values:
     of_row = np.arange(len(column)) if lengths is None else np.repeat(np.arange(len(lengths)), lengths)
     column = _null_if_empty(column)
-    if lengths is not None and column.null_count:
-        present = _to_numpy(pc.is_valid(column))
-        of_row, column = of_row[present], column.filter(pa.array(present))
-    if lengths is not None:
-        lengths = np.bincount(of_row, minlength=len(lengths)).astype(np.int64)
     lowest, highest = encoding.offset, encoding.offset + encoding.rows - 1
 
     def expect_id(at: int, value: str) -> None:

@@ -32,7 +32,8 @@ def check_range(rows: Rows, n_samples: int) -> None:
 class ClickLog:
     """One split. The pages of a mapped log are shared by all processes of a host, and read when touched.
 
-    tables:      rows of each table, in the order of the fields
+    tables:      rows of each table, in the order of their first fields
+    features:    the table of each field; `Batch.ids` has one entry for each
     n_dense:     width of `Batch.dense`
     description: JSON values that say what this is
 
@@ -46,8 +47,10 @@ class ClickLog:
         layout: DatasetLayout,
         parts: Sequence[DatasetPart],
         description: Mapping[str, Any],
+        features: Mapping[str, str] | None = None,
     ) -> None:
         self.tables = dict(tables)
+        self.features = dict(features or {name: name for name in tables})
         self.n_dense = len(layout.dense)
         self.description = dict(description)
         self._layout, self._parts = layout, tuple(parts)
@@ -68,15 +71,18 @@ class ClickLog:
                 tuple(f["name"] for f in fields if not f["multi_valued"]),
                 tuple(f["name"] for f in fields if f["multi_valued"]),
                 tuple(column["name"] for column in manifest["numeric"]),
+                tuple(manifest.get("labels", ())),
             )
             parts = [open_part(folder / p["file"], p["rows"], p["bytes"], layout) for p in splits[split]["parts"]]
-            tables = {f["name"]: int(f["rows"]) for f in fields}
+            features = {f["name"]: f.get("table", f["name"]) for f in fields}  # a version before had no tables
+            tables = {features[f["name"]]: int(f["rows"]) for f in fields}
         except (KeyError, TypeError) as error:
             raise BadInput(f"{folder}: its dataset.json lacks {error}; prepare the dataset again") from error
         about = {"kind": "click log", "path": str(folder), "split": split, "samples": splits[split]["rows"]}
-        about |= {"positives": splits[split]["positives"], "tables": tables, "n_dense": len(layout.dense)}
+        about |= {key: splits[split][key] for key in ("positives", "label_means") if key in splits[split]}
+        about |= {"tables": tables, "n_dense": len(layout.dense)}
         about |= {key: manifest[key] for key in ("created", "recipe", "input") if key in manifest}
-        log = cls(tables, layout, parts, about)
+        log = cls(tables, layout, parts, about, features)
         log._opened = (str(folder), split)
         return log
 
@@ -87,7 +93,7 @@ class ClickLog:
         # A mapped log travels to another process as its path.
         if self._opened is not None:
             return ClickLog.open, self._opened
-        return ClickLog, (self.tables, self._layout, self._parts, self.description)
+        return ClickLog, (self.tables, self._layout, self._parts, self.description, self.features)
 
     def take(self, rows: Rows) -> Batch:
         """The samples at `rows`, int64 [n] in any order. Raises `IndexError` for a row outside the log."""
@@ -99,7 +105,7 @@ class ClickLog:
             label, ids, dense = part.label[inside], part.ids.take(inside, axis=0), part.dense.take(inside, axis=0)
         else:
             n = len(rows)
-            label = np.empty(n, dtype=np.uint8)
+            label = np.empty((n, *self._parts[0].label.shape[1:]), dtype=self._parts[0].label.dtype)
             ids = np.empty((n, len(self._layout.single)), dtype=np.int32)
             dense = np.empty((n, self.n_dense), dtype=np.float32)
             for part, at, inside in groups:
@@ -108,8 +114,10 @@ class ClickLog:
         # One [F, n] tensor, so that each column is contiguous.
         by_field = torch.from_numpy(ids.T.astype(np.int64, order="C"))
         columns |= dict(zip(self._layout.single, by_field.unbind(0), strict=True))
-        ids_by_table = {name: columns[name] for name in self.tables}
-        return Batch(ids_by_table, torch.from_numpy(dense), torch.from_numpy(label.astype(np.float32)))
+        by_feature = {name: columns[name] for name in self.features}
+        if len(self._layout.labels) == 1:
+            label = label[:, 0]
+        return Batch(by_feature, torch.from_numpy(dense), torch.from_numpy(label.astype(np.float32)))
 
     def _by_part(self, rows: Rows) -> list[tuple[DatasetPart, Rows, Rows]]:
         """For each part that holds some of `rows`: (part, where in `rows`, row inside the part)."""

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from gba_hvd.data.checked_rows import Values
 from gba_hvd.data.hashing import UInt64, hash_strings
-from gba_hvd.data.recipe import MAX_ROWS, Categorical, Hashed, Identity, Numeric, Vocabulary
+from gba_hvd.data.recipe import MAX_ROWS, Hashed, Identity, Numeric, Vocabulary
 from gba_hvd.errors import BadInput
 
 Ids = npt.NDArray[np.int32]
@@ -105,11 +105,10 @@ class _HashIndex:
 
 
 class VocabularyFit:
-    """Counts the values of one field. Memory grows with the distinct values, not with the rows."""
+    """Counts the values of one table. Memory grows with the distinct values, not with the rows."""
 
-    def __init__(self, field: Categorical) -> None:
-        assert isinstance(field.encoding, Vocabulary)
-        self._name, self._min_count = field.name, field.encoding.min_count
+    def __init__(self, table: str, encoding: Vocabulary) -> None:
+        self._name, self._min_count = table, encoding.min_count
         self._counted: list[pa.Table] = []
         self._pending = 0
 
@@ -136,7 +135,7 @@ class VocabularyFit:
         n_distinct = table.num_rows
         table = table.filter(pc.greater_equal(table["count"], self._min_count))
         if table.num_rows >= MAX_ROWS:
-            raise BadInput(f"column {self._name!r}: {table.num_rows} values, ids are 31 bits: raise its minimum count")
+            raise BadInput(f"table {self._name!r}: {table.num_rows} values, ids are 31 bits: raise its minimum count")
         # By value too, so that equal counts give the same ids on every machine.
         table = table.sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
         values = pa.concat_arrays(table["value"].chunks) if table.num_rows else pa.array([], pa.large_string())
@@ -183,8 +182,6 @@ class ScalerFit:
         return Scaler(self._scaler.column, self._mean, std if std > 1e-12 * max(1.0, abs(self._mean)) else 1.0)
 
 
-def fixed_encoder(field: Categorical) -> Encoder | None:
-    """The encoder of a field that needs no data, None for a vocabulary."""
-    if isinstance(field.encoding, Hashed):
-        return HashEncoder(field.encoding)
-    return IdentityEncoder(field.encoding) if isinstance(field.encoding, Identity) else None
+def encoder_of(encoding: Hashed | Identity) -> Encoder:
+    """The encoder of a table that needs no data."""
+    return HashEncoder(encoding) if isinstance(encoding, Hashed) else IdentityEncoder(encoding)

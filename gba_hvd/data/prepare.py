@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from gba_hvd.data.bad_rows import DEFAULT_LIMIT
 from gba_hvd.data.checked_rows import CheckedRows
-from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, fixed_encoder
-from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, encoding_to_json
+from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, encoder_of
+from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, Vocabulary, encoding_to_json
 from gba_hvd.data.sources import BLOCK_BYTES
 from gba_hvd.data.splits import TRAIN, Input, PrepareProgress
 from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, sync, write_manifest
@@ -34,15 +34,15 @@ from recovery.storage.rename import exchange
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns checked rows into stored rows; `distinct` counts the values a vocabulary saw."""
+    """What turns checked rows into stored rows, by table; `distinct` counts the values a vocabulary saw."""
 
-    fields: dict[str, Encoder]
+    tables: dict[str, Encoder]
     numeric: dict[str, Scaler]
     distinct: dict[str, int]
 
     def encode(self, rows: CheckedRows, recipe: Recipe) -> EncodedRows:
         n = len(rows)
-        ids = {c.name: self.fields[c.name].encode(rows.categorical[c.name]) for c in recipe.categorical}
+        ids = {c.name: self.tables[c.of_table].encode(rows.categorical[c.name]) for c in recipe.categorical}
         single = [ids[c.name] for c in recipe.categorical if not c.multi_valued]
         bags = [(_lengths(rows, c.name), ids[c.name]) for c in recipe.categorical if c.multi_valued]
         dense = [self.numeric[x.name].encode(rows.numeric[x.name]) for x in recipe.numeric]
@@ -63,30 +63,42 @@ def _lengths(rows: CheckedRows, name: str) -> npt.NDArray[np.int64]:
 def fit(recipe: Recipe, source: Input) -> Encoders:
     """Learn vocabularies, means and deviations from the train split; no pass at all when nothing is to be learnt."""
     bad = source.tally()
-    fixed = {c.name: fixed_encoder(c) for c in recipe.categorical}
-    vocabularies = {c.name: VocabularyFit(c) for c in recipe.categorical if fixed[c.name] is None}
+    encoders, vocabularies = dict[str, Encoder](), dict[str, VocabularyFit]()
+    for table, (field, *_) in recipe.tables.items():
+        if isinstance(field.encoding, Vocabulary):
+            vocabularies[table] = VocabularyFit(table, field.encoding)
+        else:
+            encoders[table] = encoder_of(field.encoding)
     scalers = {x.name: ScalerFit(x) for x in recipe.numeric if x.standardise}
     if vocabularies or scalers:
         for every, masks in source.read("fitting", TRAIN, bad):
             if TRAIN not in masks:
                 continue
             rows = every if masks[TRAIN].all() else every.keep(masks[TRAIN])
-            for name, vocabulary in vocabularies.items():
-                vocabulary.add(rows.categorical[name])
+            for table, vocabulary in vocabularies.items():
+                for field in recipe.tables[table]:
+                    vocabulary.add(rows.categorical[field.name])
             for name, scaler in scalers.items():
                 scaler.add(rows.numeric[name])
-    encoders: dict[str, Encoder] = {name: encoder for name, encoder in fixed.items() if encoder is not None}
     distinct = {}
-    for name, vocabulary in vocabularies.items():
-        encoders[name], distinct[name] = vocabulary.finish()
+    for table, vocabulary in vocabularies.items():
+        encoders[table], distinct[table] = vocabulary.finish()
     numeric = {x.name: scalers[x.name].finish() if x.standardise else Scaler(x) for x in recipe.numeric}
     return Encoders(encoders, numeric, distinct)
 
 
 @dataclass
 class _SplitTally:
-    rows: int = 0
-    positives: int = 0
+    """labels: float64, the sum of each label."""
+
+    rows: int
+    labels: npt.NDArray[np.float64]
+
+    def to_json(self, recipe: Recipe) -> dict[str, Any]:
+        if recipe.is_plain_label:
+            return {"rows": self.rows, "positives": int(self.labels[0])}
+        means = (self.labels / max(1, self.rows)).tolist()
+        return {"rows": self.rows, "label_means": dict(zip(recipe.labels, means, strict=True))}
 
 
 def prepare(
@@ -113,12 +125,13 @@ def prepare(
         tuple(c.name for c in recipe.categorical if not c.multi_valued),
         tuple(c.name for c in recipe.categorical if c.multi_valued),
         tuple(x.name for x in recipe.numeric),
+        () if recipe.is_plain_label else recipe.labels,
     )
     with _hidden_folder(out, overwrite) as folder:
         rows_of = Input(recipe, source, max_bad_rows, on_progress, block_bytes)
         encoders = fit(recipe, rows_of)
         bad = rows_of.tally()
-        tallies = {split: _SplitTally() for split in rows_of.splits}
+        tallies = {split: _SplitTally(0, np.zeros(len(recipe.labels))) for split in rows_of.splits}
         id_0 = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
         n_values = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
         missing = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
@@ -135,7 +148,7 @@ def prepare(
                     encoded = every if mask.all() else every.keep(mask)
                     writers[split].append(encoded)
                     tallies[split].rows += len(encoded.label)
-                    tallies[split].positives += int(encoded.label.sum())
+                    tallies[split].labels += encoded.label.sum(axis=0, dtype=np.float64)
                     for name, ids in _by_field(encoded, layout):
                         id_0[name][split] += int(np.count_nonzero(ids == 0))
                         n_values[name][split] += len(ids)
@@ -153,10 +166,11 @@ def prepare(
             "fields": [
                 {
                     "name": c.name,
+                    "table": c.of_table,
                     "multi_valued": c.multi_valued,
-                    "rows": encoders.fields[c.name].rows,
+                    "rows": encoders.tables[c.of_table].rows,
                     "encoding": encoding_to_json(c.encoding),
-                    "distinct_in_train": encoders.distinct.get(c.name),
+                    "distinct_in_train": encoders.distinct.get(c.of_table),
                     "values": n_values[c.name],
                     "id_0": id_0[c.name],
                     "missing": missing[c.name],  # rows without a value: id 0, or in a multi-valued field no id
@@ -172,10 +186,8 @@ def prepare(
                 }
                 for x in recipe.numeric
             ],
-            "splits": {
-                split: {"rows": tally.rows, "positives": tally.positives, "parts": parts[split]}
-                for split, tally in tallies.items()
-            },
+            "labels": list(layout.labels),  # stored as float32; none: one label, 0 or 1
+            "splits": {split: {**tally.to_json(recipe), "parts": parts[split]} for split, tally in tallies.items()},
         }
         _write_vocabularies(folder, encoders)
         # The manifest makes the folder a dataset, so it is written last; the exchange of the folders then shows it.
@@ -195,9 +207,9 @@ def _by_field(encoded: EncodedRows, layout: DatasetLayout) -> Iterator[tuple[str
 
 
 def _write_vocabularies(folder: Path, encoders: Encoders) -> None:
-    """`vocabulary/FIELD.arrow`: row i is the value with id i + 1, and how often the train split had it."""
+    """`vocabulary/TABLE.arrow`: row i is the value with id i + 1, and how often the train split had it."""
     (folder / "vocabulary").mkdir()
-    for name, encoder in encoders.fields.items():
+    for name, encoder in encoders.tables.items():
         if isinstance(encoder, VocabularyEncoder):
             table = pa.table({"value": encoder.values, "count": encoder.counts})
             path = folder / "vocabulary" / f"{quote(name, safe='')}.arrow"

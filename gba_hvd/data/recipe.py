@@ -60,6 +60,7 @@ Encoding = Vocabulary | Hashed | Identity
 class Categorical:
     """A column that becomes ids of one table. With `separator` or `is_list` it is multi-valued, a `Bag`.
 
+    table: its name, default that of the column. Columns of one table share the vocabulary, so they have one encoding.
     With `part` it is a part of a time: see `of_time`.
     """
 
@@ -70,6 +71,7 @@ class Categorical:
     part: Part | None = None
     time_column: str = ""  # with part: the column it is read from
     time_format: str = ""  # with part: unix, unix_ms, iso, or a pattern of strptime
+    table: str = ""
 
     def __post_init__(self) -> None:
         if self.part is not None and self.encoding != Identity(PARTS[self.part]):
@@ -88,6 +90,11 @@ class Categorical:
     def column(self) -> str:
         """The column of the input that it is read from."""
         return self.time_column or self.name
+
+    @property
+    def of_table(self) -> str:
+        """The name of its table."""
+        return self.table or self.name
 
     @property
     def multi_valued(self) -> bool:
@@ -112,22 +119,35 @@ class Numeric:
 class Recipe:
     """Columns of the input and their roles.
 
+    label:      a column, or several
+    ratings:    labels that are any numbers, kept as float32; the others are 0 or 1
     columns:    names of the columns of a text file without header; None: the first line has them, or the format does
     delimiter:  between columns of text; default: a tab in tsv, a comma in csv
     ignored:    columns that are left out on purpose; others without a role are reported as not used
-    label_from: the label is 1 where its column is at least this number, else 0; None: it is 0 or 1 already
+    label_from: labels are 1 where their column is at least this number, else 0; None: they are 0 or 1 already
     """
 
     format: Format
-    label: str
+    label: str | tuple[str, ...]
     categorical: tuple[Categorical, ...]
     numeric: tuple[Numeric, ...] = ()
     columns: tuple[str, ...] | None = None
     delimiter: str = ""
     label_from: float | None = None
     ignored: tuple[str, ...] = ()
+    ratings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.labels:
+            raise ValueError("no label: name a column with 0 or 1, or with ratings")
+        if unknown := [name for name in self.ratings if name not in self.labels]:
+            raise ValueError(f"rating {', '.join(unknown)} is no label; the labels are {', '.join(self.labels)}")
+        if self.label_from is not None and set(self.ratings) == set(self.labels):
+            raise ValueError("label_from makes 0 and 1 of numbers, but all labels are ratings, kept as they are")
+        for table, fields_of in self.tables.items():
+            if len({(field.encoding, field.part) for field in fields_of}) > 1:
+                names = ", ".join(field.name for field in fields_of)
+                raise ValueError(f"table {table!r}: its columns {names} need one encoding, to share a vocabulary")
         if not self.is_text and (self.columns is not None or self.delimiter):
             raise ValueError(f"columns and delimiter are for text: a {self.format} file has its own names")
         if self.delimiter in ("\n", "\r", '"'):
@@ -146,11 +166,28 @@ class Recipe:
             require_columns(self.used, self.columns, "the recipe")
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
+    def is_plain_label(self) -> bool:
+        """Whether there is one label, 0 or 1."""
+        return len(self.labels) == 1 and not self.ratings
+
+    @property
+    def tables(self) -> dict[str, list[Categorical]]:
+        """The columns of each table."""
+        found: dict[str, list[Categorical]] = {}
+        for field in self.categorical:
+            found.setdefault(field.of_table, []).append(field)
+        return found
+
+    @property
     def used(self) -> tuple[str, ...]:
-        """The columns that are read, label first. A time is there once, for any number of parts."""
+        """The columns that are read, labels first. A time is there once, for any number of parts."""
         times = dict.fromkeys(c.time_column for c in self.categorical if c.part is not None)
         plain = (c.name for c in self.categorical if c.part is None)
-        return (self.label, *(n.name for n in self.numeric), *plain, *times)
+        return (*self.labels, *(n.name for n in self.numeric), *plain, *times)
 
     def not_used(self, present: Iterable[str]) -> list[str]:
         """Columns of an input that have no role and are not ignored either."""
@@ -173,7 +210,9 @@ class Recipe:
         text: dict[str, Any] = {"delimiter": self.between} if self.is_text else {}
         text |= {"label_from": self.label_from} if self.label_from is not None else {}
         text |= {"ignored": list(self.ignored)} if self.ignored else {}
-        return {"format": self.format, "label": self.label, "categorical": fields, "numeric": numeric, **text}
+        text |= {"ratings": list(self.ratings)} if self.ratings else {}
+        label = self.label if isinstance(self.label, str) else list(self.label)
+        return {"format": self.format, "label": label, "categorical": fields, "numeric": numeric, **text}
 
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:

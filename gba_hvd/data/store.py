@@ -1,9 +1,9 @@
 """The files of a prepared dataset: Arrow IPC parts, uncompressed so that they can be mapped, and `dataset.json`.
 
-One part holds one record batch: `label` uint8, `ids` a list of n_fields int32 per row (all single-valued fields side by
-side: one random read per row instead of one per column), `dense` a list of n_dense float32, and a list column
-`bag:<field>` of int32 for each multi-valued field. A part is staged in plain files first, so its size is not bounded by
-memory.
+One part holds one record batch: `label` uint8 (of several labels, or ratings, a list of float32), `ids` a list of
+n_fields int32 per row (all single-valued fields side by side: one random read per row instead of one per column),
+`dense` a list of n_dense float32, and a list column `bag:<field>` of int32 for each multi-valued field. A part is
+staged in plain files first, so its size is not bounded by memory.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from gba_hvd.errors import BadInput
 
 MANIFEST = "dataset.json"
 FORMAT = "gba_hvd click log"
-VERSION = 1
+VERSION, READ_VERSIONS = 2, (1, 2)  # 2: several labels, tables of several fields
 ROWS_PER_PART = 1 << 23
 _BAG = "bag:"
 
 
 @dataclass(frozen=True)
 class DatasetLayout:
-    """What a row holds, by name and in order."""
+    """What a row holds, by name and in order. labels: stored as float32; none: there is one label, 0 or 1."""
 
     single: tuple[str, ...]
     multi: tuple[str, ...]
     dense: tuple[str, ...]
+    labels: tuple[str, ...] = ()
 
     def schema(self) -> pa.Schema:
-        columns = [pa.field("label", pa.uint8(), nullable=False)]
+        plain = pa.field("label", pa.uint8(), nullable=False)
+        columns = [_fixed_list("label", pa.float32(), self.labels) if self.labels else plain]
         if self.single:
             columns.append(_fixed_list("ids", pa.int32(), self.single))
         if self.dense:
@@ -57,13 +59,13 @@ def _fixed_list(name: str, type: pa.DataType, names: Sequence[str]) -> pa.Field:
 class DatasetPart:
     """Rows of one split, in memory or mapped. For the fields of `Layout`, in its order:
 
-    label:   uint8 [n]
+    label:   uint8 [n], or float32 [n, labels]
     ids:     int32 [n, single]
     dense:   float32 [n, dense]
     bags:    (starts int64 [n + 1], values int32) of each multi-valued field
     """
 
-    label: npt.NDArray[np.uint8]
+    label: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
     ids: npt.NDArray[np.int32]
     dense: npt.NDArray[np.float32]
     bags: tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...] = ()
@@ -76,7 +78,7 @@ class DatasetPart:
 class EncodedRows:
     """As `Part`, but a multi-valued field is (lengths int64 [n], values int32)."""
 
-    label: npt.NDArray[np.uint8]
+    label: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
     ids: npt.NDArray[np.int32]
     dense: npt.NDArray[np.float32]
     bags: tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...] = ()
@@ -133,11 +135,15 @@ class SplitWriter:
 
     def _write_part(self) -> None:
         n, layout, schema = self._n_staged, self._layout, self._layout.schema()
-        columns: list[pa.Array] = [pa.Array.from_buffers(pa.uint8(), n, [None, self._staged_buffer("label")])]
-        for name, names, type in (("ids", layout.single, pa.int32()), ("dense", layout.dense, pa.float32())):
+        columns: list[pa.Array] = []
+        if not layout.labels:
+            columns.append(pa.Array.from_buffers(pa.uint8(), n, [None, self._staged_buffer("label")]))
+        lists = (("label", layout.labels), ("ids", layout.single), ("dense", layout.dense))
+        for name, names in lists:
             if names:
-                flat = pa.Array.from_buffers(type, n * len(names), [None, self._staged_buffer(name)])
-                columns.append(pa.FixedSizeListArray.from_arrays(flat, type=schema.field(name).type))
+                kind = schema.field(name).type
+                flat = pa.Array.from_buffers(kind.value_type, n * len(names), [None, self._staged_buffer(name)])
+                columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
         for i, field in enumerate(layout.multi):
             starts = np.concatenate([[0], np.frombuffer(self._staged_buffer(f"ends{i}"), dtype=np.int64)])
             flat = pa.Array.from_buffers(pa.int32(), self._ends[i], [None, self._staged_buffer(f"values{i}")])
@@ -177,7 +183,8 @@ def open_part(path: Path, rows: int, n_bytes: int, layout: DatasetLayout) -> Dat
     if len(batch) != rows:
         raise BadInput(f"{path}: {len(batch)} rows, expected {rows}: damaged; prepare the dataset again")
     bags = tuple(_bag(batch.column(_BAG + name)) for name in layout.multi)
-    label = batch.column("label").to_numpy(zero_copy_only=True)
+    label = batch.column("label")
+    label = _matrix(batch, "label", layout.labels) if layout.labels else label.to_numpy(zero_copy_only=True)
     return DatasetPart(label, _matrix(batch, "ids", layout.single), _matrix(batch, "dense", layout.dense), bags)
 
 
@@ -242,7 +249,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: cut or damaged ({error}); prepare the dataset again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BadInput(f"{path}: not the manifest of a prepared dataset")
-    if manifest.get("version") != VERSION:
-        found = manifest.get("version")
-        raise BadInput(f"{path}: version {found}, this program reads version {VERSION}; prepare the dataset again")
+    if manifest.get("version") not in READ_VERSIONS:
+        found, known = manifest.get("version"), " and ".join(map(str, READ_VERSIONS))
+        raise BadInput(f"{path}: version {found}, this program reads versions {known}; prepare the dataset again")
     return manifest

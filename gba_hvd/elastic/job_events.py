@@ -225,6 +225,8 @@ def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {"dense_lr": max(float(group.get("initial_lr", group["lr"])) for group in groups)}
     if isinstance(optimizer, torch.optim.SGD):
         found["dense_momentum"] = max(float(group.get("max_momentum", group["momentum"])) for group in groups)
+        if dampening := max(float(group["dampening"]) for group in groups):
+            found["dense_dampening"] = dampening
     betas = [[float(beta) for beta in group["betas"]] for group in groups if "betas" in group]
     if betas:
         found["dense_betas"] = betas[0] if all(one == betas[0] for one in betas) else betas

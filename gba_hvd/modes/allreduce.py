@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.job_state import Cursor
-from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
+from gba_hvd.training.mode import CountRun, EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
 
 _MEASURED_EVERY, _MEASURED_FIRST = 20, 4  # which steps are of single micro-batches in any case
 _OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
@@ -64,18 +65,19 @@ class AllreduceMode:
 
     def _steps(self, epoch: EpochRun) -> Generator[Any, None, bool]:
         engine, progress, cut = self._engine, self._engine.progress, epoch.cut
-        first = progress.cursor.steps_done if progress.cursor.epoch == epoch.epoch else 0
+        at = epoch.epoch, epoch.segment
+        first = progress.cursor.steps_done if progress.cursor.is_in(*at) else 0
         for step in range(first, cut.n_steps):
             epoch.between_steps()
             if engine.signals.requested_mode is not None:
-                if progress.cursor.epoch != epoch.epoch:
-                    progress.cursor = Cursor(epoch.epoch, step)
+                if not progress.cursor.is_in(*at):
+                    progress.cursor = Cursor(epoch.epoch, step, segment=epoch.segment)
                 if epoch.change_mode():
                     return False
             self.together = self._together_in(progress.step)
             epoch.expect(self._coming(cut, step))
             share = cut.batches_of_step(step, self.together)[engine.world.rank :: engine.world.size]
-            self._begin_step(cut, epoch.epoch, step)
+            self._begin_step(cut, at, step)
             read: Iterator[Any] = (epoch.read(micros[0], len(micros)) for micros in share)
             if self.exchange.several_hosts:
                 read = iter(loaded := list(read))
@@ -152,15 +154,21 @@ class AllreduceMode:
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
 
+    def count(self, job: CountRun) -> list[int]:
+        world = self._engine.world
+        mine = [job.count(one) if job.rank_of(one, world.size) == world.rank else 0 for one in range(job.n)]
+        return [int(n) for n in world.gather("counts", np.array(mine, dtype=np.int64)).sum(axis=0)]
+
     def retrieve(self, job: RetrievalRun) -> list[float]:
         return retrieval.together(job, self._engine.world, self.exchange, self._engine.progress.step)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, cut: EpochPlan, epoch: int, step_of_epoch: int) -> None:
+    def _begin_step(self, cut: EpochPlan, at: tuple[int, int], step_of_epoch: int) -> None:
+        """at: the epoch and its segment."""
         model, progress = self._engine.model, self._engine.progress
-        if progress.cursor.epoch != epoch:
-            progress.cursor = Cursor(epoch, 0)
+        if not progress.cursor.is_in(*at):
+            progress.cursor = Cursor(at[0], 0, segment=at[1])
         self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
         self._rows = [[] for _ in model.tables.layout.groups]
         self._not_finite, self._seconds, self._traced, self._began_s = "", [], [], time.perf_counter()
@@ -186,6 +194,7 @@ class AllreduceMode:
             participant.before_commit(fields[participant.name])
         if TRACE is not None:
             facts = {"step": progress.step + 1, "world": progress.restarts, "epoch": progress.cursor.epoch}
+            facts["segment"] = progress.cursor.segment
             TRACE.write("attempt", **facts, micros=self._traced)
         n_micro = len(self._cut.micro_of_step(self._step_of_epoch))
         row_scale = scale if model.row_average == "global" else scale * n_micro

@@ -20,9 +20,10 @@ from gba_hvd.metrics.accumulators import Accumulator, Frames, Part, accumulator,
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.ps.messages import LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.training.mode import EvaluationRun, SampleReader
+from gba_hvd.training.mode import CountRun, EvaluationRun, SampleReader
 from recovery import state_codec
 
+_COUNTS = -1  # evaluations of a phase are numbered from 0
 _ASK_AGAIN_S = 0.02
 
 
@@ -94,6 +95,24 @@ def by_leases(job: EvaluationRun, servers: PsWorker, phase: int, ordinal: int) -
                 servers.send_scores(phase, ordinal, lease, job.measure(loaded))
     finally:
         _load_buffers(model, own)
+
+
+def count_by_leases(job: CountRun, servers: PsWorker, phase: int, n_groups: int) -> list[int]:
+    """Each worker counts what it gets leases for: an evaluation whose samples are what is to be counted.
+
+    phase: the same on all workers; n_groups: of tables, none of which is looked at
+    """
+
+    def measure(one: np.ndarray) -> list[Frames]:
+        counts = np.zeros(job.n)
+        counts[one[0]] = job.count(int(one[0]))
+        return [[counts]]
+
+    nothing = [np.empty(0, dtype=np.int64)] * n_groups
+    samples = SampleReader(lambda numbers: numbers, job.n, 1, lambda batches: nothing)
+    run = EvaluationRun(nn.Identity(), samples, (Part("sums", "counts", n_sums=job.n),), measure)
+    (found,) = by_leases(run, servers, phase, _COUNTS)
+    return [int(n) for n in found["sums"]]
 
 
 def firsts_of_rank(samples: SampleReader, world: World) -> Iterator[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.world_formation import still_forms
 from gba_hvd.embedding.tables import PulledRows
+from gba_hvd.epoch import run_number
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.ps.messages import LeaseGrant, LeaseReply
@@ -25,7 +26,7 @@ from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
+from gba_hvd.training.mode import CountRun, EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
 from gba_hvd.update_rules import rule_class
 
 _RESCUE_TIMEOUT_S = 3.0
@@ -56,9 +57,13 @@ class ParameterServerMode:
         def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None] | None]:
             """In a thread of its own. Rows: None where only the training thread can find out which."""
             lrs = [*engine.model.dense_lrs, engine.model.row_lr]
-            given = servers.ask(epoch.epoch, epoch.n_samples, lrs, engine.progress.step, lambda: ahead.is_closed)
+            given = servers.ask(
+                epoch.epoch, epoch.segment, epoch.order_digest, epoch.n_samples, lrs, engine.progress.step,
+                lambda: ahead.is_closed,
+            )  # fmt: skip
             if given.lease is None:
                 return given, None, []
+            epoch.expect(range(micro, micro + 1) for micro in (given.lease.micro, *given.lease.expected))
             batch = epoch.read(given.lease.micro)
             if not servers.several_hosts:
                 return given, batch, []
@@ -126,8 +131,8 @@ class ParameterServerMode:
         if TRACE is not None:
             TRACE.write(
                 "push", generation=self.servers.session.generation, epoch=engine.progress.cursor.epoch,
-                micro=micro.index, serial=lease.serial, token=lease.token, dense_steps=self.servers.dense_steps,
-                mode=self.name, tables=TRACE.rows_used(engine.model.tables),
+                segment=engine.progress.cursor.segment, micro=micro.index, serial=lease.serial, token=lease.token,
+                dense_steps=self.servers.dense_steps, mode=self.name, tables=TRACE.rows_used(engine.model.tables),
             )  # fmt: skip
         grads = engine.take_gradients(micro, loss)
         if grads.not_finite:
@@ -161,9 +166,13 @@ class ParameterServerMode:
         progress = self._engine.progress
         if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:
             self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers
-        ordinal, phase = progress.n_evaluated, 2 * progress.cursor.epoch + progress.epoch_over
+        ordinal, run = progress.n_evaluated, run_number(progress.cursor.epoch, progress.cursor.segment)
         progress.n_evaluated += 1
-        return evaluation.by_leases(job, self.servers, phase, ordinal)
+        return evaluation.by_leases(job, self.servers, 2 * run + progress.epoch_over, ordinal)
+
+    def count(self, job: CountRun) -> list[int]:
+        run = run_number(job.epoch, job.segment)
+        return evaluation.count_by_leases(job, self.servers, 2 * run, len(self._engine.model.tables.layout.groups))
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         (found,) = self.evaluate(job.alone)

@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from gba_hvd.comm.traffic import NOTHING, Sums
+from gba_hvd.epoch import run_number
 from gba_hvd.errors import GbaError
 from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
@@ -132,8 +134,9 @@ class JobPosition(Struct, tag="Position"):
     steps_done: int = 0
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
-    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
+    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
+    traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
@@ -141,6 +144,7 @@ class JobPosition(Struct, tag="Position"):
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
+    segment: int = 0  # of the epoch
     requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
@@ -159,10 +163,13 @@ class JobPosition(Struct, tag="Position"):
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
+    """expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised."""
+
     micro: int
     serial: int
     token: int
     n_samples: int
+    expected: list[int] = []
 
 
 class PlannedMember(Struct):
@@ -215,6 +222,12 @@ class LeaseRequest(Struct, tag="Ask"):
     n_samples: int
     lrs: list[float]  # of the dense groups, then the rows', as of step `lrs_step`
     lrs_step: int
+    segment: int = 0  # of the epoch
+    order: int = 0  # digest of the order of the samples, and of what they are
+
+    @property
+    def run(self) -> int:
+        return run_number(self.epoch, self.segment)
 
 
 class Compressor(Struct):
@@ -283,6 +296,7 @@ class PushDone(Struct, tag="Done"):
 
     lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
     dense_step: of the dense values it was computed with, of several servers the oldest; -1: not known
+    traffic: bytes on this worker's wires since it came into the mode
     """
 
     worker: int
@@ -295,6 +309,7 @@ class PushDone(Struct, tag="Done"):
     lrs: list[float] = []
     lrs_step: int = -1
     dense_step: int = -1
+    traffic: Sums = NOTHING
 
 
 class HeartbeatMsg(Struct, tag="Beat"):

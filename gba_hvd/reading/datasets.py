@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.settings import Collate
 
@@ -45,10 +47,78 @@ class OrderedDataset(Protocol):
 
     @property
     def order_digest(self) -> int:
-        """int64, not 0: another one where `order` is another one."""
+        """int64, not 0: another one where `order`, or the samples themselves, are others."""
 
-    def order(self, seed: int, epoch: int) -> Order:
-        """The order of an epoch that is shuffled, by these two numbers and the data only."""
+    def order(self, seed: int, epoch: int, plan: EpochPlan) -> Order:
+        """The order of an epoch that is shuffled, by these and the data only. plan: how it is cut in micro-batches."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Groups of samples that are needed at once, by number, in a lane: the micro-batches i of one i mod M."""
+
+    lane: int
+    window: int
+    groups: tuple[int, ...]
+
+
+class LaneOrder(Order, Protocol):
+    """An order in which each lane goes through blocks of groups, one after the other."""
+
+    def block(self, micro: int) -> Block:
+        """Where the first sample of a micro-batch lies."""
+
+    def after(self, block: Block) -> Block | None:
+        """The next one of the same lane."""
+
+
+@runtime_checkable
+class LanedDataset(Protocol):
+    """A dataset that has to decode groups of samples, and can do it ahead. Its `order` gives a `LaneOrder`."""
+
+    @property
+    def n_groups(self) -> int: ...
+
+    def will_read(self, now: Block, after: Block | None) -> None:
+        """Before samples of `now` are read in this process, which may also read `after` later. Returns at once."""
+
+    def end_reading(self) -> None:
+        """Nothing that was announced is needed any more. Returns when nothing is decoded ahead."""
+
+
+@runtime_checkable
+class SegmentedDataset(Protocol):
+    """A dataset whose samples are not counted: an epoch of it is a sequence of segments."""
+
+    def n_segments(self, n_micro: int) -> int:
+        """Of an epoch, with so many micro-batches in a step."""
+
+    def segment(self, number: int, seed: int, epoch: int, n_micro: int, shuffle: bool) -> UncountedSegment:
+        """One of an epoch, from 0; by these and the data only."""
+
+    def end_reading(self) -> None:
+        """Nothing that was to be counted ahead is needed any more. Returns when nothing is read ahead."""
+
+
+class UncountedSegment(OrderedDataset, MapDataset, Protocol):
+    """A part of a `SegmentedDataset`: a dataset of known length once `counted` was called.
+
+    shards: what has to be counted
+    """
+
+    shards: Sequence[Any]
+
+    def count(self, at: int) -> int:
+        """How many samples one of its shards has."""
+
+    def rank_of(self, at: int, size: int, together: int = 1) -> int:
+        """The rank of so many workers that best counts it, as it will train it: in allreduce mode."""
+
+    def count_ahead(self, rank: int, size: int, together: int = 1) -> None:
+        """This rank will count its shards of this segment, and read them in this process. Returns at once."""
+
+    def counted(self, sizes: Sequence[int]) -> None:
+        """How many samples each of its shards has, the same on all workers."""
 
 
 def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> TakeRows:
@@ -57,11 +127,21 @@ def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> T
     Raises BadInput for a dataset that cannot be read by number, and for a `collate_fn` beside `take`.
     """
     name, found = type(dataset).__name__, any(hasattr(dataset, one) for one in ("take", "__getitem__", "__getitems__"))
+    if isinstance(dataset, SegmentedDataset):
+        raise BadInput(
+            f"how many samples a {name} has is not known, and only gba_hvd.batches can do without: evaluate a dataset "
+            "of known length, such as a list of some of its samples"
+        )
+    if isinstance(dataset, DataLoader):
+        raise BadInput(
+            "a DataLoader cuts the batches of one process: pass its dataset, and its num_workers and collate_fn as "
+            "arguments; the sizes of batches are global_batch and micro_batch of the optimizer"
+        )
     if isinstance(dataset, IterableDataset) or not found or not hasattr(dataset, "__len__"):
         raise BadInput(
             f"{name} cannot be read by number: a dataset has __len__ and either take(rows) or __getitem__. "
-            "Micro-batches are handed out by their numbers, to workers that come and go. For files that are read in "
-            "sequence: gba-hvd data prepare, or gba_hvd.data.ParquetStream"
+            "Micro-batches are handed out by their numbers, to workers that come and go. For what is read in sequence: "
+            "gba_hvd.data.ShardedStream(shards, read), ParquetStream, or gba-hvd data prepare"
         )
     take = getattr(dataset, "take", None)
     if take is not None:

@@ -6,10 +6,13 @@ itself defines are sent by value (cloudpickle), so a reader process never runs t
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import socket
 import struct
+import sys
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -26,9 +29,16 @@ class Closed(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors in the memory of this process go as their bytes; arrays do so by themselves."""
+    """Tensors in the memory of this process go as their bytes; arrays do so by themselves.
+
+    A module with a class of its own, as `gba_hvd` has, goes by its name: classes of a script refer to it.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            name = obj.__name__
+            if sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
         if (
             type(obj) is torch.Tensor
             and obj.device.type == "cpu"

@@ -1,7 +1,7 @@
 """`ReadAhead`: threads that read the batches that come next while others are trained on.
 
-The training announces which batches it expects to read, in order. It may then ask for others: a batch that was
-announced and does not come is thrown away, also while it is read.
+The training announces which batches it expects to read, in order. It may then ask for any of them, or for others: a
+batch that is not expected any more is thrown away, also while it is read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 Share = tuple[int, int]
@@ -17,10 +17,10 @@ Share = tuple[int, int]
 
 
 class _PendingRead:
-    """A batch to be read. Fields are written under the lock of its owner."""
+    """A batch to be read. reader: by which one; None: any. Fields are written under the lock of its owner."""
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
+    def __init__(self, share: Share, reader: int | None) -> None:
+        self.share, self.reader = share, reader
         self.batch: Any = None
         self.error: BaseException | None = None
         self.done = self.dropped = False
@@ -33,12 +33,15 @@ class ReadAhead:
             ahead.expect((index, 1) for index in range(first, end))
             batch = ahead.read((first, 1))
 
-    readers: functions from a share to its batch, each used by one thread. `expect` and `read` may be called from any
-    thread, one at a time. Leaving waits for reads that have begun; `close()` may be called twice.
+    readers: functions from a share to its batch, each used by one thread. reader_of: the number of the one that reads a
+    share; None: any. `expect` and `read` may be called from any thread, one at a time. Leaving waits for reads that
+    have begun; `close()` may be called twice.
     """
 
-    def __init__(self, readers: Sequence[Callable[[Share], Any]], depth: int) -> None:
-        self._readers, self._depth = readers, depth
+    def __init__(
+        self, readers: Sequence[Callable[[Share], Any]], depth: int, reader_of: Callable[[Share], int] | None = None
+    ) -> None:
+        self._readers, self._depth, self._reader_of = readers, depth, reader_of
         self._changed = threading.Condition()
         self._coming: Iterator[Share] = iter(())
         self._ahead: deque[_PendingRead] = deque()  # in the order in which they are expected
@@ -49,7 +52,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         for number, read in enumerate(self._readers):
             name = f"gba-hvd reader {number}"
-            self._threads.append(threading.Thread(target=self._run, args=(read,), name=name, daemon=True))
+            self._threads.append(threading.Thread(target=self._run, args=(number, read), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
         return self
@@ -60,26 +63,22 @@ class ReadAhead:
     def expect(self, coming: Iterable[Share]) -> None:
         """From now on these come, in this order; evaluated as far as is read ahead. What else was read is dropped."""
         with self._changed:
-            left, kept = iter(coming), deque[_PendingRead]()
-            while self._ahead:
-                share = next(left, None)
-                if share != self._ahead[0].share:
-                    left = left if share is None else chain([share], left)
-                    break
-                kept.append(self._ahead.popleft())
-            self._drop()
-            self._ahead, self._coming = kept, left
-            self._fill()
+            self._coming = iter(coming)
+            next_ones = list(islice(self._coming, self._depth))
+            there = {job.share: job for job in self._ahead}
+            self._drop(job for job in self._ahead if job.share not in next_ones)
+            self._ahead = deque(there.get(share) or self._job(share) for share in next_ones)
+            self._changed.notify_all()
 
     def read(self, share: Share) -> Any:
-        """The batch; waits for it. Raises what reading it raised. One that is not expected next drops all others."""
+        """The batch; waits for it. Raises what reading it raised."""
         with self._changed:
-            if self._ahead and self._ahead[0].share == share:
-                job = self._ahead.popleft()
+            job = next((job for job in self._ahead if job.share == share), None)
+            if job is not None:
+                self._ahead.remove(job)
             else:
-                self._drop()
-                job, self._coming = _PendingRead(share), iter(())
-                self._waiting.appendleft(job)
+                job = self._job(share)
+                self._waiting.rotate(1)  # it is needed first
             self._fill()
             self._changed.wait_for(lambda: job.done or self._closed)
             if job.error is not None:
@@ -90,27 +89,30 @@ class ReadAhead:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._drop()
+            self._drop(self._ahead)
+            self._ahead.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
         self._threads = []
 
+    def _job(self, share: Share) -> _PendingRead:
+        job = _PendingRead(share, None if self._reader_of is None else self._reader_of(share))
+        self._waiting.append(job)
+        return job
+
     def _fill(self) -> None:
         while len(self._ahead) < self._depth and (share := next(self._coming, None)) is not None:
-            job = _PendingRead(share)
-            self._ahead.append(job)
-            self._waiting.append(job)
+            self._ahead.append(self._job(share))
         self._changed.notify_all()
 
-    def _drop(self) -> None:
-        for job in self._ahead:
+    def _drop(self, jobs: Iterable[_PendingRead]) -> None:
+        for job in jobs:
             job.dropped, job.batch = True, None
-        self._ahead.clear()
         self._waiting = deque(job for job in self._waiting if not job.dropped)
 
-    def _run(self, read: Callable[[Share], Any]) -> None:
-        while (job := self._next()) is not None:
+    def _run(self, number: int, read: Callable[[Share], Any]) -> None:
+        while (job := self._next(number)) is not None:
             batch, error = None, None
             try:
                 batch = read(job.share)
@@ -121,7 +123,13 @@ class ReadAhead:
                     job.batch, job.error, job.done = batch, error, True
                     self._changed.notify_all()
 
-    def _next(self) -> _PendingRead | None:
+    def _next(self, number: int) -> _PendingRead | None:
+        def mine() -> _PendingRead | None:
+            return next((job for job in self._waiting if job.reader in (None, number)), None)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return None if self._closed else self._waiting.popleft()
+            self._changed.wait_for(lambda: self._closed or mine() is not None)
+            if self._closed or (job := mine()) is None:
+                return None
+            self._waiting.remove(job)
+            return job

@@ -85,7 +85,7 @@ def _fork(control: socket.socket, end_fd: int, dataset_fd: int, number: int) -> 
 
 
 def _read(end: socket.socket, dataset_fd: int, number: int) -> None:
-    """A reader. Its first answer says that it has the dataset; then comes one answer for each request, in order."""
+    """A reader. Its first answer says that it has the dataset; then one answer for each "take", in order."""
     try:
         try:
             # Private to this process where it is written; one copy for all readers where it is not.
@@ -100,7 +100,11 @@ def _read(end: socket.socket, dataset_fd: int, number: int) -> None:
             return
         frames.send(end, (None, None))
         while True:
-            rows, seed = frames.receive(end)
+            what, *facts = frames.receive(end)
+            if what == "will read":
+                dataset.will_read(*facts)
+                continue
+            rows, seed = facts
             _seed(seed)
             try:
                 answer = take(rows), None

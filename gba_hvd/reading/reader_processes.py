@@ -22,6 +22,7 @@ import numpy as np
 
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.reading import frames
+from gba_hvd.reading.datasets import Block
 from gba_hvd.reading.settings import Collate
 
 _START = """
@@ -51,6 +52,7 @@ class ReaderProcesses:
     def __init__(self, dataset: Any, collate_fn: Collate | None, n: int, init: Callable[[int], None] | None) -> None:
         self._sent, self._n = (dataset, collate_fn, init), n
         self._ends: list[socket.socket] = []
+        self._sending = [threading.Lock() for _ in range(n)]
         self._pids: list[int] = []
 
     def __enter__(self) -> ReaderProcesses:
@@ -80,9 +82,12 @@ class ReaderProcesses:
         as a note; ReaderDied when the process is gone.
         """
         doing = f"reads {len(rows)} samples, the first is {rows[0] if len(rows) else None}"
-        with contextlib.suppress(frames.Closed):  # then there is no answer either
-            frames.send(self._ends[number], (rows, seed))
+        self._send(number, ("take", rows, seed))
         return self._answer(number, doing)
+
+    def will_read(self, number: int, now: Block, after: Block | None) -> None:
+        """From any thread: that process will be asked for samples of these. See `LanedDataset`."""
+        self._send(number, ("will read", now, after))
 
     def close(self) -> None:
         """Ends the processes, also those that read. May be called twice."""
@@ -93,6 +98,10 @@ class ReaderProcesses:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
             end.close()
+
+    def _send(self, number: int, message: Any) -> None:
+        with self._sending[number], contextlib.suppress(frames.Closed):  # then there is no answer either
+            frames.send(self._ends[number], message)
 
     def _answer(self, number: int, doing: str) -> Any:
         try:

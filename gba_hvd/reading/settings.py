@@ -17,7 +17,7 @@ Collate = Callable[[list[Any]], Any]
 class ReadSettings:
     """num_workers: reader processes of this worker, 0: its own process reads.
 
-    prefetch: batches that are read ahead, by each reader process or by the one thread that reads; 0: none
+    prefetch: batches that are read ahead, by each reader process or by the one thread that reads; None: 2, 0: none
     collate_fn: makes a batch of the samples of a map-style dataset
     pin_memory: tensors of a batch are copied to pinned memory
     worker_init_fn: called in each reader process with its number, before it reads
@@ -58,8 +58,7 @@ class ReadSettings:
     @property
     def depth(self) -> int:
         """How many batches are read ahead in all."""
-        default = 2 if self.num_workers else 0
-        return self.n_readers * (default if self.prefetch is None else self.prefetch)
+        return self.n_readers * (2 if self.prefetch is None else self.prefetch)
 
 
 def _is_count(value: object) -> bool:

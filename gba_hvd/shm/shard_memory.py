@@ -149,7 +149,7 @@ class ShardMemory:
                 about, path = folder / "memory.json", folder / "shards"
                 mine, host = {"format": FORMAT, **layout.describe()}, Host.here(folder.parent)
                 if about.exists():
-                    theirs = json.loads(about.read_text())
+                    theirs = _description(about)
                     held_by = theirs.pop("host", None)
                     is_asked = owner is not None and held_by is not None and Host(**held_by) == host
                     if is_asked and (not owner or owner != _owner_of(folder)):
@@ -466,6 +466,19 @@ def _write_owner(folder: Path, owner: str) -> None:
     if _owner_of(folder) != owner:
         (folder / "owner.new").write_text(owner)
         (folder / "owner.new").rename(folder / "owner")
+
+
+def _description(about: Path) -> dict[str, Any]:
+    """What the memory beside this file holds. Raises ShardMemoryError where the file is damaged."""
+    try:
+        found: dict[str, Any] = json.loads(about.read_text())
+    except ValueError as error:
+        raise ShardMemoryError(
+            f"{about} was cut off or changed by another program ({error}): what the memory beside it holds is not "
+            "known, so no worker can open it. Its job trains on until its world changes, and resumes from its newest "
+            f"checkpoint once the folder is removed (rm -r {about.parent})"
+        ) from error
+    return found
 
 
 def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:

@@ -7,8 +7,9 @@ It only makes requests: the chief's request travels with the commit of a step (a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from inspect import signature
 from statistics import median
 from typing import Any
 
@@ -16,8 +17,10 @@ from gba_hvd.averaging.algorithms import Averaging
 from gba_hvd.callbacks import Callback, StepRecord
 from gba_hvd.epoch import shares
 from gba_hvd.errors import BadInput
-from gba_hvd.mode_names import REPLICA_MODES, known_mode
+from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
+from gba_hvd.switching.decision_reports import DecisionReports
+from gba_hvd.switching.idle_options import idle
 from gba_hvd.switching.policy import (
     Decision,
     Options,
@@ -32,7 +35,7 @@ from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
 from gba_hvd.update_rules.default_rule import RuleChoice, choose
 from gba_hvd.update_rules.delay_model import expected_ages, expected_arrivals
-from gba_hvd.update_rules.sgd_momentum import momentum_of
+from gba_hvd.update_rules.momentum import Momentum
 from gba_hvd.update_rules.stability import advise
 from recovery.old_names import warn
 
@@ -59,11 +62,13 @@ class GBACallback(Callback):
     staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`
     enter_gain, leave_gain, patience, min_stay, warm_up_steps: see `gba_hvd.switching.policy.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
-    curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: entering
-                gba where the learning rate is predicted unstable at the expected age of dense values is then warned of
-                in the reason
+    curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: an
+                asynchronous mode without replicas in which the learning rate is predicted unstable at the expected ages
+                of dense values is then warned of: by "auto" in the reason of the switch, else when the workers' speeds
+                are known (event `rate_unstable`). With Adam and its kind, that of the preconditioned loss
     sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
-    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`
+    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`. elasticity=None: 1 in the
+                modes "ma" and "bmuf", which is plain averaging, else 0.5
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
@@ -98,7 +103,7 @@ class GBACallback(Callback):
         curvature: float | None = None,
         servers_per_host: int = 1,
         sync: str = "easgd",
-        elasticity: float = 0.5,
+        elasticity: float | None = None,
         block_rate: float = 0.9,
         mixing: str = "interpolate",
         every: int = 30,
@@ -137,21 +142,23 @@ class GBACallback(Callback):
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
         self.servers_per_host, self.curvature = servers_per_host, curvature
         self.lr = 0.0  # the largest of the dense groups, set by the engine
-        self.momentum = 0.0  # of plain SGD's momentum, set with the optimizer; other optimizers: 0
+        self.momentum = Momentum()  # set with the optimizer
         self._rules: dict[str, Any] = {
             "staleness": staleness, "tolerance": tolerance, "staleness_of": staleness_of, "lookahead": lookahead,
             "slack": slack, "backups": backups,
         }  # fmt: skip
         self.discipline("gba")  # refuses bad settings now
-        self._refuse_compensation_without_delay()
-        if warm_up_steps and self.mode != "auto" and "auto" not in self.switch_at.values():
-            raise BadInput(
-                f"warm_up_steps={warm_up_steps} is of mode 'auto', which decides by measurements, mode {self.mode!r} "
-                f"does not: leave it out, or mode='allreduce', switch_at={{{warm_up_steps}: {self.mode!r}}}"
-            )
-        self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
+        self._elasticity = elasticity
+        share = Averaging.elasticity if elasticity is None else elasticity
+        self._background = Averaging(sync, share, block_rate, mixing, None, pause_s)
         self._every = replace(self._background, every=every).every
         self.options = Options(enter_gain, leave_gain, patience, min_stay, warm_up_steps)
+        self._arguments = {
+            **self._rules, **asdict(self.options), "sync": sync, "elasticity": elasticity, "block_rate": block_rate,
+            "mixing": mixing, "every": every, "pause_s": pause_s, "curvature": curvature,
+        }  # fmt: skip
+        self._refuse_idle_options()
+        self._refuse_compensation_without_delay()
         self._stance = Stance("allreduce", 0)
         self._recent = RecentRates()
         self._exchanges: deque[float] = deque(maxlen=_N_RECENT)
@@ -159,10 +166,12 @@ class GBACallback(Callback):
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
         self._request: tuple[str, str] | None = None
         self._warned = ""  # of the mode that is requested
+        self._checked_rate = ""  # the mode in which it is known whether the learning rate is stable
         self._first_mode = self.mode  # until a change is due
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
+        self.decisions = DecisionReports(patience)
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
     def discipline(self, mode: str) -> Discipline:
@@ -199,7 +208,7 @@ class GBACallback(Callback):
         """
         if self.requested_rule is not None:
             check(self.requested_rule, optimizer)
-        self._optimizer, self._has_dense, self.momentum = optimizer, has_dense, momentum_of(optimizer)
+        self._optimizer, self._has_dense, self.momentum = optimizer, has_dense, Momentum.of(optimizer)
 
     def rule_in(self, mode: str) -> RuleChoice:
         """The update rule of an asynchronous mode, for the optimizer of which note was taken."""
@@ -226,13 +235,17 @@ class GBACallback(Callback):
         """How replicas are synchronised in one of `mode_names.REPLICA_MODES`."""
         if mode == "shadow":
             return self._background
-        return replace(self._background, algorithm=mode, every=self._every)
+        foreground = replace(self._background, algorithm=mode, every=self._every)
+        is_plain = self._elasticity is None and foreground.is_collective
+        return replace(foreground, elasticity=1.0) if is_plain else foreground
 
     def describe(self) -> dict[str, Any]:
-        """The settings by the names of their arguments, as it was made with them; a default rule by its name."""
+        """The settings by the names of their arguments, as it was made with them; defaults are of its mode."""
         switch_at = {str(step): mode for step, mode in self.switch_at.items()}
         rounds = self.rounds
         rounds["sync"] = rounds.pop("algorithm")
+        replicas = [mode for mode in (self._asked_for, *self.switch_at.values()) if mode in REPLICA_MODES]
+        rounds["elasticity"] = self.averaging(replicas[0]).elasticity if replicas else self._background.elasticity
         more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
         more |= {"wait_s": self.wait_s, "required": self.required}
         more |= {"rule_settings": dict(self.rule_settings)}
@@ -261,7 +274,10 @@ class GBACallback(Callback):
     @property
     def rounds(self) -> dict[str, Any]:
         """What all workers' rounds must have in common."""
-        return {**asdict(self._background), "every": self._every}
+        rounds = {**asdict(self._background), "every": self._every}
+        # Memory of earlier versions has the background's where none was asked for; so the default keeps that number.
+        is_asked = self._elasticity == Averaging.elasticity
+        return rounds | {"elasticity": f"{self._elasticity}, as asked for"} if is_asked else rounds
 
     def _refuse_an_idle_rule(self) -> None:
         """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""
@@ -273,14 +289,39 @@ class GBACallback(Callback):
                 "mode such as 'gba' or 'async'"
             )
 
+    def names(self, mode: str) -> bool:
+        """Whether the job is to be in this mode by what it was made with, not by an operator's request alone."""
+        asked = {self._asked_for, *self.switch_at.values()}
+        return mode in asked or ("auto" in asked and mode in ("allreduce", "gba"))
+
+    def idle_options(self, modes: Iterable[str]) -> dict[str, str]:
+        """Options that were given, and that none of these modes uses; of each, what would use it."""
+        parameters = signature(GBACallback).parameters
+        return idle(modes, self._arguments, {name: parameters[name].default for name in self._arguments})
+
+    def _refuse_idle_options(self) -> None:
+        """Of a job that names no asynchronous mode, any may be meant for a mode that an operator requests."""
+        named = [self.mode, *self.switch_at.values()]
+        found = self.idle_options(named if self.modes_to_come else SETTINGS)
+        if not self.modes_to_come:
+            found |= {name: why for name, why in self.idle_options(named).items() if name in asdict(self.options)}
+        for name, why in found.items():
+            modes = ", ".join(map(repr, dict.fromkeys(named)))
+            raise BadInput(
+                f"{name}={self._arguments[name]!r} has no effect in mode {modes}: {why}. Leave {name} out, or name a "
+                "mode that uses it (mode=, or switch_at= for a later step)"
+            )
+
     def _refuse_compensation_without_delay(self) -> None:
         """In lock-step every gradient is computed with the newest values."""
         modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())} - {"allreduce"}
-        if self.weighs_by_values and ("gba" not in modes or self._rules["lookahead"] == 0):
-            why = "mode 'gba' weighs gradients" if "gba" not in modes else "in lock-step no values are old"
-            raise BadInput(f"staleness_of='values' has no effect here: {why}; leave it out")
+        if self.weighs_by_values and self._rules["lookahead"] == 0:
+            raise BadInput(
+                "staleness_of='values' has no effect with lookahead=0: in lock-step no values are old; leave one of "
+                "them out"
+            )
         is_in_lock_step = self._rules["lookahead"] == 0 and bool(modes) and modes <= {"gba", "bsp", *REPLICA_MODES}
-        if is_in_lock_step and self.requested_rule in ("dc", "look_ahead"):
+        if is_in_lock_step and self.requested_rule in ("dc", "look_ahead", "gap_aware", "staleness_lr"):
             raise BadInput(
                 f"rule {self.requested_rule!r} is of no use with lookahead=0: in lock-step no gradient comes late. "
                 "Leave the rule out, or the lookahead"
@@ -390,21 +431,37 @@ class GBACallback(Callback):
             rates = replace(rates, dropped_share=dropped)
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
+        self.decisions.add(decision)
         if decision.mode != current:
             if self._request is None or self._request[0] != decision.mode:
-                self._warned = self._warning(rates) if decision.mode == "gba" else ""
+                self._warned = self._warning(rates, "gba") if decision.mode == "gba" else ""
             self._request = decision.mode, decision.reason + self._warned  # the stance changes when the switch is done
         else:
             self._stance, self._request = stance, None
 
-    def _warning(self, rates: Rates) -> str:
+    def unstable_rate(self, mode: str, seconds: Sequence[float], n_micro: int, serve_s: float) -> str:
+        """Why the learning rate is predicted unstable in a mode that the job is in; empty: it is not, or not known.
+
+        Found out once, when there is a time for every worker. seconds: per micro-batch, of each; n_micro: M
+        """
+        if self.curvature is None or self.lr <= 0 or self._checked_rate == mode or not seconds or min(seconds) <= 0:
+            return ""
+        self._checked_rate = mode
+        pushes = {"gba": n_micro, "bsp": n_micro, "hop_bw": max(1, len(seconds) - self._rules["backups"])}.get(mode, 1)
+        rates = Rates(tuple(seconds), tuple(shares(pushes, len(seconds))), pushes, 0.0, serve_s)
+        return self._warning(rates, mode).removeprefix("; warning: ")
+
+    def _warning(self, rates: Rates, mode: str) -> str:
         """What the expected age of dense values would do to stability; empty: all is well, or the curvature unknown."""
         if self.curvature is None or self.lr <= 0:
             return ""
         cycles = [t + rates.serve_s for t in rates.seconds_per_micro]
         ages, arrivals = expected_ages(cycles, rates.n_micro), expected_arrivals(cycles, rates.n_micro)
-        ahead = look_ahead.steps_of(self.rule_in("gba").rule, self.rule_settings)
-        advice = advise(self.lr, self.curvature, ages, self.momentum, careful=False, arrivals=arrivals, ahead=ahead)
+        ahead = look_ahead.steps_of(self.rule_in(mode).rule, self.rule_settings)
+        advice = advise(
+            self.lr, self.curvature, ages, self.momentum.value, careful=False, arrivals=arrivals, ahead=ahead,
+            dampening=self.momentum.dampening,
+        )  # fmt: skip
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def failed(self, step: int, why: str) -> None:
@@ -417,6 +474,7 @@ class GBACallback(Callback):
         """The job is in `mode` from `step` on."""
         self._request, self._not_before, self._pause = None, 0, _PAUSE_STEPS
         self._recent = RecentRates()
+        self._checked_rate, self._warned = mode if self._warned else "", ""
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)
 

@@ -44,7 +44,7 @@ def leave(engine: Engine, position: JobPosition) -> None:
     mode.take_dense_state(leaving=True)
     engine.observe(position)
     cursor = engine.progress.cursor
-    cursor.epoch, cursor.steps_done = position.epoch, position.steps_done
+    cursor.epoch, cursor.segment, cursor.steps_done = position.epoch, position.segment, position.steps_done
     if mode.rejoin is not None:
         mode.end_rejoin()
         world = max(position.membership_epoch, servers.position.membership_epoch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.update_rules import OWN
@@ -83,6 +84,20 @@ def row_average_idle(mode: str, row_average: str, step: int) -> Event | None:
         "job that is to be in this mode only, leave row_average out"
     )
     return Event("row_average_idle", step, text, {"row_average": row_average, "mode": mode}, level="warning")
+
+
+def options_idle(callback: GBACallback, mode: str, step: int) -> Event | None:
+    """The warning that options have no effect in a mode that an operator requested; None where all of them have.
+
+    In a mode that the job itself names there is none: what this one does not use is of another one that it names.
+    """
+    idle = {} if callback.names(mode) else callback.idle_options([mode])
+    if not idle:
+        return None
+    text = f"options of GBACallback without effect in mode {mode!r}, which an operator requested: " + "; ".join(
+        f"{name} ({why})" for name, why in idle.items()
+    )
+    return Event("options_idle", step, text, {"mode": mode, "options": list(idle)}, level="warning")
 
 
 def hooks_of(engine: Engine) -> list[str]:

@@ -122,11 +122,20 @@ def _push_rates(rates: Rates) -> list[float]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The mode to be in from now on, and why. `gain`: how many times as fast as allreduce gba is predicted to be."""
+    """The mode to be in from now on, and why. `gain`: how many times as fast as allreduce gba is predicted to be.
+
+    kind: of the reason: "switch"; or why it stays: "gain" (the other mode is not predicted fast enough), "patience",
+    "min_stay" or "warm_up" (it is, but not for long enough, or too soon)
+    """
 
     mode: str
     reason: str
     gain: float
+    kind: str
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind == "switch"
 
 
 @dataclass(frozen=True)
@@ -158,18 +167,19 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
 
     if not favours_other:
         limit = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
-        return Decision(stance.mode, f"stay in {stance.mode}: gba predicted {gain:.2f}x as fast, {limit}", gain), now
+        text = f"stay in {stance.mode}: gba predicted {gain:.2f}x as fast, {limit}"
+        return Decision(stance.mode, text, gain, "gain"), now
     finding = f"{_slowest(rates)}, {_prediction(other, gain, rates, options)}"
     if now.in_favour < options.patience:
         wait = f"for {now.in_favour} of {options.patience} steps"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding} {wait}", gain), now
+        return Decision(stance.mode, f"stay in {stance.mode}: {finding} {wait}", gain, "patience"), now
     if stayed < options.min_stay:
         wait = f"but only {stayed} of {options.min_stay} steps in {stance.mode}"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain), now
+        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain, "min_stay"), now
     if other == "gba" and step < options.warm_up_steps:
         wait = f"but the warm-up takes {options.warm_up_steps} steps, this is {step}"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain), now
-    return Decision(other, f"to {other}: {finding} for {now.in_favour} steps", gain), Stance(other, step)
+        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain, "warm_up"), now
+    return Decision(other, f"to {other}: {finding} for {now.in_favour} steps", gain, "switch"), Stance(other, step)
 
 
 def _slowest(rates: Rates) -> str:

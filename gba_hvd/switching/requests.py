@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
-from gba_hvd.mode_names import MODE_NUMBERS
+from gba_hvd.comm.traffic import sent_received
+from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
@@ -49,7 +50,7 @@ class ModeRequests(StepParticipant):
         self.waiting: list[str] = []
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
-        self._rates_s = self._rounds_s = time.perf_counter()  # when they were reported
+        self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
     def rolled_back(self, step: int) -> None:
         self._requested, self._seen_step, self.waiting = None, min(self._seen_step, step), []
@@ -122,6 +123,7 @@ class ModeRequests(StepParticipant):
         self.callback.measured_allreduce(step, list(micro_batch_s), step_s, n_micro, together, is_sample)
         if self._engine.world.rank == 0:
             self._report_rates({str(rank): round(s, 5) for rank, s in enumerate(micro_batch_s) if s})
+            self._report_decision()
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -145,6 +147,8 @@ class ModeRequests(StepParticipant):
                 seconds = [seconds for _, seconds in position.rates]
                 of_step = engine.model.global_batch // engine.model.micro_batch
                 callback.measured_async(step, seconds, of_step, waited_s, engine.model.together)
+                self._report_decision()
+            self._report_unstable_rate(servers, waited_s)
         if position.requested_mode == "auto" and callback.mode != "auto":
             callback.pin("auto")
         request = callback.mode_request(step, servers.name)
@@ -207,6 +211,35 @@ class ModeRequests(StepParticipant):
         staleness = {str(k): n for k, n in sorted(progress.staleness.items())}
         data = {"seconds": seconds, **counts, "reissued": progress.reissued, "staleness": staleness}
         data["elp"] = self._engine.elp
+        if self.callback.mode == "auto" and self.callback.last is not None:
+            data["gain"] = self.callback.last.gain
         data["lags"] = {str(k): n for k, n in sorted(progress.lags.items())}
+        data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
         data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))
+
+    def _report_unstable_rate(self, servers: PsWorker, waited_s: float) -> None:
+        """On the chief, where a curvature is known, once in a mode: the learning rate is predicted unstable in it."""
+        engine, rates = self._engine, servers.position.rates
+        if servers.name in REPLICA_MODES or len(rates) != engine.world.size:
+            return
+        self.callback.lr = max(engine.model.dense_lrs, default=0.0)
+        of_step = engine.model.global_batch // engine.model.micro_batch
+        why = self.callback.unstable_rate(servers.name, [seconds for _, seconds in rates], of_step, waited_s)
+        if why:
+            data = {"mode": servers.name}
+            text = f"mode {servers.name}, with the workers' speeds in it: {why}"
+            engine.emit(Event("rate_unstable", engine.progress.step, text, data, level="warning"))
+
+    def _report_decision(self) -> None:
+        """From the chief, in mode "auto": what was decided and why, where that is news.
+
+        Decisions to stay every few seconds at most.
+        """
+        now = time.perf_counter()
+        decision = self.callback.decisions.take(stays_too=now - self._decision_s >= _RATES_EVERY_S)
+        if decision is None:
+            return
+        self._decision_s = now
+        data = {"mode": decision.mode, "gain": round(decision.gain, 4), "kind": decision.kind}
+        self._engine.emit(Event("decision", self._engine.progress.step, decision.reason, data))

@@ -15,7 +15,7 @@ EVENT = "rates"
 PREFIX = "job/"
 STALENESS_MEAN = "job/staleness_mean"  # steps; over the micro-batches since the reading before
 STALENESS_MAX = "job/staleness_max"
-DENSE_AGE_MEAN = "job/dense_age_mean"  # steps; of the dense values that gradients were computed with, as above
+DENSE_AGE_MEAN = "job/dense_age_mean"  # steps; of the dense values that these were computed with, dropped ones too
 DENSE_AGE_MAX = "job/dense_age_max"
 DROPPED = "job/samples_dropped"  # these four: so far in the job
 LOST = "job/samples_lost"
@@ -23,10 +23,13 @@ REJECTED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
 CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
+BYTES_SENT, BYTES_RECEIVED = "job/bytes_sent", "job/bytes_received"  # so far, on the wires of all workers
+GAIN = "job/predicted_gain"  # in mode auto: how many times as fast as allreduce gba is predicted to be
 ELP = "job/elp"  # example-level parallelism (ShadowSync): samples computed on at once, batch x threads x workers
 VOCABULARY = "job/vocabulary/"  # of a hashed table, of the chief's host: TABLE/size and the others of _OF_VOCABULARY
 _OF_VOCABULARY = ("size", "capacity", "admitted", "evicted", "no_room", "missed_share", "filled")
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REJECTED, "reissued": REISSUED}
+_COUNTS |= {"bytes_sent": BYTES_SENT, "bytes_received": BYTES_RECEIVED, "gain": GAIN}
 _COUNTS |= {"elp": ELP, "checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
     "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
@@ -85,6 +88,8 @@ class Readings:
             dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
             checkpoint_age_s, checkpoint_age_steps: of the newest good checkpoint
             elp:               samples computed on at once
+            bytes_sent, bytes_received: of all workers, so far
+            gain:              predicted, of gba over allreduce
             vocabulary:        {table: {"size": ids with a row, "capacity", "admitted", "evicted", "no_room": ids that
                                found none, "missed_share" of lookups without a row, "filled" share of the filter}}
         the keys of ROUNDS

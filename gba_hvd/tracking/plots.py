@@ -85,7 +85,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
     """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
 
     learning_curves, throughput; in runs that measured it also workers (their pace), vocabulary (of hashed tables),
-    rounds of replicas and staleness
+    rounds of replicas, gain (predicted in mode "auto") and staleness
     """
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
@@ -96,6 +96,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
         ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
         ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
+        ("gain", bool(history.get(gauges.GAIN)), lambda file: _gain(history, events, title, file)),
         ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, title, file)),
         (
             "staleness",
@@ -170,6 +171,16 @@ def _rounds(history: History, events: Sequence[Record], title: str, file: Path) 
     figure, axes = _figure(title, rows=len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
+    _shade_modes(axes, history, events)
+    _mark_events(axes, events)
+    _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
+def _gain(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    figure, axes = _figure(title, rows=1)
+    _over_time(axes[0], _Panel("gba over allreduce, predicted", {gauges.GAIN: None}, form="{x:,.2f}"), history)
+    axes[0].axhline(1.0, color=_INK, linewidth=0.8)
     _shade_modes(axes, history, events)
     _mark_events(axes, events)
     _legend_above(axes[0])

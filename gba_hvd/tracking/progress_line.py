@@ -28,10 +28,9 @@ _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "Wor
 _WORDS = {
     "FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted", "NOT_SAVED": "trained to the end, NOT SAVED"
 }  # fmt: skip
-_COUNTERS = (
-    "bytes_sent_",
-    "bytes_received_",
-)  # an event reports these, with units; here they would hide what was measured
+_COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
+# an event reports these, with units; here they would hide what was measured
+_NO_LINES = ("finished", "interrupted", "decision")  # the summary begins with these; a switch has its reason
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -138,7 +137,7 @@ class ProgressLine(Callback):
         if event.level == "warning":  # the log has its text
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
-        elif self._reports() and event.kind not in ("finished", "interrupted"):  # the summary begins with these
+        elif self._reports() and event.kind not in _NO_LINES:
             self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
 
     def on_end(self, status: str, error: BaseException | None) -> None:

@@ -241,6 +241,10 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
         "dense_ages": story.dense_ages, "gaps": {rank: vars(gap) for rank, gap in story.gaps.items()},
         "modes": [vars(one) for one in by_mode(story)],
+        "decisions": [
+            {"step": e.get("step"), "reason": e.get("message"), **e.get("data", {})}
+            for e in story.events_of("decision")
+        ],
         "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
         "checkpoints": story.checkpoints,
         "recoveries": story.recoveries,

@@ -1,6 +1,7 @@
 """Bytes on the wire and what compression made of them, from the events `traffic` and `compression`.
 
-All are of one worker, the chief; what is of steps that were done again is left out. Pure functions over plain values.
+Bytes are of all workers, as the newest event has them; shares and decisions are of one worker, the chief. What is of
+steps that were done again is left out. Pure functions over plain values.
 """
 
 from __future__ import annotations
@@ -23,20 +24,12 @@ class TrafficSummary:
 
 
 def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
-    """Bytes of the whole job: (mode, kind) -> {"sent": bytes, "received": bytes}, in order of first appearance.
-
-    Where two workers report the end of the same epoch, because one became chief after the other, the first counts.
-    """
-    ends: dict[int, Record] = {}
-    for event in _of(events, "traffic"):
-        ends.setdefault(int(event.get("step", 0)), event)
+    """Bytes of the whole job and all workers: (mode, kind) -> {"sent": bytes, "received": bytes}."""
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for event in ends.values():
-        for name, n_bytes in event.get("data", {}).get("bytes", {}).items():
-            direction, _, rest = name.partition("_")
-            mode, _, kind = rest.rpartition("_")  # modes such as hop_bs have a _ of their own
-            wire = found.setdefault((mode, kind), {"sent": 0, "received": 0})
-            wire[direction] = wire.get(direction, 0) + int(n_bytes)
+    for name, n_bytes in _newest_traffic(events).get("all_workers", {}).items():
+        direction, _, rest = name.partition("_")
+        mode, _, kind = rest.rpartition("_")  # modes such as hop_bs have a _ of their own
+        found.setdefault((mode, kind), {"sent": 0, "received": 0})[direction] = int(n_bytes)
     return found
 
 

@@ -4,7 +4,7 @@ They stand behind the dense gradients in one tensor, `DenseGradients.total`, and
 made once for each world:
 
     step            the eight of `STEP`, one number each
-    participants    fields of the participants in the commit: requests of modes, checkpoints
+    participants    fields of the participants in the commit: requests of modes, checkpoints, bytes on the wires
     micro_batch_s   a number for each worker: its seconds per micro-batch
     rows            of each worker, where rows travel compressed between hosts: see `compression.row_exchange`
     dense           of each worker, where dense gradients are compressed: see `compression.dense_exchange`

@@ -30,6 +30,7 @@ from gba_hvd.training.mode import MicroBatch, MicroGradients, Mode
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.reports import Reports
 from gba_hvd.training.step_hooks import StepHooks
+from gba_hvd.training.traffic_account import TrafficAccount
 
 _Participant = TypeVar("_Participant", bound=StepParticipant)
 
@@ -52,6 +53,7 @@ class Engine:
         self.fields = CommitFields(model.dense)
         self._participants: dict[type, StepParticipant] = {}
         self.traffic, self.forming = Traffic(), Forming()
+        self._participants[TrafficAccount] = TrafficAccount(self.traffic, self.progress)
         self.reports = Reports(
             model, self.progress, self.host, lambda: self._world, self._participants.values(), self.traffic
         )

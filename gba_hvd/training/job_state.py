@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gba_hvd.comm.traffic import Sums, larger
 from gba_hvd.epoch import EpochOrder, SampleAccount
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients.clipping import Factors
@@ -95,7 +96,7 @@ class Rollback:
 
 @dataclass
 class Cursor:
-    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first.
+    """Where training stands in the data: steps done of one epoch, or of one segment of it. Epoch -1: before the first.
 
     moved: index -> the micro-batch that stands in its place in this epoch, after resuming from an asynchronous mode
     """
@@ -103,6 +104,10 @@ class Cursor:
     epoch: int = -1
     steps_done: int = 0
     moved: dict[int, int] = field(default_factory=dict)
+    segment: int = 0
+
+    def is_in(self, epoch: int, segment: int) -> bool:
+        return (self.epoch, self.segment) == (epoch, segment)
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,11 @@ class Progress:
     step: optimizer applications so far. account: of all samples. staleness, lags: how often a gradient, or the dense
     values that it was computed with, were so many steps old, in asynchronous modes. gaps: by rank, as of
     `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals: there, ages by
-    step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. rejected: gradients that were
-    not finite; reissued: micro-batches that were leased again. order: of the newest epoch whose batches were asked for.
-    n_steps: in the epoch at hand. factors: what multiplied the gradients of the newest step that this worker saw.
-    n_evaluated, epoch_over: evaluations since the last epoch of batches ended, which names them in asynchronous modes
+    step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on the wires of
+    all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
+    leased again. order: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand. factors:
+    what multiplied the gradients of the newest step that this worker saw. n_evaluated, epoch_over: evaluations since
+    the last epoch of batches ended, which names them in asynchronous modes
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -136,6 +142,7 @@ class Progress:
         self.lags: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
         self.arrivals: Sequence[Sequence[tuple[int, float]]] = ()
+        self.traffic: dict[str, Sums] = {}
         self.rejected = self.reissued = 0
         self.factors = Factors()
         self.n_steps = 1
@@ -159,13 +166,14 @@ class Progress:
             "staleness": [[k, n] for k, n in self.staleness.items()],
             "lags": [[k, n] for k, n in self.lags.items()],
             "gaps": [[rank, *found] for rank, found in self.gaps.items()],
+            "traffic": {mode: list(sums) for mode, sums in self.traffic.items()},
             "refused": self.rejected,
             "reissued": self.reissued,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags` and `gaps`."""
+        """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags`, `gaps`, `traffic`."""
         self.step, self.restarts = state["step"], state["restarts"]
         self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
@@ -174,6 +182,7 @@ class Progress:
         self.staleness = {k: n for k, n in state["staleness"]}
         self.lags = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}
+        self.traffic = {mode: (a, b, c, d, e, f) for mode, (a, b, c, d, e, f) in state.get("traffic", {}).items()}
         self.rejected, self.reissued = state["refused"], state["reissued"]
         self._load_scale(state.get("loss_scale"))
 
@@ -181,19 +190,22 @@ class Progress:
 
     def to_wire(self) -> JobPosition:
         return JobPosition(
-            step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
-            staleness=dict(self.staleness), lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
+            step=self.step, epoch=self.cursor.epoch, segment=self.cursor.segment, steps_done=self.cursor.steps_done,
+            account=asdict(self.account), staleness=dict(self.staleness), lags=dict(self.lags), rejected=self.rejected,
+            reissued=self.reissued,
             remapped=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
+            traffic=dict(self.traffic),
         )  # fmt: skip
 
     def load_wire(self, position: JobPosition) -> None:
         """Where servers stand: of a checkpoint of an asynchronous mode, or newer than this worker."""
         self.step, self.account = position.step, SampleAccount(**position.account)
         self.hooks.run(self.n_applied)
-        self.cursor = Cursor(position.epoch, position.steps_done, position.remapped)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.remapped, position.segment)
         self.staleness, self.lags = position.staleness, position.lags
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps
         self.arrivals = position.arrivals or self.arrivals
+        self.traffic = larger(self.traffic, position.traffic)
         self.rejected, self.reissued = position.rejected, position.reissued
         self._load_scale(position.loss_scale)
 

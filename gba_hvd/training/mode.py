@@ -67,11 +67,31 @@ class RankFacts:
     membership: int = 0
 
 
+@dataclass(frozen=True)
+class CountRun:
+    """n things, numbered from 0, that have a number of samples each, to be found out before a segment is trained.
+
+    count: how many one has; called on some worker. rank_of: of a thing and the number of workers, the rank that counts
+    it where workers step together
+    """
+
+    epoch: int
+    segment: int
+    n: int
+    count: Callable[[int], int]
+    rank_of: Callable[[int, int], int]
+
+
 class EpochRun(Protocol):
-    """An epoch as a mode trains it: its micro-batches, and what is done between them."""
+    """An epoch, or a segment of it, as a mode trains it: its micro-batches, and what is done between them.
+
+    order_digest: of the samples in their order
+    """
 
     cut: EpochPlan
     epoch: int
+    segment: int
+    order_digest: int
     n_samples: int
 
     def expect(self, coming: Iterable[range]) -> None:
@@ -240,6 +260,9 @@ class Mode(Protocol):
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         """The result of each part (`accumulators.combined`) over all samples; the same on all workers."""
+
+    def count(self, job: CountRun) -> list[int]:
+        """How many samples each thing has; the same on all workers."""
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         """The sums over all queries, see `ranking.query_sums`; the same on all workers."""

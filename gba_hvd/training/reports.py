@@ -192,18 +192,24 @@ class Reports:
                 self.emit(Event("compression", self._progress.step, d.reason, data))
 
     def traffic(self) -> None:
-        """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind."""
+        """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind.
+
+        Also the bytes of all workers, so far in the job.
+        """
         model, step = self._model, self._progress.step
         n_bytes = self._traffic.since_last()
-        data: dict[str, Any] = {"bytes": n_bytes}
+        data: dict[str, Any] = {"bytes": n_bytes, "all_workers": traffic.by_name(self._progress.traffic)}
         if model.compression is not None:
             density = model.compression.feedback.thresholds.density
             data["density"] = {n: d for n, d in zip(model.names, density, strict=True) if d}
             data["residual"] = model.compression.feedback.residual_size
         if model.row_coder is not None:
             data |= {"row_density": model.row_coder.density, "row_residual_lost": model.row_coder.lost}
-        if n_bytes:
-            self.emit(Event("traffic", step, traffic.words(n_bytes), data))
+        if n_bytes or data["all_workers"]:
+            sent, received = traffic.sent_received(self._progress.traffic)
+            text = f"{traffic.words(n_bytes) or 'nothing here'}; {traffic.words_of_all(sent, received)}"
+            self.emit(Event("traffic", step, text, data))
             metrics = {f"bytes_{name}": float(n) for name, n in n_bytes.items()}
+            metrics |= {"job/bytes_sent": float(sent), "job/bytes_received": float(received)}
             for callback in self.callbacks:
                 callback.on_metrics(step, metrics)

@@ -96,12 +96,14 @@ class Scale:
 
 def scaled(
     workers: int, micro_batch_s: Sequence[float], n_micro: int, tolerance: int, serve_s: float,
-    lr: float, curvature: float, momentum: float = 0.0, condition: float = 100.0,
+    lr: float, curvature: float, momentum: float = 0.0, condition: float = 100.0, ahead: float = 0.0,
+    dampening: float = 0.0,
 ) -> Scale:  # fmt: skip
     """micro_batch_s: of the workers, repeated in turn; serve_s: the server's time for a push, one after the other.
 
     n_micro: M. curvature: the largest of the loss; the smallest that matters is curvature / condition. A push is
     dropped when its data is more than `tolerance` steps staler than the mean worker's (with M = 1, mode `async`, none).
+    momentum, ahead, dampening: as of `stability.advise`
     """
     if workers < 1 or tolerance < 0 or serve_s < 0 or not curvature > 0 or not lr > 0 or not condition >= 1:
         raise BadInput(
@@ -123,9 +125,10 @@ def scaled(
                 ages[age] = ages.get(age, 0.0) + share / c
     total = sum(ages.values())
     arrivals = expected_arrivals(cycles, n_micro, late)
-    product = lr * curvature
-    shrinks = -delay_sequence.growth(np.array([product, product / condition]), arrivals, momentum)
-    lr_limit = delay_sequence.stability(arrivals, momentum).limit / curvature
+    scale = curvature * (1 - dampening)
+    product = lr * scale
+    shrinks = -delay_sequence.growth(np.array([product, product / condition]), arrivals, momentum, ahead)
+    lr_limit = delay_sequence.stability(arrivals, momentum, ahead).limit / scale
     return Scale(
         workers, tolerance, serve_s, pushes / n_micro, sum(a * n for a, n in ages.items()) / total, dropped,
         lr_limit, float(shrinks.min()) * pushes / n_micro, is_full,

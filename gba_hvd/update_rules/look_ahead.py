@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gba_hvd.update_rules.momentum import first_beta
 from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, NewValues, Plain, Setting, Step
 
 STEPS = 0.9
@@ -51,7 +52,7 @@ class LookAhead(Plain):
 
     @classmethod
     def why_not(cls, optimizer: Mapping[str, Any]) -> str:
-        if all(map(_has_momentum, optimizer["groups"])):
+        if all(group.get("momentum") or first_beta(group) for group in optimizer["groups"]):
             return ""
         name = str(optimizer["class"]).rpartition(":")[2]
         return f"look_ahead needs momentum, or betas as Adam has them, in every group; {name} here has none"
@@ -65,10 +66,3 @@ class LookAhead(Plain):
 
     def shown(self, values: np.ndarray, lrs: Sequence[float]) -> np.ndarray:
         return values.copy()  # no step was seen yet
-
-
-def _has_momentum(group: Mapping[str, Any]) -> bool:
-    """group: of an optimizer, as `torch_optimizers.spec_of` writes it."""
-    betas = group.get("betas") or ()
-    betas = betas["tuple"] if isinstance(betas, Mapping) else betas
-    return bool(group.get("momentum") or (betas and betas[0]))

@@ -45,15 +45,6 @@ class Sgd:
         return decayed
 
 
-def momentum_of(spec: Mapping[str, Any]) -> float:
-    """The largest momentum of SGD's groups; 0 for other optimizers."""
-    return (
-        max((float(group.get("momentum") or 0.0) for group in spec["groups"]), default=0.0)
-        if spec["class"] == SGD
-        else 0.0
-    )
-
-
 def why_not(rule: str, spec: Mapping[str, Any], takes_weight_decay: bool = True) -> str:
     """Why a rule that takes over momentum cannot be used with this optimizer; empty when it can."""
     fits = "torch.optim.SGD(..., momentum=0.9)"

@@ -84,6 +84,7 @@ def advise(
     careful: bool = True,
     arrivals: Arrivals | None = None,
     ahead: float = 0.0,
+    dampening: float = 0.0,
 ) -> Advice:
     """How far `lr` is from the limit at the loss's largest curvature.
 
@@ -92,9 +93,13 @@ def advise(
     fastest rate where ages are over 64 steps, which takes seconds to minutes
     arrivals: the ages of the newest steps, in their order; then `ages` matters only if they are too few
     ahead: of rule look_ahead, its `steps`: gradients are of values so many steps ahead; 0 without it
+    dampening: of the momentum, see `update_rules.momentum`; Adam has its first beta for both
     """
-    if not 0 <= lr < math.inf or not math.isfinite(curvature):
-        raise BadInput(f"lr must not be negative and curvature a number, got lr={lr} and curvature={curvature}")
+    if not 0 <= lr < math.inf or not math.isfinite(curvature) or not 0 <= dampening < 1:
+        raise BadInput(
+            f"lr must not be negative, curvature a number and dampening from 0 and below 1, got lr={lr}, "
+            f"curvature={curvature} and dampening={dampening}"
+        )
     ordered = arrivals if arrivals is not None and delay_sequence.is_enough(arrivals) else ()
     ages = delay_sequence.histogram(ordered) if ordered else ages
     p = delay_roots.shares(ages)
@@ -110,14 +115,16 @@ def advise(
     else:
         fastest = delay_roots.fastest(ages, momentum, ahead) if careful or oldest <= _OLDEST_IN_HASTE else math.nan
         found = delay_sequence.Stability(of_mean, fastest)
-    at_limit, by_mean, plain, at_worst, fastest = (
-        value / curvature for value in (found.limit, of_mean, limit(mean), worst, found.fastest)
+    at_limit, by_mean, at_worst, fastest = (
+        value / (curvature * (1 - dampening)) for value in (found.limit, of_mean, worst, found.fastest)
     )
+    plain = limit(mean) / curvature
     share = lr / at_limit
     is_near = share >= _NEAR or (not ordered and lr >= at_worst)
     level = "unstable" if share >= 1 else "near" if is_near else "stable"
     verdict = "near the limit" if level == "near" else level
     with_momentum = f", momentum {momentum:g}" if momentum else ""
+    with_momentum += f", dampening {dampening:g}" if dampening else ""
     with_momentum += f", values {ahead:g} of a step ahead" if ahead else ""
     text = (
         f"{verdict}: learning rate {lr:.3g} is {share:.2f}x the limit {at_limit:.3g} for dense values {mean:.3g} steps "

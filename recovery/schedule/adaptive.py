@@ -193,7 +193,8 @@ def plan_interval(
     costs, asked = measured.costs(), given.strategy if n_servers > 1 else "full"
     if costs is None:
         kind = _kind_for("partial" if asked == "auto" else asked, given, n_servers)
-        return IntervalPlan(FIRST_INTERVAL_S, kind, f"every {FIRST_INTERVAL_S:g} s until a save was measured")
+        first_s = min(FIRST_INTERVAL_S, given.longest_s)
+        return IntervalPlan(first_s, kind, f"every {first_s:g} s until a save was measured")
     between = measured.between_failures(given.mtbf_h)
     job = JobProfile(costs, n_bytes, n_servers, between.mean_s, TOTAL_S)
     before = now.plan if now is not None and now.plan is not None and asked in ("auto", now.plan.strategy) else None

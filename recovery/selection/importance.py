@@ -3,7 +3,7 @@
     full   all rows
     delta  those updated since they were last saved
     mfu    the share r with the most accesses since they were last saved     (CPR-MFU)
-    scar   the share r whose values changed most, in L2, since then          (SCAR)
+    scar   the share r whose weights changed most, in L2, since then         (SCAR)
     ssu    r * n rows out of a sub-sampled stream of accesses, see `sampled_accesses`  (CPR-SSU)
 
 The share is of a whole table, not of each shard, and no process needs all of it: each shard makes a `Histogram`, small
@@ -24,7 +24,7 @@ import numpy as np
 
 from recovery.errors import BadInput
 from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
-from recovery.rows import Schema
+from recovery.rows import KEY, Schema, Table
 from recovery.selection.sampled_accesses import n_words
 
 _PIECE = 1 << 20  # rows looked at at once
@@ -129,10 +129,10 @@ def n_taken(policy: str, n_rows: int, r: float) -> int:
     return n_rows if policy in ("full", "delta") else min(n_rows, max(1, round(r * n_rows)))
 
 
-def extra_bytes(policy: str, n_rows: int, record_bytes: int, r: float) -> int:
-    """Memory that a policy needs for a table, beyond the table and its access counters.
+def extra_bytes(policy: str, table: Table, n_rows: int, r: float) -> int:
+    """Memory that a policy needs for so many rows of a table, beyond the table and its access counters.
 
-    delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the records (100 %).
+    delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the weights and keys.
     ssu: two lists of 4-byte rows (one is filled while the other is saved), and one bit for each row that says whether
     it is in the list.
     """
@@ -140,8 +140,9 @@ def extra_bytes(policy: str, n_rows: int, record_bytes: int, r: float) -> int:
     if policy == "ssu":
         return 4 * n_words(n_rows, n_taken(policy, n_rows, r)) if n_rows else 0
     if policy not in POLICIES:
-        return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, record_bytes)
-    return {"full": 0, "delta": 4, "mfu": 4, "scar": record_bytes}[policy] * n_rows
+        return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, table.record_bytes)
+    compared = table.columns[0].width + (KEY.width if table.is_keyed else 0)
+    return {"full": 0, "delta": 4, "mfu": 4, "scar": 4 * compared}[policy] * n_rows
 
 
 def list_capacities(schema: Schema, r: float) -> tuple[int, ...]:

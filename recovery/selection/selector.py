@@ -67,9 +67,7 @@ class Selection:
         else:
             tables = list(schema.tables)
         return sum(
-            importance.extra_bytes(
-                config.policy, table.rows_in(shard, schema.n_shards), table.record_bytes, config.row_fraction
-            )
+            importance.extra_bytes(config.policy, table, table.rows_in(shard, schema.n_shards), config.row_fraction)
             for shard in self._source.shards()
             for table in tables
         )

@@ -19,6 +19,7 @@ from gba_hvd.faults import Fault
 PLANS = [plan_of(seed) for seed in range(200)]
 
 
+@pytest.mark.processes
 def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "tools.cli", "chaos", "show", "17"], capture_output=True, text=True, check=True

@@ -254,8 +254,9 @@ class PolicyContract:
             assert as_of[-1].sum() > (as_of[0] & ~as_of[-1]).sum(), "the newest save has most rows"
 
     def test_its_memory_is_a_number_of_bytes(self, policy: str) -> None:
-        needed = extra_bytes(policy, 1000, 64, 0.1)
-        assert isinstance(needed, int) and 0 <= needed <= 2 * 1000 * 64
+        table = two_tables(2).schema.tables[0]
+        needed = extra_bytes(policy, table, 1000, 0.1)
+        assert isinstance(needed, int) and 0 <= needed <= 2 * 1000 * table.record_bytes
 
     def test_after_a_save_that_failed_the_next_one_is_full_or_right(self, policy: str) -> None:
         rows = two_tables(2)

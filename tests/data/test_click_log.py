@@ -162,8 +162,20 @@ def test_a_damaged_manifest_is_named(dataset: Path, content: str) -> None:
 def test_a_manifest_of_another_version_is_refused(dataset: Path) -> None:
     manifest = json.loads((dataset / MANIFEST).read_text())
     (dataset / MANIFEST).write_text(json.dumps(manifest | {"version": 99}))
-    with pytest.raises(BadInput, match="version 99, this program reads version 1; prepare the dataset again"):
+    with pytest.raises(BadInput, match="version 99, this program reads versions 1 and 2; prepare the dataset again"):
         ClickLog.open(dataset)
+
+
+def test_a_store_of_the_first_version_is_read(dataset: Path) -> None:
+    """It has one label, and a table for each field."""
+    now, manifest = ClickLog.open(dataset), json.loads((dataset / MANIFEST).read_text())
+    del manifest["labels"]
+    for field in manifest["fields"]:
+        del field["table"]
+    (dataset / MANIFEST).write_text(json.dumps(manifest | {"version": 1}))
+    before = ClickLog.open(dataset)
+    assert (before.tables, before.features, len(before)) == (now.tables, now.features, len(now))
+    assert before.take(np.arange(3)).label.tolist() == now.take(np.arange(3)).label.tolist()
 
 
 def test_a_manifest_that_lacks_something_is_refused(dataset: Path) -> None:

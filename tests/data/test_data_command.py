@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -242,3 +243,29 @@ def test_a_damaged_manifest_is_said_to_be_one(tmp_path: Path, write: Write) -> N
     write("set/dataset.json", '{"format": "gba_hvd click log", "version": 1}')
     with pytest.raises(BadInput, match=r"its dataset\.json lacks 'splits'; prepare the dataset again"):
         gba_hvd("show", tmp_path / "set")
+
+
+def test_labels_ratings_and_shared_tables_are_named_by_options(tmp_path: Path) -> None:
+    text = "click,buy,stars,history,candidate,user\n1,0,4.5,a|b,c,u\n0,0,2,c,b,v\n"
+    (tmp_path / "log.csv").write_text(text)
+    options = ["--label", "click,buy", "--rating", "stars", "--multi", "history=|", "--categorical", "rest"]
+    options += ["--table", "item=history,candidate", "--hash", "item=50", "--split", "1"]
+    assert gba_hvd("prepare", tmp_path / "log.csv", "--out", tmp_path / "out", *options) == 0
+    log = ClickLog.open(tmp_path / "out")
+    assert (log.tables["item"], log.features) == (50, {"candidate": "item", "user": "user", "history": "item"})
+    assert sorted(log.take(np.array([0, 1])).label.tolist()) == [[0.0, 0.0, 2.0], [1.0, 0.0, 4.5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--table", "item"], "expected TABLE=FIELD,FIELD"),
+        (["--table", "item=user", "--table", "other=user"], "user is in item and in other"),
+        (["--table", "item=usr"], "no column 'usr'"),
+        (["--table", "item=user,shop", "--hash", "user=9"], "need one encoding"),
+    ],
+)
+def test_tables_that_cannot_be_shared_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
+    (tmp_path / "log.csv").write_text("label,user,shop\n1,u,s\n0,v,t\n")
+    with pytest.raises(BadInput, match=message):
+        gba_hvd("prepare", tmp_path / "log.csv", "--out", tmp_path / "out", "--categorical", "rest", *options)

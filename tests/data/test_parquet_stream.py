@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import gba_hvd
-from gba_hvd.data import ParquetStream
+from gba_hvd.data import ParquetStream, parquet_stream
 from gba_hvd.data.row_group_order import RowGroupOrder
+from gba_hvd.epoch import EpochPlan
+from gba_hvd.reading.datasets import Block
+from tests.unit.shm.test_shard_memory import until
 
 SIZES = ([30, 30, 17], [30, 1])  # rows of the row groups of two files
 
@@ -41,24 +46,49 @@ def stream(urls: Any, **more: Any) -> ParquetStream:
     return ParquetStream(urls, **{**settings, **more})
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 100])
-def test_an_epoch_has_every_sample_once_and_any_part_is_found_by_its_position(window: int):
-    sizes = np.array([30, 30, 17, 30, 1])
-    order = RowGroupOrder(sizes, seed=3, epoch=1, window=window)
+@pytest.mark.parametrize("n_micro", [1, 2, 3, 8])
+@pytest.mark.parametrize("window", [1, 2, 100, None])
+def test_an_epoch_has_every_sample_once_and_any_part_is_found_by_its_position(window: int | None, n_micro: int):
+    sizes, plan = np.array([30, 30, 17, 30, 1]), EpochPlan(108, 4 * n_micro, 4)
+    order = RowGroupOrder(sizes, 3, 1, plan, window)
     whole = order.rows(0, 108)
     assert sorted(whole.tolist()) == list(range(108))
     for first in range(0, 108, 7):
         n = min(16, 108 - first)
         np.testing.assert_array_equal(order.rows(first, n), whole[first : first + n])
-    assert whole.tolist() != RowGroupOrder(sizes, 3, 2, window).rows(0, 108).tolist()
-    assert whole.tolist() != RowGroupOrder(sizes, 4, 1, window).rows(0, 108).tolist()
+    assert whole.tolist() != RowGroupOrder(sizes, 3, 2, plan, window).rows(0, 108).tolist()
+    assert whole.tolist() != RowGroupOrder(sizes, 4, 1, plan, window).rows(0, 108).tolist()
 
 
-def test_neighbouring_samples_share_the_row_groups_of_a_window():
-    sizes = np.full(40, 25)
-    rows = RowGroupOrder(sizes, seed=0, epoch=0, window=4).rows(0, 1000).reshape(10, 100)
-    assert [len(set((window // 25).tolist())) for window in rows] == [4] * 10
-    assert (np.diff(rows[0]) != 1).mean() > 0.9
+def test_the_micro_batches_of_a_lane_share_the_row_groups_of_a_window():
+    sizes, plan = np.full(40, 25), EpochPlan(1000, 100, 25)
+    order = RowGroupOrder(sizes, 0, 0, plan, window=2)
+    rows = order.rows(0, 1000).reshape(10, 4, 25)
+    groups_of = [[set((rows[step, lane] // 25).tolist()) for step in range(10)] for lane in range(4)]
+    for lane, steps in enumerate(groups_of):
+        for at in range(0, 10, 2):
+            assert steps[at] | steps[at + 1] == set(order.block(4 * at + lane).groups)
+            assert len(steps[at] | steps[at + 1]) == 2
+        assert len(set().union(*steps)) == 10
+    assert (np.diff(rows[0, 0]) != 1).mean() > 0.7
+    block = order.block(2)
+    windows = [block]
+    while (block := order.after(block)) is not None:
+        windows.append(block)
+    assert [(one.lane, one.window) for one in windows] == [(2, window) for window in range(5)]
+
+
+def test_few_row_groups_are_cut_in_pieces_for_several_lanes():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        sizes = rng.integers(1, 60, int(rng.integers(1, 30)))
+        n, n_micro = int(sizes.sum()), int(rng.integers(1, 12))
+        plan = EpochPlan(n, 5 * n_micro, 5)
+        rows = RowGroupOrder(sizes, 1, 0, plan).rows(0, n)
+        assert sorted(rows.tolist()) == list(range(n))
+        lane_of = (np.arange(n) // 5) % n_micro
+        group_of = np.repeat(np.arange(len(sizes)), sizes)[rows]
+        assert len(set(zip(lane_of.tolist(), group_of.tolist(), strict=True))) <= len(sizes) + n_micro - 1
 
 
 def test_samples_arrive_whole_in_the_order_asked_for(files: list[str]):
@@ -81,29 +111,64 @@ def test_several_labels_and_tables_of_other_names(files: list[str]):
     assert batch.label.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
 
-def test_a_row_group_is_read_once_while_it_is_kept(files: list[str], monkeypatch: pytest.MonkeyPatch):
-    data, read = stream(files, cached_groups=2), []
-    decoded = ParquetStream._decoded
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The row groups that were read, in this order: name of the file, number."""
+    found, read_group = list[tuple[str, int]](), parquet_stream.read_group
 
-    def counted(self: ParquetStream, *which: Any) -> Any:
-        read.append(which[1])
-        return decoded(self, *which)
+    def counted(file: Any, group: int, *more: Any) -> Any:
+        found.append((Path(file.url).name, group))
+        return read_group(file, group, *more)
 
-    monkeypatch.setattr(ParquetStream, "_decoded", counted)
+    monkeypatch.setattr(parquet_stream, "read_group", counted)
+    return found
+
+
+def test_a_row_group_is_read_once_while_it_is_kept(files: list[str], decoded: list[tuple[str, int]]):
+    data = stream(files[0], cached_groups=2)
     for rows in ([0, 1, 31], [29, 32], [61], [31], [0]):
         data.take(np.array(rows))
-    assert read == [0, 1, 2, 0]
+    assert [group for _, group in decoded] == [0, 1, 2, 0]
 
 
-def test_a_glob_is_the_files_in_the_order_of_their_names(files: list[str], tmp_path: Path):
-    assert stream(f"file://{tmp_path}/*.parquet").take(np.array([107])).ids["user"].tolist() == [107]
+def test_what_is_announced_is_decoded_ahead_and_kept(files: list[str], decoded: list[tuple[str, int]]):
+    data = stream(files)
+    data.will_read(Block(0, 0, (1, 3)), Block(0, 1, (4,)))
+    until(lambda: len(decoded) == 3)
+    assert sorted(decoded) == [("part-0.parquet", 1), ("part-1.parquet", 0), ("part-1.parquet", 1)]
+    data.end_reading()
+    data.take(np.array([31, 78, 107]))
+    assert len(decoded) == 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "gba-hvd groups"]
+
+
+def test_a_failed_read_ahead_is_raised_where_the_samples_are_read(files: list[str]):
+    data = stream(files)
+    Path(files[1].removeprefix("file://")).unlink()
+    data.will_read(Block(0, 0, (3,)), None)
+    data.end_reading()
+    with pytest.raises(gba_hvd.BadInput, match="the file is gone since the stream was opened"):
+        data.take(np.array([100]))
+
+
+@pytest.mark.parametrize("pattern", ["*.parquet", "part-[01].parquet", "part-?.parquet", "", "/"])
+def test_a_pattern_or_folder_is_the_files_in_the_order_of_their_names(files: list[str], tmp_path: Path, pattern: str):
+    (tmp_path / "_SUCCESS").touch()
+    found = stream(f"file://{tmp_path}/{pattern}" if pattern != "" else str(tmp_path))
+    assert len(found) == 108
+    assert found.take(np.array([107])).ids["user"].tolist() == [107]
+
+
+def test_a_file_may_have_a_name_that_looks_like_a_pattern(files: list[str], tmp_path: Path):
+    (tmp_path / "part-0.parquet").rename(tmp_path / "part[0].parquet")
+    assert len(stream(f"{tmp_path}/part[0].parquet")) == 77
 
 
 def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]):
     data = stream(files)
     data.take(np.arange(108))
     copy = pickle.loads(pickle.dumps(data))
-    assert not copy._kept
+    assert not copy._groups._kept
     assert copy.order_digest == data.order_digest != stream(files, window=2).order_digest
     assert copy.take(np.array([5])).ids["user"].tolist() == [5]
 
@@ -114,7 +179,7 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"ids": ["usr"]}, "has no column 'usr'; it has user, words"),
         ({"ids": ["price"]}, "column 'price' has double, and ids are whole numbers"),
         ({"ids": "user"}, "ids and dense are lists of columns"),
-        ({"label": "words"}, "column 'words' has list"),
+        ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
 )
@@ -133,3 +198,111 @@ def test_missing_values_and_files_are_refused(tmp_path: Path):
         stream(str(tmp_path / "text.parquet"))
     with pytest.raises(gba_hvd.BadInput, match="no file matches"):
         stream(f"{tmp_path}/*.pq")
+    with pytest.raises(gba_hvd.BadInput, match=r"the files of nowhere://bucket/\* cannot be listed: ValueError"):
+        stream("nowhere://bucket/*")
+    (tmp_path / "day=1").mkdir()
+    path.rename(tmp_path / "day=1" / "holes.parquet")
+    with pytest.raises(
+        gba_hvd.BadInput, match=r"has no column 'day'; it has .*; day=\.\.\. in its path is no column here"
+    ):
+        stream(f"{tmp_path}/day=1", ids=["day"])
+
+
+# --- the files are still the same ------------------------------------------------------------------------------------
+
+
+def write(path: Path, rows: np.ndarray) -> str:
+    pq.write_table(pa.table({"user": rows, "words": rows, "price": rows / 2, "click": rows % 2}), path)
+    return str(path)
+
+
+def test_other_files_or_another_order_of_them_are_another_digest(tmp_path: Path):
+    one = write(tmp_path / "a.parquet", np.arange(40))
+    two = write(tmp_path / "b.parquet", np.arange(40)[::-1].copy())  # the same sizes and statistics
+    digests = {stream(urls).order_digest for urls in ([one, two], [two, one], [one, one], [one])}
+    assert len(digests) == 4
+    assert stream([one, two]).order_digest == stream([one, two]).order_digest
+    assert stream([one, two], window=3).order_digest not in digests
+
+
+def test_another_days_content_of_the_same_sizes_is_another_digest(tmp_path: Path):
+    path = write(tmp_path / "a.parquet", np.arange(40))
+    before = stream(path).order_digest
+    write(tmp_path / "a.parquet", np.arange(1, 41))
+    assert stream(path).order_digest != before
+
+
+def test_a_copy_with_another_time_is_the_same_file(tmp_path: Path):
+    path = write(tmp_path / "a.parquet", np.arange(40))
+    before = stream(path).order_digest
+    os.utime(path, (1, 1))
+    assert stream(path).order_digest == before
+
+
+@pytest.mark.parametrize("n", [40, 7])
+def test_a_file_that_is_rewritten_after_it_was_opened_is_refused(tmp_path: Path, n: int):
+    data = stream(write(tmp_path / "a.parquet", np.arange(40)))
+    os.utime(write(tmp_path / "a.parquet", np.arange(100, 100 + n)), (5, 5))
+    with pytest.raises(gba_hvd.BadInput, match=r"a.parquet: the file has changed since the stream was opened .*resume"):
+        data.take(np.array([3]))
+
+
+def test_a_damaged_file_is_said_to_be_damaged(tmp_path: Path):
+    path = Path(write(tmp_path / "a.parquet", np.arange(40)))
+    path.write_bytes(path.read_bytes()[:4] + bytes(60) + path.read_bytes()[64:])
+    with pytest.raises(gba_hvd.BadInput, match="row group 0: cannot be read, though the file has not changed"):
+        stream(str(path)).take(np.array([3]))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def taken(tmp_path: Path, rows: list[int], columns: dict[str, Any], **settings: Any) -> gba_hvd.Batch:
+    pq.write_table(pa.table({"click": pa.array([0.0, 1.0, 0.0]), **columns}), tmp_path / "a.parquet")
+    settings = {"ids": ["user"], "label": "click", **settings}
+    return ParquetStream(str(tmp_path / "a.parquet"), **settings).take(np.array(rows))
+
+
+def test_an_unsigned_id_is_the_signed_one_of_the_same_bits(tmp_path: Path):
+    user = pa.array([1, 2**63 + 5, 2**64 - 1], pa.uint64())
+    assert taken(tmp_path, [0, 1, 2], {"user": user}).ids["user"].tolist() == [1, -(2**63) + 5, -1]
+
+
+def test_lists_of_a_fixed_size_are_bags(tmp_path: Path):
+    user = pa.array([[1, 2], [5, 6], [3, 4]], pa.list_(pa.int64(), 2))
+    bag = taken(tmp_path, [2, 1, 0], {"user": user}).ids["user"]
+    assert isinstance(bag, gba_hvd.Bag)
+    assert (bag.values.tolist(), bag.offsets.tolist()) == ([3, 4, 5, 6, 1, 2], [0, 2, 4])
+
+
+def test_files_without_a_label_give_batches_without_one(tmp_path: Path):
+    batch = taken(tmp_path, [2, 0], {"user": [5, 6, 7]}, label=None)
+    assert batch.label.shape == (2, 0)
+    assert (len(batch), batch.ids["user"].tolist()) == (2, [7, 5])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"click": [0.0, float("nan"), 1.0]}, "column 'click': 1 of 3 labels are NaN"),
+        ({"click": [1, 2**24 + 1, 0]}, "labels are float32, .*one is 16777217"),
+        ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing"),
+    ],
+)
+def test_labels_that_are_missing_or_would_change_are_refused(tmp_path: Path, columns: Any, message: str):
+    with pytest.raises(gba_hvd.BadInput, match=message):
+        taken(tmp_path, [0], {"user": [5, 6, 7], **columns})
+
+
+def test_large_labels_that_float32_holds_are_kept(tmp_path: Path):
+    assert taken(tmp_path, [1], {"user": [5, 6, 7], "click": [0, 2**25, 1]}).label.tolist() == [2.0**25]
+
+
+def test_no_samples_are_no_batch(files: list[str]):
+    with pytest.raises(gba_hvd.BadInput, match="a batch has at least one sample"):
+        stream(files).take(np.array([], dtype=np.int64))
+
+
+def test_a_folder_without_parquet_files_is_refused(tmp_path: Path):
+    with pytest.raises(gba_hvd.BadInput, match="is a folder without a file"):
+        stream(str(tmp_path))

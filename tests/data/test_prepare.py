@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -34,6 +35,7 @@ from gba_hvd.data import (
 from gba_hvd.data.hashing import hash_strings
 from gba_hvd.data.presets import CRITEO_COLUMNS, FRAPPE_FIELDS, criteo, frappe
 from gba_hvd.data.sources import read_blocks
+from gba_hvd.errors import BadInput
 
 from .colours import COLOURS, GOOD, HEADER
 
@@ -219,8 +221,93 @@ def test_multi_valued_fields_come_as_bags(rows_per_part: int, prepared: Prepared
     tags, seen = batch.ids["tags"], batch.ids["seen"]
     assert isinstance(tags, Bag)
     assert isinstance(seen, Bag)
-    assert bag_lists(tags) == [[1, 3, 2], [1, 2], [], [1, 3, 2]]
+    assert bag_lists(tags) == [[1, 0, 3, 2], [1, 2], [], [1, 0, 3, 2]]
     assert bag_lists(seen) == [[1, 1, 2], [0, 4], [], [1, 1, 2]]
+
+
+def test_lists_that_belong_together_keep_their_lengths(tmp_path: Path) -> None:
+    """A value that is missing inside a list is id 0, as one that is missing alone."""
+    lists = {"items": [["a", None, "b"], ["b"], None, []], "kinds": [["x", "y", None], [None], None, []]}
+    pq.write_table(pa.table({"label": [1, 0, 1, 0], **lists}), tmp_path / "train.parquet")
+    fields = tuple(Categorical(name, is_list=True) for name in lists)
+    prepare(Recipe("parquet", "label", fields), SplitFiles({"train": [tmp_path / "train.parquet"]}), tmp_path / "out")
+    batch = everything(ClickLog.open(tmp_path / "out"))
+    items, kinds = batch.ids["items"], batch.ids["kinds"]
+    assert isinstance(items, Bag)
+    assert isinstance(kinds, Bag)
+    assert bag_lists(items) == [[2, 0, 1], [1], [], []]
+    assert bag_lists(kinds) == [[1, 2, 0], [0], [], []]
+
+
+def test_a_cell_that_is_cut_has_no_value_after_its_last_separator(prepared: Prepared, tmp_path: Path) -> None:
+    prepared("label,tags,user,seen\n1,a|b|,u,0\n0,a||,v,1|\n1,|a,u,\n", recipe=MULTI)
+    tags = everything(ClickLog.open(tmp_path / "out")).ids["tags"]
+    assert isinstance(tags, Bag)
+    assert bag_lists(tags) == [[1, 2], [1, 0], [0, 1]]
+
+
+def test_a_list_of_ids_with_a_null_is_malformed(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1, 0], "seen": [[1, None], [2]]}), tmp_path / "train.parquet")
+    recipe = Recipe("parquet", "label", (Categorical("seen", Identity(5), is_list=True),))
+    with pytest.raises(BadInput, match="seen is None, expected an integer from 0 to 4"):
+        prepare(recipe, SplitFiles({"train": [tmp_path / "train.parquet"]}), tmp_path / "out")
+
+
+def test_fields_of_one_table_share_a_vocabulary(prepared: Prepared, tmp_path: Path) -> None:
+    fields = (Categorical("history", separator="|", table="item"), Categorical("candidate", table="item"))
+    recipe = Recipe("csv", "label", (*fields, Categorical("user")))
+    manifest = prepared("label,history,candidate,user\n1,a|b,c,u\n0,c|a|a,b,v\n", recipe=recipe)
+    log = ClickLog.open(tmp_path / "out")
+    assert log.tables == {"item": 4, "user": 3}
+    assert log.features == {"history": "item", "candidate": "item", "user": "user"}
+    assert pickle.loads(pickle.dumps(log)).features == log.features
+    batch = everything(log)
+    history, candidate = batch.ids["history"], batch.ids["candidate"]
+    assert isinstance(history, Bag)
+    assert bag_lists(history) == [[1, 2], [3, 1, 1]]
+    assert candidate.tolist() == [3, 2]  # type: ignore[union-attr]
+    assert [path.name for path in sorted((tmp_path / "out" / "vocabulary").iterdir())] == ["item.arrow", "user.arrow"]
+    assert [field["distinct_in_train"] for field in manifest["fields"]] == [3, 3, 2]
+
+
+def test_fields_of_one_table_need_one_encoding() -> None:
+    with pytest.raises(ValueError, match="table 'item': its columns history, candidate need one encoding"):
+        Recipe(
+            "csv", "label",
+            (Categorical("history", Hashed(10), table="item"), Categorical("candidate", table="item")),
+        )  # fmt: skip
+
+
+def test_several_labels_and_ratings_are_numbers(prepared: Prepared, tmp_path: Path) -> None:
+    recipe = Recipe("csv", ("click", "stars"), (Categorical("user"),), ratings=("stars",))
+    text = "click,stars,user\n1,4.5,u\n0,-1,v\n1,,w\n"
+    manifest = prepared(text, recipe=recipe, max_bad_rows=1)
+    batch = everything(ClickLog.open(tmp_path / "out"))
+    assert batch.label.dtype == torch.float32
+    assert batch.label.tolist() == [[1.0, 4.5], [0.0, -1.0]]
+    assert manifest["splits"]["train"]["label_means"] == {"click": 0.5, "stars": 1.75}
+    assert manifest["input"]["bad_rows"]["count"] == 1
+
+
+def test_one_rating_is_one_number(prepared: Prepared, tmp_path: Path) -> None:
+    prepared("stars,user\n3,u\n5,v\n", recipe=Recipe("csv", "stars", (Categorical("user"),), ratings=("stars",)))
+    log = ClickLog.open(tmp_path / "out")
+    assert log.take(np.array([1, 0])).label.tolist() == [5.0, 3.0]
+    assert "positives" not in log.description
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label": ()}, "no label"),
+        ({"label": "a", "ratings": ("b",)}, "rating b is no label"),
+        ({"label": "a", "ratings": ("a",), "label_from": 4.0}, "all labels are ratings"),
+        ({"label": ("a", "a")}, "column a has more than one role"),
+    ],
+)
+def test_labels_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe(format="csv", categorical=(Categorical("user"),), **settings)
 
 
 def bag_lists(bag: Bag) -> list[list[int]]:

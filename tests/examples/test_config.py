@@ -121,7 +121,7 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("dense={optimizer: sgd, momentum: 1.0}", r"dense\.momentum: must be in \[0, 1\), got 1\.0"),
         ("train.threads=2", r"train\.threads: 2 threads share a replica, which only shadow, easgd, ma, bmuf have"),
         ("switching={mode: gba, staleness_of: rows}", r"switching\.staleness_of: expected one of token, values"),
-        ("switching={mode: gba, warm_up_steps: 9}", r"switching: warm_up_steps=9 is of mode 'auto'"),
+        ("switching={mode: gba, warm_up_steps: 9}", r"switching: warm_up_steps=9 has no effect in mode 'gba'"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_place_and_what_was_expected(

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from gba_hvd_tools import cli as command
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
@@ -18,10 +21,11 @@ from ctr.config import Behaviour, Data, JobConfig, load
 from ctr.datasets import open_splits
 from ctr.dien import AUGRU, DIEN, auxiliary_loss, masked_softmax
 from ctr.din import DIN, ActivationUnit, Dice
+from ctr.sequences import SequenceLog
 from ctr.youtube_dnn import YoutubeDNN
 from gba_hvd import SGD, EmbeddingTables, Feature, Table
 from gba_hvd.batch import Bag, Batch
-from gba_hvd.data import SyntheticBehaviourLog
+from gba_hvd.data import ClickLog, SyntheticBehaviourLog
 from gba_hvd.errors import BadInput
 from train_ctr import main
 
@@ -242,7 +246,7 @@ def test_padding_changes_neither_outputs_nor_gradients(kind: str) -> None:
 def test_the_configuration_makes_the_model_and_features_that_fit(name: str, tmp_path: Path) -> None:
     config: JobConfig = load(CONFIGS / f"{name}.yaml")
     log = config.data.behaviour.log(300, 0)
-    tables = build_tables(config, log.tables)
+    tables = build_tables(config, log)
     model = build_model(config, tables, log)
     assert type(model).__name__.lower() == name.replace("_", "")
     assert set(features(config)) == set(log.take(np.arange(2)).ids), "every id of a batch has a feature"
@@ -262,7 +266,9 @@ def test_an_unknown_activation_is_refused() -> None:
             "data.preset=frappe",
             r"model\.kind: din reads a history of clicks, .*'frappe'; Frappe and Criteo",
         ),
-        ("din", "data={dir: folder}", r"model\.kind: din reads a history of clicks, .* and data\.dir folder"),
+        ("dien", "data={dir: folder}", r"model\.auxiliary: the auxiliary loss needs an item that was not clicked"),
+        ("youtube_dnn", "data={dir: folder}", r"youtube_dnn reads a history of clicks, .* and data\.dir folder"),
+        ("din", "data.max_history=7", r"data\.max_history: only din and dien on a prepared store"),
         ("din", "model.kind=deepfm", r"model\.attention: belongs to din, but model\.kind is deepfm"),
         ("dien", "model.kind=dlrm", r"data\.preset: behaviour has a history .* but model\.kind is dlrm"),
         ("dien", "model.kind=youtube_dnn", r"data\.behaviour\.target: youtube_dnn learns next_item, got click"),
@@ -335,3 +341,70 @@ def test_a_dry_run_tries_a_batch_and_says_the_plan(name: str, capsys: pytest.Cap
     assert ("negative" in shown) == (name == "dien")
     assert re.search(r"batch +128 samples, forward and backward in .* s, loss \d", shown)
     assert f"when validation {'recall@50' if name == 'youtube_dnn' else 'AUC'} stops improving" in shown
+
+
+# --- a prepared store with histories ---------------------------------------------------------------------------------
+
+SHARED = [
+    "--categorical", "user,candidate,candidate_category", "--multi", "history", "--multi", "history_category",
+    "--table", "item=history,candidate", "--table", "category=history_category,candidate_category",
+]  # fmt: skip
+
+
+def a_store(folder: Path, more: list[str] = SHARED) -> Path:
+    rng, n = np.random.default_rng(4), 400
+    categories = np.array([f"kind {i % 4}" for i in range(30)])
+    histories = [rng.integers(0, 30, int(k)) for k in rng.integers(0, 7, n)]
+    candidate = rng.integers(0, 30, n)
+    columns = {
+        "label": rng.integers(0, 2, n), "user": rng.integers(0, 20, n), "candidate": candidate,
+        "candidate_category": categories[candidate], "history": [one.tolist() for one in histories],
+        "history_category": [categories[one].tolist() for one in histories],
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), folder / "log.parquet")
+    assert command.main(["data", "prepare", str(folder / "log.parquet"), "--out", str(folder / "store"), *more]) == 0
+    return folder / "store"
+
+
+@pytest.mark.parametrize(("name", "more"), [("din", []), ("dien", ["model.auxiliary=0"])])
+def test_a_store_with_histories_trains_a_model_of_sequences(
+    name: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = a_store(tmp_path)
+    settings = [f"data={{dir: {store}, max_history: 3}}", "train.micro_batch=64", "train.global_batch=128", *more]
+    assert main(["--config", str(CONFIGS / f"{name}.yaml"), "--dry-run", *settings]) == 0
+    shown = capsys.readouterr().out
+    assert "histories of up to 3 clicks; features user, candidate, candidate_category, history" in shown
+    assert re.search(r"batch +64 samples, forward and backward in .* s, loss \d", shown)
+
+
+def test_histories_of_a_store_are_padded_and_their_newest_clicks_kept(tmp_path: Path) -> None:
+    plain = ClickLog.open(a_store(tmp_path))
+    log, rows = SequenceLog(plain, 3), np.array([5, 0, 17, 3])
+    padded, bag = log.take(rows).ids["history"], plain.take(rows).ids["history"]
+    assert isinstance(padded, torch.Tensor)
+    assert isinstance(bag, Bag)
+    assert log.tables == {"user": plain.tables["user"], "item": 31, "category": 5}
+    for one, ids in zip(padded.tolist(), torch.tensor_split(bag.values, bag.offsets[1:]), strict=True):
+        kept = ids[-3:].tolist()
+        assert one == kept + [0] * (padded.shape[1] - len(kept))
+
+
+def test_any_model_trains_on_fields_that_share_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = a_store(tmp_path)
+    for kind in ("deepfm", "dlrm", "dcn"):
+        settings = [f"data={{dir: {store}}}", f"model.kind={kind}", "model.hidden=[8]", "embedding.dim=4"]
+        assert main(["--config", str(CONFIGS / "frappe_deepfm.yaml"), "--dry-run", *settings]) == 0
+        assert "5 categorical and 0 numeric fields" in capsys.readouterr().out
+
+
+def test_a_store_with_other_fields_is_refused_with_the_command_that_prepares_it(tmp_path: Path) -> None:
+    store = a_store(tmp_path, ["--categorical", "user,candidate", "--multi", "history"])
+    with pytest.raises(BadInput, match=r"models of sequences read other fields than candidate .*--table item=history"):
+        open_splits(Data(dir=str(store)), of_sequences=True)
+
+
+def test_a_store_with_several_labels_is_refused(tmp_path: Path) -> None:
+    store = a_store(tmp_path, ["--categorical", "candidate", "--label", "label", "--rating", "user"])
+    with pytest.raises(BadInput, match=r"has the labels label, user, and these models learn one label"):
+        open_splits(Data(dir=str(store)))

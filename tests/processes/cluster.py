@@ -236,7 +236,7 @@ class Cluster:
             if committed.get(line["attempt"]) == line["world"]:
                 newest[line["attempt"], line["pid"]] = line
         by_lease = sorted(self.pushes(epoch), key=lambda line: int(line["serial"]))
-        pushed = {line["push"]: line for line in by_lease}
+        pushed = {(line["segment"], line["push"]): line for line in by_lease}
         fell_out = max((line["time"] for line in self.notes("restored")), default=0.0)
         again = {row for line in newest.values() if line["time"] > fell_out for row in line["rows"]}
         counted = [line for line in pushed.values() if line["time"] > fell_out or again.isdisjoint(line["rows"])]
@@ -252,7 +252,7 @@ class Cluster:
             assert self.samples_of_epoch(epoch) == list(range(samples)), f"epoch {epoch}"
         result = self.result()
         assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == epochs * samples
-        pushes = [(line["epoch"], line["push"]) for line in self.pushes()]
+        pushes = [(line["epoch"], line["segment"], line["push"]) for line in self.pushes()]
         again = len(pushes) - len(set(pushes))
         assert again <= result["reissued"], f"{again} micro-batches were pushed again, {result['reissued']} given again"
 

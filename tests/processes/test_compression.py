@@ -197,6 +197,9 @@ def test_activations_travel_in_both_modes_and_through_switches(tmp_path: Path, k
         reported = events(job, "traffic")
     n_bytes = {mode: sum(one["bytes"].get(f"sent_{mode}_rows", 0) for one in reported) for mode in ("allreduce", "gba")}
     assert all(n_bytes.values()), n_bytes
+    of_all = {mode: reported[-1]["all_workers"][f"sent_{mode}_rows"] for mode in n_bytes}
+    assert of_all == pytest.approx(n_bytes, rel=0.1), "what both workers counted, but for what came after the last push"
+    assert sum(of_all.values()) <= sum(n_bytes.values())
     assert all(0 < share <= 1 for share in reported[-1]["row_density"])
 
 

@@ -154,7 +154,7 @@ def test_the_baselines_account_for_every_sample(tmp_path: Path, mode: str) -> No
 def test_pushes_that_wait_in_a_killed_server_are_computed_again(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    kills = [[0, 8], [0, 15], [1, 33]]  # the third of six of a step, the fourth, the fourth; the others wait for it
+    kills = [[0, 1, 3], [0, 2, 4], [1, 5, 4]]  # after the third of six pushes of a step, the fourth, the fourth
     with cluster(tmp_path, gba=LOCK_STEP, kill_server_after_push=kills) as job:
         finish(job, 2)
         assert job.fired() == 3

@@ -9,12 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gba_hvd.faults import FaultSchedule
 
 from .alone import train_alone
 from .cluster import PATIENT, Cluster, assert_identical, cluster
+from .workload import Training
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 PATIENCE_S = 300.0  # on a busy machine processes take long to start
@@ -56,8 +59,8 @@ def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense
     plan = {"dense_optimizer": dense, "row_optimizer": rows, "flush": True}
     plain = train_alone(tmp_path / "plain", {**plan, "global_batch": 16})
     asynchronous = train_alone(tmp_path / "async", plan, mode="async")
-    for mode in ("shadow", "ma"):
-        shadow = train_alone(tmp_path / mode, plan, mode=mode, every=3)
+    for mode, options in (("shadow", {}), ("ma", {"every": 3})):
+        shadow = train_alone(tmp_path / mode, plan, mode=mode, **options)
         assert shadow.modes == {mode} and shadow.samples == asynchronous.samples
         for other in (asynchronous, plain):
             assert_identical(shadow.arrays, other.arrays)
@@ -103,6 +106,29 @@ def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Pa
         assert gba.get("sync") == "none" or (reported and reported[-1]["rounds_dropped"] == 0)
         if "every" in gba:
             assert all(abs(line["steps_per_round"] - 5) < 2.5 for line in reported)
+
+
+def test_plain_averaging_after_every_step_of_sgd_is_synchronous_sgd(tmp_path: Path) -> None:
+    """Mode `ma` with its default elasticity. Rows stay as they are, since each push of rows is a step of its own."""
+    plan = {"dense_optimizer": "SGD", "row_optimizer": "SGD", "row_lr": 0.0, "samples": 320, "in_step": True}
+    with cluster(tmp_path, PATIENT, gba={"mode": "ma", "every": 1}, epochs=1, **plan) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        job.assert_every_sample_once(epochs=1, samples=320)
+        by_rank = [[line["rows"] for line in job.pushes() if line["rank"] == rank] for rank in range(2)]
+        arrays, training = job.arrays(), Training.of(plan)
+    assert [len(micros) for micros in by_rank] == [10, 10]
+    rows = {name: torch.from_numpy(arrays[f"{name}.weights"]) for name in ("user", "item")}
+    optimizer = torch.optim.SGD(training.model.mlp.parameters(), lr=0.1)
+    for pair in zip(*by_rank, strict=True):
+        optimizer.zero_grad()
+        for micro in pair:
+            batch = training.dataset.take(np.array(micro))
+            inputs = [rows[name][torch.as_tensor(batch.ids[name])] for name in rows]
+            logits = training.model.mlp(torch.cat([*inputs, batch.dense], dim=1)).squeeze(1)
+            (torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label) / len(pair)).backward()
+        optimizer.step()
+    for name, parameter in training.model.mlp.named_parameters():
+        np.testing.assert_allclose(arrays[f"dense.mlp.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_path: Path) -> None:
@@ -189,7 +215,7 @@ def test_a_server_that_dies_while_replicas_are_submitted_goes_on_with_what_its_s
 @pytest.mark.variant
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
-    with cluster(tmp_path, VERY_PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, VERY_PATIENT, gba=gba, kill_server_after_push=[[1, 3, 3]], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=3)
         assert (job.out / "fault-server-0").exists()

@@ -8,7 +8,9 @@ written down just before.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -46,10 +48,11 @@ if PLAN.get("horovod", True):
 
 from balance import Books  # noqa: E402
 from shown import evaluated, softmax_loss  # noqa: E402
-from workload import ParquetClicks, Training, digest_of_dense, digests  # noqa: E402
+from workload import ParquetClicks, ShardedClicks, Training, digest_of_dense, digests, to_batch  # noqa: E402
 
 import gba_hvd  # noqa: E402
 from gba_hvd import losses  # noqa: E402
+from gba_hvd.averaging import schedule  # noqa: E402
 from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
 from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
@@ -197,38 +200,52 @@ def stop_rounds(self: SyncThread, together: bool = False, timeout_s: float = 10.
 
 
 SyncThread.stop = stop_rounds  # type: ignore[method-assign]
+if PLAN.get("in_step"):  # in the foreground, no worker takes part in a round before it has made a step itself
+    schedule._is_due = lambda now, standing, *_: bool(standing.ending) or standing.round_requested
 
 
 def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
     die("before push", state.epoch)
     die("before push of step", lease.token)
-    wait_for_planned_kill(lease.micro)
+    fatal = fatal_push(lease.micro)
     if PLAN.get("follow_the_chief"):
         wait_for_the_request(self, lease.token)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
-         refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
+         segment=state.engine.progress.cursor.segment, refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
     reported: str = _push(self, lease, rows, loss, seconds, refused, drop)
-    for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
-        fired = OUT / f"fault-server-{number}"
-        if [state.epoch, lease.micro] == micro and not fired.exists():
-            self.flush()  # the server has it, and the coordinator knows
-            pid = launch.pid_of(state.engine.folder, 0)
-            assert pid is not None
-            fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
-            os.kill(pid, signal.SIGKILL)
+    if fatal is not None:
+        self.flush()  # the server has it, and the coordinator knows
+        pid = launch.pid_of(state.engine.folder, 0)
+        assert pid is not None
+        fatal.write_text(json.dumps({"pid": pid, "time": time.time()}))
+        os.kill(pid, signal.SIGKILL)
     return reported
 
 
 PsWorker.push = push  # type: ignore[method-assign]
 
 
-def wait_for_planned_kill(micro: int) -> None:
-    """A step that its server is to be killed in is not complete before: its later pushes wait."""
-    of_step = state.engine.model.global_batch // state.engine.model.micro_batch
-    for number, (epoch, last) in enumerate(PLAN.get("kill_server_after_push", [])):
-        if epoch == state.epoch and micro > last and micro // of_step == last // of_step:
-            wait_for_file(f"fault-server-{number}")
+def fatal_push(micro: int) -> Path | None:
+    """What to write when this push has arrived and its server is to be killed: by [epoch, step, n], the n-th of a step.
+
+    The step is not complete before: its later pushes wait here. Which micro-batches come first is open.
+    """
+    step = micro // (state.engine.model.global_batch // state.engine.model.micro_batch)
+    for number, planned in enumerate(PLAN.get("kill_server_after_push", [])):
+        fired = OUT / f"fault-server-{number}"
+        if planned[:2] != [state.epoch, step] or fired.exists():
+            continue
+        with open(OUT / f"order-{number}", "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            position = file.read().count(".") + 1
+            file.write(".")
+        if position == planned[2]:
+            return fired
+        if position > planned[2]:
+            wait_for_file(fired.name)
+    return None
 
 
 def wait_for_the_request(mode: PsWorker, token: int) -> None:
@@ -246,11 +263,18 @@ def wait_for_the_request(mode: PsWorker, token: int) -> None:
 
 
 _ask = PsWorker.ask
+_n_given = itertools.count()  # leases to this worker
 
 
 def ask(self: PsWorker, epoch: int, *args: Any) -> Any:
     """Note what was given, in the thread that asks ahead."""
+    in_step, others = PLAN.get("in_step"), set(range(state.world.size)) - {state.world.rank}
+    number = next(_n_given) if in_step else 0
+    for rank in others if number else ():  # all have as many leases, so that all have as many steps
+        wait_for_file(f"given-{rank}-{number}")
     given = _ask(self, epoch, *args)
+    if in_step and given.lease is not None:
+        (OUT / f"given-{state.world.rank}-{number + 1}").touch()
     note(
         given=None if given.lease is None else given.lease.micro,
         instead=given.status,
@@ -392,6 +416,8 @@ dataset, tables, model, optimizer, state, scaler = vars(training).values()
 if "parquet" in PLAN:
     dataset = ParquetClicks(PLAN["parquet"])
 how: dict[str, Any] = {"seed": PLAN.get("seed", 1), **PLAN.get("reading", {})}
+if "shards" in PLAN:
+    dataset, how["collate_fn"] = ShardedClicks(**PLAN["shards"]), to_batch
 hooked: list[int] = []
 state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
@@ -444,7 +470,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 time.sleep(PLAN["sleep_s"])
         scale = None if scaler is None else scaler.state_dict()
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name, scaler=scale)
-        scores = gba_hvd.evaluate(model, dataset, state, batch=64)
+        scores = gba_hvd.evaluate(model, training.dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
         if PLAN.get("evaluates_more"):
@@ -506,7 +532,7 @@ def wait_for_switch(batch: Any) -> None:
     near the end of an epoch there may be no micro-batch left that would bring the chief there.
     """
     due = {int(at) for at in PLAN.get("gba", {}).get("switch_at", {}) if int(at) <= state.step} - past_switches
-    n_micro = -(-len(dataset) // state.engine.model.micro_batch)
+    n_micro = -(-len(training.dataset) // state.engine.model.micro_batch)
     if not due or batch.index >= n_micro - 8:
         return
     target, deadline = PLAN["gba"]["switch_at"][str(max(due))], time.monotonic() + 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.compression import Spec
-from gba_hvd.data import ParquetStream
+from gba_hvd.data import ParquetStream, ShardedStream
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.rows import RowSource
@@ -56,10 +56,30 @@ class ParquetClicks(ParquetStream):
         clicks = Clicks(n)
         columns = {"user": clicks.user, "item": clicks.item, "x": clicks.dense[:, 0], "y": clicks.dense[:, 1]}
         table, folder = pa.table(columns | {"click": clicks.label}), folder / "clicks"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for number, part in enumerate(np.array_split(np.arange(n), n_files)):
             pq.write_table(table.take(pa.array(part)), folder / f"part-{number}.parquet", row_group_size=row_group)
         return f"file://{folder}/*.parquet"
+
+
+class ShardedClicks(ShardedStream):
+    """The same samples in shards that are read in sequence; two of them are empty. Made to batches by `to_batch`."""
+
+    def __init__(self, n: int = 1000, n_shards: int = 20, counts: bool = False) -> None:
+        at = np.sort(np.random.default_rng(3).integers(0, n, n_shards - 2))
+        ends = [*at.tolist(), n, n, n]
+        self._limits = {f"shard-{i}": (ends[i - 1] if i else 0, ends[i]) for i in range(n_shards)}
+        super().__init__(list(self._limits), self._rows, count=self._n_rows if counts else None, segment=8)
+
+    def _rows(self, shard: str) -> Iterator[int]:
+        yield from range(*self._limits[shard])
+
+    def _n_rows(self, shard: str) -> int:
+        return len(range(*self._limits[shard]))
+
+
+def to_batch(samples: list[int]) -> NamedBatch:
+    return Clicks(1000).take(np.array(samples))
 
 
 class Model(nn.Module):
@@ -155,7 +175,7 @@ class Training:
     def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
         torch.manual_seed(plan.get("torch_seed", 3))
         module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
-        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=0.05)
+        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=plan.get("row_lr", 0.05))
         has_features, users = bool(plan.get("features")), gba_hvd.Table(300 + more_users, 8)
         if "hashed" in plan:
             users = gba_hvd.Table(dim=8, keys="hash64", **plan["hashed"])

@@ -200,7 +200,8 @@ def test_a_save_that_fails_leaves_the_last_one_in_force_and_the_next_one_mends_i
     assert len(saved.manifest.blobs) + 2 == WRITES_PER_SAVE
     before = restored(ram)
     store = FaultyStore(ram).fails("put", SETUP_PUTS + at, StoreError("no space left"))
-    with saving(store, rows, replace(SMALL, policy=policy, row_fraction=1.0), on_event=events.append) as checkpoints:
+    share = SMALL.row_fraction if policy == "delta" else 1.0
+    with saving(store, rows, replace(SMALL, policy=policy, row_fraction=share), on_event=events.append) as checkpoints:
         train(rows, 2, seed=1)
         with pytest.raises(StoreError, match="no space left"):
             checkpoints.save(2, 20, b"dense").result(60)
@@ -449,11 +450,22 @@ def test_a_new_process_on_the_same_memory_goes_on_with_deltas(
         ({"rate_bytes_s": 0}, "rate_bytes_s must be positive"),
         ({"bits": 3}, "bits must be 8, 4 or None"),
         ({"keep_last": 0}, "last=0"),
+        ({"row_fraction": 0.5}, "row_fraction=0.5 has no effect with policy='delta', which takes no share of the rows"),
+        ({"policy": "full", "row_fraction": 0.5}, "with policy='full'"),
+        ({"policy": "mfu", "ssu_period": 3}, "ssu_period=3 has no effect with policy='mfu', which samples no accesses"),
+        ({"policy": "full", "bits": 8}, "bits=8 has no effect with policy='full'.* Leave bits out"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(setting: dict[str, float], what: str) -> None:
+def test_settings_that_make_no_sense_or_have_no_effect_are_refused(setting: dict[str, float], what: str) -> None:
     with pytest.raises(BadInput, match=what):
         Config(**setting)  # type: ignore[arg-type]
+
+
+def test_settings_that_the_policy_uses_are_taken() -> None:
+    for policy in ("mfu", "scar", "ssu"):
+        Config(policy=policy, row_fraction=0.5, bits=4)
+    Config(policy="ssu", ssu_period=3)
+    Config(policy="delta", bits=8)
 
 
 def test_arguments_win_over_the_environment() -> None:

@@ -32,9 +32,11 @@ from tests.recovery.stores import RamStore
 KILLS = int(os.environ.get("RECOVERY_TEST_KILLS", "12"))
 FLIPS = int(os.environ.get("RECOVERY_TEST_FLIPS", "300"))
 POLICIES = ("full", "delta", "mfu")
-CONFIG = Config(
-    job="killed", section_bytes=8 << 10, blob_bytes=64 << 10, level=0, row_fraction=0.01, keep_last=10, lease_s=600
-)
+CONFIG = Config(job="killed", section_bytes=8 << 10, blob_bytes=64 << 10, level=0, keep_last=10, lease_s=600)
+BY_POLICY = {
+    policy: replace(CONFIG, policy=policy, row_fraction=0.01 if policy == "mfu" else CONFIG.row_fraction)
+    for policy in POLICIES
+}
 SAVES = 3
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["tests.recovery.test_kills"])
@@ -53,7 +55,7 @@ def empty() -> TensorRows:
 def work(store: Store, policy: str, saves: int) -> None:
     """Resume, then train and save."""
     rows = make()
-    with Checkpointer(store, rows, replace(CONFIG, policy=policy)) as checkpoints:
+    with Checkpointer(store, rows, BY_POLICY[policy]) as checkpoints:
         report = checkpoints.restore()
         if report is not None:
             rows.continue_from(report.step)
@@ -254,7 +256,7 @@ class Saves:
 @pytest.fixture(scope="module", params=POLICIES)
 def saves(request: pytest.FixtureRequest) -> Saves:
     store, expected = RamStore(), []
-    saver = Saver(make(), store, replace(CONFIG, policy=request.param, level=1))
+    saver = Saver(make(), store, replace(BY_POLICY[request.param], level=1))
     for turn in range(6):
         saver.save("full" if turn == 3 else None)
         rows = empty()

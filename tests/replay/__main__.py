@@ -1,4 +1,4 @@
-"""`python -m tests.replay TRACE RESULT.npz`: one JSON line; exit code 0 same, 1 wrong, 3 not replayable."""
+"""`python -m tests.replay TRACE RESULT.npz PLAN.json`: one JSON line; exit code 0 same, 1 wrong, 3 not replayable."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .replay import replay
 
 
 def main() -> int:
-    trace, result = map(Path, sys.argv[1:])
+    trace, result, plan = map(Path, sys.argv[1:])
     try:
-        steps, worst = replay(trace, result)
+        steps, worst = replay(trace, result, json.loads(plan.read_text()))
     except NotReplayable as why:
         print(json.dumps({"replayed": False, "why": str(why)}))
         return 3

@@ -11,6 +11,9 @@ from typing import Any
 # What leaves values that no log of facts explains: rows that went down or came from a checkpoint, a step cut in two.
 NOT_REPLAYED = ("rows_lost", "rows_restored", "resumed", "shard_steps_missed", "dense_state_old", "memory_left")
 
+Run = tuple[int, int]
+"""An epoch, and the segment of it: 0, but of streams of shards."""
+
 
 class NotReplayable(Exception):
     """The job had something that a replay does not cover."""
@@ -24,7 +27,7 @@ class Wrong(AssertionError):
 class Step:
     """One applied step.
 
-    members:    (epoch, micro-batch, weight, the push or None in allreduce)
+    members:    (run, micro-batch, weight, the push or None in allreduce)
     generation: of the asynchronous mode that it was applied in; None in allreduce
     ahead:      workers read the values after it plus so many times the step
     """
@@ -33,17 +36,17 @@ class Step:
     scale: float
     lrs: list[float]
     row_lr: float
-    members: list[tuple[int, int, float, dict[str, Any] | None]]
+    members: list[tuple[Run, int, float, dict[str, Any] | None]]
     generation: int | None = None
     ahead: float = 0.0
 
 
 @dataclass
 class Facts:
-    """Of one job: its first epoch's line, order by epoch, steps in order."""
+    """Of one job: its first epoch's line, the line of each run, steps in order."""
 
     begin: dict[str, Any]
-    orders: dict[int, dict[str, Any]]
+    orders: dict[Run, dict[str, Any]]
     steps: list[Step] = field(default_factory=list)
 
 
@@ -72,8 +75,8 @@ def read(folder: Path) -> Facts:
         raise NotReplayable("nobody wrote down the first values")
     if any(line["values"] != begins[0]["values"] for line in begins):
         raise Wrong("workers begin with different dense values")
-    orders = {line["epoch"]: line for line in by_kind["epoch"]}
-    steps = {**_allreduce_steps(by_kind, begins[0])}
+    orders = {run_of(line): line for line in by_kind["epoch"]}
+    steps = {**_allreduce_steps(by_kind, begins[0], orders)}
     for number, step in _asynchronous_steps(by_kind).items():
         if number in steps:
             raise Wrong(f"step {number} was applied in two modes")
@@ -84,22 +87,29 @@ def read(folder: Path) -> Facts:
     return Facts(begins[0], orders, [steps[number] for number in sorted(steps)])
 
 
-def _allreduce_steps(by_kind: dict[str, list[dict[str, Any]]], begin: dict[str, Any]) -> dict[int, Step]:
+def run_of(line: dict[str, Any]) -> Run:
+    return line["epoch"], line.get("segment", 0)
+
+
+def _allreduce_steps(
+    by_kind: dict[str, list[dict[str, Any]]], begin: dict[str, Any], orders: dict[Run, dict[str, Any]]
+) -> dict[int, Step]:
     """The newest world that saw a step committed counts: an earlier one may have died before."""
     commits = {line["step"]: line for line in by_kind["commit"]}
-    brought: dict[tuple[int, int], list[int]] = defaultdict(list)
+    brought: dict[tuple[int, Run], list[int]] = defaultdict(list)
     for line in by_kind["attempt"]:
         if line["step"] in commits and commits[line["step"]]["world"] == line["world"]:
-            brought[line["step"], line["epoch"]] += line["micros"]
+            brought[line["step"], run_of(line)] += line["micros"]
     steps = {}
-    for (number, epoch), micros in brought.items():
+    for (number, run), micros in brought.items():
+        n_of_run = orders[run]["n_samples"]
         size, of_step = begin["micro_batch"], begin["global_batch"] // begin["micro_batch"]
         first = commits[number]["order"] * of_step
-        n_samples = min(begin["global_batch"], begin["n_samples"] - first * size)
+        n_samples = min(begin["global_batch"], n_of_run - first * size)
         expected = list(range(first, first + -(-n_samples // size)))
         if sorted(micros) != expected:
             raise Wrong(f"step {number} was made of micro-batches {sorted(micros)}, its own are {expected}")
-        members = [(epoch, m, min(size, begin["n_samples"] - m * size) / size, None) for m in expected]
+        members = [(run, m, min(size, n_of_run - m * size) / size, None) for m in expected]
         line = commits[number]
         steps[number] = Step(number, size / n_samples, line["lrs"], line["row_lr"], members)
     return steps
@@ -122,7 +132,7 @@ def _asynchronous_steps(by_kind: dict[str, list[dict[str, Any]]]) -> dict[int, S
                 raise Wrong(f"step {line['step']} has a push of micro-batch {micro} that nobody made")
             if push["mode"] != "gba":
                 raise NotReplayable(f"mode {push['mode']} is not replayed")
-            members.append((push["epoch"], micro, weight, push))
+            members.append((run_of(push), micro, weight, push))
         steps[line["step"]] = Step(
             line["step"], line["scale"], line["lrs"], line["row_lr"], members, line["generation"], _ahead(line)
         )

@@ -27,12 +27,12 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
-def order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples of an epoch, one after the other."""
-    key, bits = seed_of(seed, f"epoch {epoch}"), 1
+def permutation(n: int, key: int) -> np.ndarray:
+    """Of 0 .. n-1: a Feistel network, walking along its cycles."""
+    bits, out = 1, []
     while 4**bits < n:
         bits += 1
-    mask, out = (1 << bits) - 1, []
+    mask = (1 << bits) - 1
     for position in range(n):
         x = position
         while True:
@@ -43,7 +43,54 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
             if x < n:
                 break
         out.append(x)
-    return np.array(out)
+    return np.array(out, dtype=np.int64)
+
+
+def order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples of an epoch, one after the other."""
+    return permutation(n, seed_of(seed, f"epoch {epoch}"))
+
+
+def order_in_lanes(
+    sizes: list[int], groups: np.ndarray, seed: int, epoch: int, micro_batch: int, n_micro: int, window: int
+) -> np.ndarray:
+    """The same of samples in groups: these dealt to lanes, what a lane has too much to those that have too little."""
+    n = sum(sizes)
+    n_all = -(-n // micro_batch)
+    needed = [
+        sum(min(micro_batch, n - i * micro_batch) for i in range(lane, n_all, n_micro)) for lane in range(n_micro)
+    ]
+    first = np.cumsum([0, *sizes])
+    lanes: list[list[list[int]]] = [[] for _ in range(n_micro)]
+    too_much: list[list[int]] = []
+    for lane in range(n_micro):
+        missing = needed[lane]
+        for group in groups[lane::n_micro]:
+            samples = list(range(first[group], first[group + 1]))
+            lanes[lane].append(samples[:missing])
+            if samples[missing:]:
+                too_much.append(samples[missing:])
+            missing -= len(lanes[lane][-1])
+    for lane, pieces in enumerate(lanes):
+        missing = needed[lane] - sum(map(len, pieces))
+        while missing:
+            samples = too_much.pop()
+            pieces.append(samples[:missing])
+            if samples[missing:]:
+                too_much.append(samples[missing:])
+            missing -= len(pieces[-1])
+    in_order: list[list[int]] = []
+    for lane, all_pieces in enumerate(lanes):
+        pieces, samples = [piece for piece in all_pieces if piece], list[int]()
+        for number, at in enumerate(range(0, len(pieces), window)):
+            together = [sample for piece in pieces[at : at + window] for sample in piece]
+            key = seed_of(seed, f"lane {lane} window {number} of epoch {epoch}")
+            samples += [together[i] for i in permutation(len(together), key)]
+        in_order.append(samples)
+    return np.array([
+        sample for micro in range(n_all)
+        for sample in in_order[micro % n_micro][micro // n_micro * micro_batch :][:micro_batch]
+    ])  # fmt: skip
 
 
 def first_rows(n_rows: int, dim: int, seed: int, table: str, std: float) -> np.ndarray:
@@ -60,29 +107,38 @@ def first_rows(n_rows: int, dim: int, seed: int, table: str, std: float) -> np.n
 
 @dataclass(frozen=True)
 class Clicks:
-    """Samples: user, item (int64), dense [n, 2], label [n]."""
+    """Samples: user [n], items [n, 1], or [n, 3] with those seen (int64), dense [n, 2], label [n]."""
 
     user: np.ndarray
-    item: np.ndarray
+    items: np.ndarray
     dense: np.ndarray
     label: np.ndarray
 
     @classmethod
-    def of(cls, n: int) -> Clicks:
+    def of(cls, n: int, features: bool) -> Clicks:
         rng = np.random.default_rng(7)
         user, item = rng.integers(0, 300, n), rng.integers(0, 40, n)
         dense = rng.normal(size=(n, 2)).astype(np.float32).astype(np.float64)
-        return cls(user, item, dense, ((user % 7 + item % 3) > 4).astype(np.float64))
+        seen = [user % 40, (item * 3 + user) % 40] if features else []
+        return cls(user, np.stack([item, *seen], axis=1), dense, ((user % 7 + item % 3) > 4).astype(np.float64))
 
 
 def gradients(
-    data: Clicks, samples: np.ndarray, user: np.ndarray, item: np.ndarray, w: np.ndarray, b: np.ndarray
+    data: Clicks, samples: np.ndarray, user: np.ndarray, items: np.ndarray, w: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of the mean loss of some samples, with their rows user [n, 8] and item [n, 6]: by w, b, user and item."""
-    x = np.concatenate([user, item, data.dense[samples]], axis=1)
+    """Of the mean loss of some samples: by w, b, user and items.
+
+    user [n, 8]; items [n, k, 6]: rows of the item, and with features of the two that were seen, whose mean counts
+    """
+    k, dim = items.shape[1:]
+    pooled = [items[:, 0], *([items[:, 1:].mean(axis=1)] if k > 1 else [])]
+    x = np.concatenate([user, *pooled, data.dense[samples]], axis=1)
     off = (1 / (1 + np.exp(-(x @ w[0] + b[0]))) - data.label[samples]) / len(samples)
-    by_x = off[:, None] * w
-    return (off @ x)[None], np.array([off.sum()]), by_x[:, : user.shape[1]], by_x[:, user.shape[1] : -2]
+    by_x, at = off[:, None] * w, user.shape[1]
+    by_items = [by_x[:, at : at + dim]]
+    if k > 1:
+        by_items += [by_x[:, at + dim : at + 2 * dim] / (k - 1)] * (k - 1)
+    return (off @ x)[None], np.array([off.sum()]), by_x[:, :at], np.stack(by_items, axis=1)
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .facts import Facts, Step, Wrong, read
-from .model import Clicks, Dense, Rows, first_rows, gradients, order
+from .facts import Facts, Run, Step, Wrong, read
+from .model import Clicks, Dense, Rows, first_rows, gradients, order, order_in_lanes, permutation, seed_of
 
 TOLERANCE = 1e-5
 STALE = 4  # steps, of the default threshold
@@ -30,9 +30,9 @@ class Replay:
     shown: by step, in which generation workers read which dense values after it; they are `history`'s in others
     """
 
-    def __init__(self, facts: Facts) -> None:
-        begin = facts.begin
-        self.facts, self.data = facts, Clicks.of(begin["n_samples"])
+    def __init__(self, facts: Facts, plan: dict[str, Any]) -> None:
+        begin, self.plan = facts.begin, plan
+        self.facts, self.data = facts, Clicks.of(plan["samples"], plan["features"])
         spec, row_spec = begin["optimizers"]["dense"], begin["optimizers"]["rows"]
         flat = np.concatenate([np.ravel(np.array(value, dtype=np.float64)) for value in begin["values"]])
         settings = {k: v["tuple"] if isinstance(v, dict) else v for k, v in spec["groups"][0].items()}
@@ -51,10 +51,28 @@ class Replay:
             )
             for name, (rows, dim) in about["tables"].items()
         }
-        self.orders: dict[int, np.ndarray] = {}
+        self.orders: dict[Run, np.ndarray] = {}
         self.history: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
         self.shown: dict[int, tuple[int, np.ndarray]] = {}
         self._remember()
+
+    def order(self, run: Run) -> np.ndarray:
+        """The samples of a run, one after the other; of streams by what is in their files and shards."""
+        line, begin, n, kind = self.facts.orders[run], self.facts.begin, self.plan["samples"], self.plan["data"]
+        seed, epoch = line["seed"], line["epoch"]
+        cut = begin["micro_batch"], begin["global_batch"] // begin["micro_batch"]
+        if kind == "log":
+            return order(n, seed, epoch)
+        if kind == "parquet":
+            files = [len(part) for part in np.array_split(np.arange(n), 3)]
+            sizes = [min(50, size - at) for size in files for at in range(0, size, 50)]
+            groups = permutation(len(sizes), seed_of(seed, f"row groups of epoch {epoch}"))
+            return order_in_lanes(sizes, groups, seed, epoch, *cut, window=-(-8 // cut[1]))
+        ends = [0, *sorted((number * 7919) % n for number in range(1, 19)), n, n]
+        shards = permutation(20, seed_of(seed, f"shards of epoch {epoch}"))[8 * run[1] :][:8]
+        rows = np.concatenate([np.arange(ends[shard], ends[shard + 1]) for shard in shards])
+        sizes = [ends[shard + 1] - ends[shard] for shard in shards]
+        return rows[order_in_lanes(sizes, np.arange(len(sizes)), seed, epoch, *cut, window=1)]
 
     def run(self) -> None:
         self._check_members()
@@ -78,45 +96,48 @@ class Replay:
 
     def _check_members(self) -> None:
         begin = self.facts.begin
-        counted = Counter((epoch, micro) for step in self.facts.steps for epoch, micro, *_ in step.members)
+        counted = Counter((run, micro) for step in self.facts.steps for run, micro, *_ in step.members)
         twice = [member for member, n in counted.items() if n > 1]
         if twice:
-            raise Wrong(f"micro-batches {twice[:5]} (epoch, index) are members of more than one step")
-        n_micro = -(-begin["n_samples"] // begin["micro_batch"])
-        for epoch in range(max(epoch for epoch, _ in counted) + 1):
-            missing = [micro for micro in range(n_micro) if (epoch, micro) not in counted]
-            if missing:
-                raise Wrong(f"epoch {epoch}: micro-batches {missing[:5]} are members of no step")
+            raise Wrong(f"micro-batches {twice[:5]} (epoch and segment, index) are members of more than one step")
+        last = max(epoch for (epoch, _), _ in counted)
+        runs = [run for run in self.facts.orders if run[0] <= last]
+        for epoch in range(last + 1):
+            n = sum(self.facts.orders[run]["n_samples"] for run in runs if run[0] == epoch)
+            if n != self.plan["samples"]:
+                raise Wrong(f"epoch {epoch}: its segments have {n} samples, of {self.plan['samples']}")
+        for run in runs:
+            n_micro = -(-self.facts.orders[run]["n_samples"] // begin["micro_batch"])
+            if missing := [micro for micro in range(n_micro) if (run, micro) not in counted]:
+                raise Wrong(f"epoch and segment {run}: micro-batches {missing[:5]} are members of no step")
 
     def _step(self, step: Step) -> None:
         begin, size = self.facts.begin, self.facts.begin["micro_batch"]
-        samples_of = {m: min(size, begin["n_samples"] - m * size) for _, m, *_ in step.members}
+        samples_of = {m: min(size, self.facts.orders[run]["n_samples"] - m * size) for run, m, *_ in step.members}
         if abs(step.scale - size / sum(samples_of.values())) > 1e-6:
             raise Wrong(f"step {step.number}: scale {step.scale}, its samples are {sum(samples_of.values())}")
         dense = np.zeros_like(self.dense.values)
         rows: dict[str, dict[int, Any]] = {name: {} for name in self.tables}
         contained: dict[str, Counter[int]] = {name: Counter() for name in self.tables}
         row_average = begin["row_average"]
-        for epoch, micro, weight, push in step.members:
+        for run, micro, weight, push in step.members:
             self._check_weight(step, weight, samples_of[micro] / size, push)
-            line = self.facts.orders[epoch]
-            if epoch not in self.orders:
-                self.orders[epoch] = order(begin["n_samples"], line["seed"], epoch)
-            samples = self.orders[epoch][micro * size : micro * size + samples_of[micro]]
+            if run not in self.orders:
+                self.orders[run] = self.order(run)
+            samples = self.orders[run][micro * size : micro * size + samples_of[micro]]
+            user, items = self.data.user[samples], self.data.items[samples]
             if weight or row_average == "contributors":
-                for name, ids in (("user", self.data.user[samples]), ("item", self.data.item[samples])):
-                    contained[name].update(set(ids.tolist()))
+                for name, ids in (("user", user), ("item", items)):
+                    contained[name].update(set(ids.ravel().tolist()))
             if weight == 0:
                 continue
             values, tables = self.history[step.number - 1] if push is None else self._values_of(step, push)
-            n_w = 16
-            user, item = self.data.user[samples], self.data.item[samples]
-            by_w, by_b, by_user, by_item = gradients(
-                self.data, samples, tables["user"][user], tables["item"][item], values[None, :n_w], values[n_w:]
+            by_w, by_b, by_user, by_items = gradients(
+                self.data, samples, tables["user"][user], tables["item"][items], values[None, :-1], values[-1:]
             )
             dense += weight * np.concatenate([by_w.ravel(), by_b])
-            for name, ids, grads in (("user", user, by_user), ("item", item, by_item)):
-                for row, grad in zip(ids.tolist(), grads, strict=True):
+            for name, ids, grads in (("user", user, by_user), ("item", items, by_items)):
+                for row, grad in zip(ids.ravel().tolist(), grads.reshape(ids.size, -1), strict=True):
                     rows[name][row] = rows[name].get(row, 0.0) + weight * grad
         if any(weight > 0 for _, _, weight, _ in step.members):  # else the optimizers do not step at all
             self.dense.step(step.scale * dense, step.lrs[0])
@@ -173,9 +194,9 @@ def compare(replay: Replay, arrays: dict[str, np.ndarray]) -> float:
     return worst
 
 
-def replay(trace: Path, result: Path) -> tuple[int, float]:
-    """(steps, largest difference). Raises NotReplayable, Wrong."""
-    computed = Replay(read(trace))
+def replay(trace: Path, result: Path, plan: dict[str, Any]) -> tuple[int, float]:
+    """(steps, largest difference). plan: of a chaos job: samples, data, features. Raises NotReplayable, Wrong."""
+    computed = Replay(read(trace), plan)
     computed.run()
     with np.load(result) as stored:
         return len(computed.facts.steps), compare(computed, dict(stored))

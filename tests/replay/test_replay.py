@@ -14,16 +14,18 @@ import pytest
 from gba_hvd_tools.chaos.job import ChaosJob
 from gba_hvd_tools.chaos.plan import plan_of
 
-from gba_hvd.epoch import EpochOrder
+from gba_hvd.data.row_group_order import RowGroupOrder
+from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.trace import TRACE
 
 from .facts import NotReplayable, Wrong, lines_of
-from .model import first_rows, order
+from .model import first_rows, order, order_in_lanes, permutation, seed_of
 from .replay import TOLERANCE, replay
 
 Line = dict[str, Any]
+LOG = {"samples": 1000, "data": "log", "features": False}
 START_S = 400.0  # for one job; on a busy machine its server takes long to start
 pytestmark = pytest.mark.timeout(500)
 
@@ -35,6 +37,18 @@ def test_tracing_is_off_by_default() -> None:
 @pytest.mark.parametrize(("n", "epoch"), [(1, 0), (7, 3), (1000, 4)])
 def test_the_order_of_samples_is_the_same(n: int, epoch: int) -> None:
     np.testing.assert_array_equal(order(n, 5, epoch), EpochOrder(n, 5, epoch).rows(0, n))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_order_of_samples_in_groups_is_the_same(window: int) -> None:
+    rng = np.random.default_rng(5)
+    for n_micro in (1, 3, 6):
+        sizes = rng.integers(0, 40, 11)
+        n = int(sizes.sum())
+        plan = EpochPlan(n, 4 * n_micro, 4)
+        groups = permutation(len(sizes), seed_of(5, "row groups of epoch 2"))
+        ours = order_in_lanes(sizes.tolist(), groups, 5, 2, 4, n_micro, window)
+        np.testing.assert_array_equal(ours, RowGroupOrder(sizes, 5, 2, plan, window).rows(0, n))
 
 
 def test_the_first_rows_are_the_same(tmp_path: Path) -> None:
@@ -51,12 +65,12 @@ def test_the_first_rows_are_the_same(tmp_path: Path) -> None:
         memory.close()
 
 
-def traced_job(folder: Path, rule: str, row_average: str) -> Path:
+def traced_job(folder: Path, rule: str, row_average: str, **data: Any) -> Path:
     """A job of one worker, gba for twenty steps within allreduce."""
     faults = [{"kind": "serve", "seconds": 0.002}]
     plan = replace(plan_of(1), workers=1, mode="allreduce", switch_at={"10": "gba", "30": "allreduce"}, inside=faults)
     plan = replace(plan, outside=[], checkpoints=None, tracking=None, apart=False, optimizer="momentum", replay=True)
-    plan = replace(plan, row_average=row_average, rule=rule)
+    plan = replace(plan, row_average=row_average, rule=rule, **{"data": "log", "readers": 0, "features": False, **data})
     job = ChaosJob(replace(plan, row_optimizer="Adagrad"), folder / "job")
     try:
         job.start(alone=True)
@@ -95,7 +109,7 @@ def last(lines: list[Line], what: str) -> Line:
 
 @pytest.mark.processes
 def test_a_job_is_computed_again_from_its_trace(traced: Path) -> None:
-    steps, worst = replay(traced, traced / "result.npz")
+    steps, worst = replay(traced, traced / "result.npz", LOG)
     assert steps == 55
     assert worst <= TOLERANCE
     modes = {line["is"] for line in lines_of(traced)}
@@ -104,7 +118,7 @@ def test_a_job_is_computed_again_from_its_trace(traced: Path) -> None:
 
 @pytest.mark.processes
 def test_a_job_whose_workers_are_shown_values_ahead_is_computed_again(traced_ahead: Path, tmp_path: Path) -> None:
-    steps, worst = replay(traced_ahead, traced_ahead / "result.npz")
+    steps, worst = replay(traced_ahead, traced_ahead / "result.npz", LOG)
     assert (steps, worst <= TOLERANCE) == (55, True)
     changes: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (Wrong, r"dense\[|read row", {"rule": "none"}),
@@ -116,7 +130,16 @@ def test_a_job_whose_workers_are_shown_values_ahead_is_computed_again(traced_ahe
         (folder := tmp_path / str(number)).mkdir()
         (folder / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         with pytest.raises(error, match=says):
-            replay(folder, traced_ahead / "result.npz")
+            replay(folder, traced_ahead / "result.npz", LOG)
+
+
+@pytest.mark.processes
+@pytest.mark.variant  # a random schedule of `tests/processes` is replayed, too
+@pytest.mark.parametrize("data", ["shards", "parquet"])
+def test_a_job_on_a_stream_with_features_of_one_table_is_computed_again(tmp_path: Path, data: str) -> None:
+    trace = traced_job(tmp_path, "none", "contributors", data=data, features=True)
+    steps, worst = replay(trace, trace / "result.npz", {**LOG, "data": data, "features": True})
+    assert (steps >= 55, worst <= TOLERANCE) == (True, True)
 
 
 @pytest.mark.processes
@@ -127,7 +150,7 @@ def test_another_result_is_found(traced: Path, tmp_path: Path, name: str) -> Non
     arrays[name].flat[3] += 3e-5
     np.savez(tmp_path / "result.npz", **arrays)
     with pytest.raises(Wrong, match=rf"{name}\["):
-        replay(traced, tmp_path / "result.npz")
+        replay(traced, tmp_path / "result.npz", LOG)
 
 
 def twice(lines: list[Line]) -> None:
@@ -181,11 +204,11 @@ def test_a_trace_that_contradicts_itself_is_found(
     traced: Path, falsified: Any, change: Callable[[list[Line]], None], says: str
 ) -> None:
     with pytest.raises(Wrong, match=says):
-        replay(falsified(change), traced / "result.npz")
+        replay(falsified(change), traced / "result.npz", LOG)
 
 
 @pytest.mark.processes
 def test_what_no_log_of_facts_explains_is_not_replayed(traced: Path, falsified: Any) -> None:
     lost = {"is": "event", "at": 0.0, "kind": "rows_lost", "step": 3, "message": "10 rows are reinitialised"}
     with pytest.raises(NotReplayable, match="10 rows are reinitialised"):
-        replay(falsified(lambda lines: lines.append(lost)), traced / "result.npz")
+        replay(falsified(lambda lines: lines.append(lost)), traced / "result.npz", LOG)

@@ -13,6 +13,12 @@ SWITCHES = {
     120: ("allreduce", "gba", "worker 2 takes 6.1x the median, predicted 2.4x faster for 5 steps"),
     300: ("gba", "allreduce", "gba is predicted 1.02x as fast, the limit is 1.05x"),
 }
+DECISIONS = {
+    5: ("allreduce", 1.02, "gain", "stay in allreduce: gba predicted 1.02x as fast, enter at 1.05x"),
+    120: ("gba", 2.4, "switch", f"to gba: {SWITCHES[120][2]}"),
+    130: ("gba", 2.4, "gain", "stay in gba: gba predicted 2.40x as fast, leave below 1.00x"),
+    299: ("allreduce", 0.98, "switch", f"to allreduce: {SWITCHES[300][2]}"),
+}
 
 
 def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-42") -> None:
@@ -39,9 +45,14 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
                 "seconds": {str(rank): s for rank, s in seconds},
                 "staleness": {str(s): n for s, n in counted.items()},
             }
-            data |= {"elp": 512 * workers, "dropped": dropped, "lost": 0, "refused": 0, "reissued": int(k > 200)}
-            for callback in listeners:
-                callback.on_event(Event("rates", k, "how long the workers take", data))
+            data |= {"lags": {str(s): n for s, n in counted.items()}, "gaps": {"0": [k, 0.5 * k, 1.5 * k, 7]}}
+            data |= {"dropped": dropped, "lost": 0, "refused": 0, "reissued": int(k > 200)}
+        else:
+            data = {"seconds": {str(rank): s for rank, s in seconds}}
+        data |= {"elp": 512 * workers, "gain": 2.4 if slow else 1.02}
+        data |= {"bytes_sent": 1000 * k, "bytes_received": 900 * k}
+        for callback in listeners:
+            callback.on_event(Event("rates", k, "how long the workers take", data))
         loss = 0.4 + 0.3 * math.exp(-k / 80) + draw.gauss(0, 0.01)
         record = StepRecord(
             k, k // 200, 3072, 3072 * k - dropped, 3072 / rate * draw.uniform(0.9, 1.1), workers, mode, loss
@@ -52,6 +63,9 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
             for callback in listeners:
                 callback.on_metrics(k, {"valid_auc": 0.8 - 0.1 * math.exp(-k / 120)})
         events = []
+        if k in DECISIONS:
+            mode, gain, kind, reason = DECISIONS[k]
+            events.append(Event("decision", k, reason, {"mode": mode, "gain": gain, "kind": kind}))
         if k in SWITCHES:
             was, to, reason = SWITCHES[k]
             data = {"from": was, "to": to, "seconds": 0.0123, "reason": reason}
@@ -61,7 +75,14 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
         if k == n_steps:
             total = 3072 * n_steps
             data = {"samples_total": total, "samples_applied": total - dropped, "samples_dropped": dropped}
-            data |= {"samples_lost": 0, "restarts": 1, "staleness": {str(s): n for s, n in counted.items()}}
+            ages = {str(s): n for s, n in counted.items()}
+            data |= {
+                "samples_lost": 0,
+                "restarts": 1,
+                "staleness": ages,
+                "lags": ages,
+                "gaps": {"0": [9, 4.5, 13.5, 7]},
+            }
             events.append(Event("finished", k, "finished", data))
         for event in events:
             for callback in listeners:

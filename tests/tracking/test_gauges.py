@@ -78,6 +78,12 @@ def test_the_samples_computed_at_once_are_a_gauge():
     assert g.Readings().take({"elp": 1024}) == {g.ELP: 1024.0}
 
 
+def test_bytes_of_all_workers_and_the_predicted_gain_are_gauges():
+    data = {"bytes_sent": 10, "bytes_received": 20, "gain": 1.25}
+    assert g.Readings().take(data) == {g.BYTES_SENT: 10.0, g.BYTES_RECEIVED: 20.0, g.GAIN: 1.25}
+    assert g.point_of(g.GAIN, [1.0, 1.5]) == 1.5
+
+
 def test_several_readings_make_one_point():
     assert g.point_of(g.STALENESS_MEAN, [1.0, 2.0]) == 1.5
     assert g.point_of(g.pace_of(0), [10.0, 20.0]) == 15.0
@@ -217,3 +223,4 @@ def test_a_whole_job_is_reported_to_both_trackers(quiet: MLflowCallback):
     report_job([quiet, ProgressLine(stream=stream)])
     assert history_of(quiet).n_steps == 400
     assert "[switch] step 120: allreduce -> gba: worker 2 takes 6.1x the median" in stream.getvalue()
+    assert "decision" not in stream.getvalue()

@@ -125,6 +125,11 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
         ]  # fmt: skip
         assert sum(story.staleness.values()) == 6 * 180
         assert {gauges.pace_of(rank) for rank in range(3)} <= story.history.keys()
+        of_the_papers = {gauges.DENSE_AGE_MEAN, f"{gauges.GAP}0", gauges.ELP, gauges.GAIN, gauges.BYTES_SENT}
+        assert of_the_papers <= story.history.keys()
+        assert (story.last(gauges.GAIN), story.last(gauges.BYTES_SENT)) == (1.02, 400_000.0)
+        decided = [(event["step"], event["data"]["kind"]) for event in story.events_of("decision")]
+        assert decided == [(5, "gain"), (120, "switch"), (130, "gain"), (299, "switch")]
     with pytest.raises(
         BadInput, match=rf"no run, job or file is called 'tolt' .*newest runs .*\n(.*\n)*  {run.info.run_id}"
     ):

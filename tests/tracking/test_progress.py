@@ -125,6 +125,7 @@ def test_counters_of_bytes_do_not_hide_the_auc() -> None:
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=Clock())
     progress.on_metrics(9, {"bytes_sent_allreduce_rows": 123_456_789.0, "bytes_received_gba_dense": 720.0})
+    progress.on_metrics(9, {"job/bytes_sent": 123_456_789.0, "job/bytes_received": 123_456_789.0})
     progress.on_metrics(9, {"valid_logloss": 0.25, "valid_auc": 0.75, "bytes": 2000.0})
     progress.on_end("FINISHED", None)
     assert lines_of(stream) == [

@@ -28,7 +28,7 @@ from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
-from tests.tracking.reported_job import SWITCHES, report_job
+from tests.tracking.reported_job import DECISIONS, SWITCHES, report_job
 
 
 def points(*modes: tuple[int, str]) -> list[Point]:
@@ -180,7 +180,7 @@ class Page(HTMLParser):
 
 def test_a_page_holds_everything_and_refers_to_nothing(whole_page: str):
     shown = Page(whole_page)
-    assert len(shown.addresses) == 4
+    assert len(shown.addresses) == 5
     assert all(address.startswith("data:image/svg+xml;base64,") for address in shown.addresses)
     assert not shown.tags & {"script", "link", "iframe"}
     assert "url(" not in whole_page
@@ -223,7 +223,7 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for epoch, (end, (valid, test)) in enumerate(quality.items()):
         callback.on_step(dataclasses.replace(step(end), epoch=epoch))
         callback.on_metrics(end, {"valid_auc": valid, "test_auc": test, "test_logloss": 1 - test})
-    callback.on_event(Event("traffic", 300, "", {"bytes": {"sent_allreduce_dense": 12_345_678}}))
+    callback.on_event(Event("traffic", 300, "", {"all_workers": {"sent_allreduce_dense": 12_345_678}}))
     missed = "mode gba was asked for; 0 of 300 steps were in it: no server was up. GBACallback(wait_s=60) makes ..."
     callback.on_event(Event("checkpoint_late", 260, "none was begun", level="warning"))
     callback.on_event(Event("checkpoint", 270, "step 270 saved", {"url": "memory://x", "manifest": "m"}))
@@ -240,7 +240,7 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (facts["model"], facts["data"], facts["widths"], facts["seed"]) == ("deepfm", "/data/clicks", "[8, 4]", "7")
     assert facts["best epoch"] == "epoch 1, by valid_auc"
     assert (facts["valid_auc"], facts["test_auc"], facts["test_logloss"]) == ("0.75000", "0.71000", "0.29000")
-    assert (facts["warnings"], facts["sent by rank 0"]) == ("3, 1 of them over", "12.3 MB")
+    assert (facts["warnings"], facts["sent by all workers"]) == ("3, 1 of them over", "12.3 MB")
     assert facts["end"] == "stopped early: no gain in valid AUC for 2 epochs"
     assert facts["mode"] == "mode gba was asked for; 0 of 300 steps were in it: no server was up"
     assert table(story, "Warnings") == [
@@ -261,7 +261,13 @@ def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
 def test_pictures_come_for_what_was_measured(spool: Path, tmp_path: Path):
     story = from_files(spool)
     files = draw_plots(story.history, story.events, "t", tmp_path)
-    assert [file.name for file in files] == ["learning_curves.png", "throughput.png", "workers.png", "staleness.png"]
+    assert [file.name for file in files] == [
+        "learning_curves.png",
+        "throughput.png",
+        "workers.png",
+        "gain.png",
+        "staleness.png",
+    ]
     few = {key: found for key, found in story.history.items() if not key.startswith(g.PREFIX)}
     assert len(draw_plots(few, (), "t", tmp_path)) == 2
 
@@ -311,11 +317,28 @@ def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyP
     assert "Rounds that keep the replicas" in page(from_files(tmp_path))
 
 
+def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spool: Path):
+    story = from_files(spool)
+    assert table(story, "Decisions of mode") == [
+        [f"{at:,}", mode, f"{gain:.2f}", reason] for at, (mode, gain, _, reason) in DECISIONS.items()
+    ]
+    assert "decision" not in [row[2] for row in table(story, "Membership, recovery and other events")]
+    assert [point.value for point in story.history[g.GAIN]][:1] == [1.02]
+
+
+def test_the_delays_and_what_the_papers_measure_are_on_the_page(spool: Path, whole_page: str):
+    story = from_files(spool)
+    for metric in (g.DENSE_AGE_MEAN, f"{g.GAP}0", f"{g.GAP_IN_STEPS}0", g.ELP, g.BYTES_SENT, g.BYTES_RECEIVED):
+        assert story.history[metric], metric
+    assert table(story, "Age of the dense values") and table(story, "Gap by worker")
+    assert "<dt>samples computed on at once (ELP)</dt><dd>1,024</dd>" in whole_page
+
+
 # --- bytes and compression -------------------------------------------------------------------------------------------
 
 
 def traffic(step: int, n_bytes: dict[str, int], unix_s: float = 0.0, **data: object) -> Record:
-    data["bytes"] = n_bytes
+    data["all_workers"] = n_bytes
     return {"event": "traffic", "step": step, "message": "", "data": data, "unix_s": unix_s or float(step)}
 
 
@@ -334,24 +357,17 @@ def table(story: RunHistory, heading: str) -> list[list[str]]:
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
 
 
-BYTES = "Bytes on the wires of rank 0"
+BYTES = "Bytes on the wires of all workers"
 
 
-def test_bytes_are_added_up_by_direction_mode_and_kind():
-    story = history_of(
-        traffic(10, {"sent_allreduce_dense": 1000, "received_allreduce_dense": 900, "sent_hop_bs_header": 5}),
-        traffic(20, {"sent_allreduce_dense": 2000, "received_hop_bs_rows": 70}),
-    )
-    assert table(story, BYTES) == [
+def test_bytes_are_those_of_all_workers_at_the_newest_end_of_an_epoch():
+    before = {"sent_allreduce_dense": 1000, "received_allreduce_dense": 900, "sent_hop_bs_header": 5}
+    now = {**before, "sent_allreduce_dense": 3000, "received_hop_bs_rows": 70}
+    assert table(history_of(traffic(10, before), traffic(20, now)), BYTES) == [
         ["allreduce", "dense", "3.0 kB", "900 B"],
         ["hop_bs", "header", "5 B", "0 B"],
         ["hop_bs", "rows", "0 B", "70 B"],
     ]
-
-
-def test_an_epochs_end_that_two_chiefs_reported_counts_once():
-    story = history_of(traffic(10, {"sent_gba_rows": 7}, 1.0), traffic(10, {"sent_gba_rows": 8}, 2.0))
-    assert table(story, BYTES) == [["gba", "rows", "7 B", "0 B"]]
 
 
 def test_bytes_of_steps_that_were_done_again_are_left_out():

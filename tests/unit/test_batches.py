@@ -177,7 +177,8 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
         late_joiners=SimpleNamespace(**says("start_rejoin", "report", "report_wait")),
     )  # fmt: skip
     run = _Epoch.__new__(_Epoch)
-    run.cut, run.epoch, run.n_samples, run._state = EpochPlan(4, 4, 4), 0, 4, state
+    run.cut, run.epoch, run.segment, run.order_digest = EpochPlan(4, 4, 4), 0, 0, 1
+    run.n_samples, run._state = 4, state
     monkeypatch.setattr(run, "read", lambda index: "batch")
     assert list(mode.micro_batches(run)) == ["batch"]
     at = [said.index(name) for name in ("observe", *saves, "begin_micro_batch")]

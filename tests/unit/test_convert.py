@@ -201,6 +201,7 @@ def test_a_last_offset_that_is_not_the_number_of_ids_is_noticed_in_a_compiled_mo
         compiled(ids(9), torch.tensor([0, 4, 7]))
 
 
+@pytest.mark.processes  # the compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
+
 import gba_hvd
 
 HEAVY = {
@@ -44,22 +46,26 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(run(statement + PRINT_MODULES)))
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_neither_torch_nor_its_own_modules():
     found = modules_after("import gba_hvd")
     assert not {name.partition(".")[0] for name in found} & {*HEAVY, "numpy", "torch", "zmq"}
     assert {name for name in found if name.startswith("gba_hvd.")} == {"gba_hvd.errors"}
 
 
+@pytest.mark.processes
 def test_all_public_names_and_a_server_are_imported_without_what_is_optional_or_slow():
     found = modules_after("from gba_hvd import *; import gba_hvd.ps.server.server")
     assert {"torch", "gba_hvd.training.engine", "gba_hvd.ps.partition.partition"} <= found
     assert not {name.partition(".")[0] for name in found} & HEAVY
 
 
+@pytest.mark.processes
 def test_each_public_name_can_be_the_first_one_that_is_used():
     run(EACH_NAME_FIRST)
 
 
+@pytest.mark.processes
 def test_kernels_are_compiled_at_set_up_and_together():
     code = """
 import numba, torch, gba_hvd

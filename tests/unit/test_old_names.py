@@ -31,24 +31,25 @@ def test_an_old_name_of_recovery_is_the_new_one(old: str, new: str) -> None:
     ],
 )
 def test_an_old_setting_is_the_new_one(kind: type, old: str, new: str, value: float) -> None:
+    more = {"policy": "mfu"} if new == "row_fraction" else {}
     with pytest.warns(DeprecationWarning, match=new) as reported:
-        config = kind(**{old: value})
+        config = kind(**{old: value}, **more)
     assert [one.filename for one in reported] == [__file__], "Python shows such a warning where it is the script's own"
     assert getattr(config, new) == value
     with pytest.warns(DeprecationWarning, match=new):
         assert getattr(config, old) == value
     with pytest.warns(DeprecationWarning, match=new) as reported:
-        assert kind.from_env({}, **{old: value}) == config
+        assert kind.from_env({}, **{old: value}, **more) == config
     assert [one.filename for one in reported] == [__file__]
     with pytest.raises(BadInput, match="give one of them"):
         kind(**{old: value, new: value})
 
 
 def test_old_variables_are_still_read_and_new_ones_win() -> None:
-    assert recovery.Config.from_env({"RECOVERY_R": "0.5", "RECOVERY_PUTS": "2"}) == recovery.Config(
-        row_fraction=0.5, concurrent_puts=2
-    )
-    assert recovery.Config.from_env({"RECOVERY_R": "0.5", "RECOVERY_ROW_FRACTION": "0.25"}).row_fraction == 0.25
+    found = recovery.Config.from_env({"RECOVERY_R": "0.5", "RECOVERY_PUTS": "2"}, policy="mfu")
+    assert found == recovery.Config(policy="mfu", row_fraction=0.5, concurrent_puts=2)
+    both = {"RECOVERY_R": "0.5", "RECOVERY_ROW_FRACTION": "0.25"}
+    assert recovery.Config.from_env(both, policy="mfu").row_fraction == 0.25
     config = gba_hvd.config.Config.from_env({"GBA_HVD_ALIVE_S": "3", "GBA_HVD_SERVER_S": "4"})
     assert (config.heartbeat_timeout_s, config.server_timeout_s) == (3.0, 4.0)
 

@@ -433,7 +433,7 @@ def test_callbacks_may_be_registered_in_any_order_but_not_within_a_step(training
         callbacks = [gba_hvd.GBACallback(), recovery.CheckpointCallback("memory://nowhere")]
         job.state.register_callbacks(callbacks[::order])
         names.append([participant.name for participant in job.state.engine.participants])
-    assert names == [["mode requests", "checkpoints"]] * 2
+    assert names == [["mode requests", "checkpoints", "traffic"]] * 2
     job = training()
     next(gba_hvd.batches(clicks(50), job.state))
     with pytest.raises(GbaError, match="only between steps"):
@@ -446,6 +446,6 @@ def test_a_loop_that_is_left_before_the_step_leaves_no_micro_batch_behind(traini
         break
     assert job.state.engine.is_within_step
     again = gba_hvd.batches(clicks(50), job.state)
-    job.state.engine.mode._begin_step(EpochPlan(50, 16, 4), 0, 0)  # as of a worker without a share
+    job.state.engine.mode._begin_step(EpochPlan(50, 16, 4), (0, 0), 0)  # as of a worker without a share
     assert not job.state.engine.is_within_step
     again.close()

@@ -48,6 +48,7 @@ def test_gba_hvd_is_the_only_command(setup_cfg: configparser.ConfigParser) -> No
     assert setup_cfg["options.entry_points"]["console_scripts"].strip() == "gba-hvd = gba_hvd_tools.cli:main"
 
 
+@pytest.mark.processes
 def test_the_command_line_does_not_import_torch() -> None:
     """Subcommands import what is slow when they run, so that `--help` answers at once."""
     code = "import sys; from gba_hvd_tools.cli import build_parser; build_parser(); print('torch' in sys.modules)"
@@ -81,6 +82,7 @@ from gba_hvd_tools.cli import main
         ),
     ],
 )  # fmt: skip
+@pytest.mark.processes
 def test_the_core_imports_without_what_is_optional_and_says_what_is_missing(
     tmp_path: Path, code: str, words: str
 ) -> None:
@@ -91,6 +93,7 @@ def test_the_core_imports_without_what_is_optional_and_says_what_is_missing(
     assert words in said.stderr.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_a_source_distribution_has_licence_docs_and_tests(tmp_path: Path) -> None:
     here = shutil.copytree(
         ROOT, tmp_path / "project", ignore=shutil.ignore_patterns(".*", "runs", "*.egg-info", "__pycache__", "build")

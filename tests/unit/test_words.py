@@ -75,11 +75,15 @@ def _names(path: Path) -> set[str]:
 
 
 def _offences(names: set[str], words: Mapping[str, str] = WORDS) -> list[str]:
-    found = []
-    for name in sorted(names - ALLOWED):
-        snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        found += [f"{name}: {why}" for word, why in words.items() if re.search(rf"(?:^|_)(?:{word})(?:_|$)", snake)]
-    return found
+    snake = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in sorted(names - ALLOWED)}
+    any_word = re.compile(rf"(?:^|_)(?:{'|'.join(words)})(?:_|$)")
+    return [
+        f"{name}: {why}"
+        for name in snake
+        if any_word.search(snake[name])
+        for word, why in words.items()
+        if re.search(rf"(?:^|_)(?:{word})(?:_|$)", snake[name])
+    ]
 
 
 def test_the_check_finds_words_in_camel_case_and_snake_case() -> None:

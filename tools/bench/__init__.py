@@ -9,7 +9,6 @@ from . import (
     launcher,
     model_averaging,
     quality,
-    reader,
     row_compression,
     server_start,
     vocabulary,
@@ -21,6 +20,7 @@ from .days import command as days
 from .harness.measure import Subparsers
 from .membership import command as membership
 from .ps import command as ps
+from .reader import command as reader
 from .recovery import command as recovery
 from .stragglers import command as gba
 from .switch import command as switch

@@ -44,7 +44,7 @@ USUAL_AVERAGE = "global"  # also of results from before rows had this entry
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # What rows of before had no entry for, and what held then.
 USUAL_ENTRIES: dict[str, Any] = {
-    "row_average": USUAL_AVERAGE, "workers": WORKERS, "threads": 1, "rule": "none", "sgd_lr": None,
+    "row_average": USUAL_AVERAGE, "workers": WORKERS, "threads": 1, "rule": "none", "sgd_lr": None, "local_batch": None,
 }  # fmt: skip
 KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed", *USUAL_ENTRIES)  # distinguishes one row from another
 
@@ -92,6 +92,7 @@ class Protocol:
     """The mode at the start and, from the middle of training on, another one. settings: others of `switching`.
 
     steps_alike: a global step is one micro-batch of each worker, as a local step of replicas is one micro-batch
+    local_batches: a worker computes its share of a global batch at once, as in synchronous training: G / N samples
     at: global step of the change of mode; None: in the middle
     """
 
@@ -99,6 +100,7 @@ class Protocol:
     then: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps_alike: bool = False
+    local_batches: bool = False
     at: int | None = None
 
     @property
@@ -110,11 +112,15 @@ class Protocol:
     def has_replicas(self) -> bool:
         return self.mode in REPLICA_MODES
 
+    def local_batch(self, global_batch: int, workers: int) -> int | None:
+        """Samples that a worker computes at once, where these are not a micro-batch."""
+        return max(1, global_batch // workers) if self.local_batches else None
+
     def overrides(self, half: int, micro_batch: int, workers: int = WORKERS) -> list[str]:
         half = half if self.at is None else self.at
         switch = {half: self.then} if self.then else {}
         more = [f"switching.{name}={value}" for name, value in self.settings.items()]
-        if self.steps_alike:
+        if self.steps_alike or self.local_batches:
             more.append(f"train.global_batch={workers * micro_batch}")
         then = f"switching.switch_at={json.dumps(switch)}"
         return [f"switching.mode={self.mode}", then, "switching.wait_s=60", *more]
@@ -137,7 +143,8 @@ PROTOCOLS = {
     "async": Protocol("async"),
     "bsp": Protocol("bsp"),
     "hop_bs": Protocol("hop_bs"),
-    "hop_bw": Protocol("hop_bw"),
+    # Synchronous training that waits for all but the last local batches of a step.
+    "hop_bw": Protocol("hop_bw", local_batches=True),
 }
 USUAL = list(PROTOCOLS)
 # Replicas of the dense parameters, as `bench shadow` compares them: in the background, and every k local steps. They
@@ -180,7 +187,7 @@ def _protocol_name(name: str) -> str:
     return name
 
 
-def _rule_name(name: str) -> str:
+def rule_name(name: str) -> str:
     from gba_hvd.update_rules import known_rule
 
     try:
@@ -203,6 +210,7 @@ class Run:
     threads: int = 1
     rule: str = "none"
     sgd_lr: float | None = None
+    local_batch: int | None = None
 
     def __str__(self) -> str:
         row = {name: getattr(self, name) for name in KEY}
@@ -246,7 +254,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--workers", default=[WORKERS], help="(%(default)s)", **number)
     parser.add_argument("--threads", default=[1], help="of each worker, for protocols with replicas", **number)
     parser.add_argument(
-        "--rules", default=["none"], type=_rule_name, help="see docs/DELAY.md; for protocols with delay", **names
+        "--rules", default=["none"], type=rule_name, help="see docs/DELAY.md; for protocols with delay", **names
     )
     parser.add_argument(
         "--sgd-lr", type=float, nargs="+", default=[None], metavar="LR",
@@ -330,6 +338,7 @@ def planned(
         Run(
             dataset, epochs or of.epochs, micro_batch or of.micro_batch, name, seed, row_average, n,
             n_threads if protocol_of(name).has_replicas else 1, rule if protocol_of(name).has_delay else "none", sgd_lr,
+            protocol_of(name).local_batch(of.global_batch, n),
         )
         for seed in seeds
         for dataset, of in ((name, DATASETS[name]) for name in datasets)
@@ -359,9 +368,10 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
         arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
         if of.needs_data:
             arguments += ["--data", str(data)]
-        arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={job.micro_batch}"]
+        at_once = job.local_batch or job.micro_batch
+        arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={at_once}"]
         arguments += [f"train.row_average={job.row_average}", "train.early_stop=0", "mlflow=false"]
-        arguments += [*protocol.overrides(half, job.micro_batch, job.workers), *job.dense_overrides]
+        arguments += [*protocol.overrides(half, at_once, job.workers), *job.dense_overrides]
         arguments += [f"train.threads={job.threads}"] if job.threads > 1 else []
         if protocol.settings.get("staleness") != "gap_aware":  # that is a rule itself
             arguments += [f"switching.rule={job.rule}"]  # also "none": the default of gba is another
@@ -449,7 +459,9 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     for name, protocol, some in _groups(rows):
         sync = [row for row in rows if _title(row) == name and row["protocol"] == "sync"]
         found.setdefault(name, {})[protocol] = {
-            "elp": some[0]["micro_batch"] * some[0].get("threads", 1) * some[0].get("workers", WORKERS),
+            "elp": (some[0].get("local_batch") or some[0]["micro_batch"])
+            * some[0].get("threads", 1)
+            * some[0].get("workers", WORKERS),
             "seeds": len(some),
             "metric": metric_of(some[0]),
             "diverged": sum(row[metric_of(row)] is None for row in some),
@@ -514,8 +526,13 @@ def _title(row: Row, workers: bool = True) -> str:
 
 
 def label(row: Row) -> str:
-    """What is compared: the protocol, with its rule and its threads where these are not the usual ones."""
+    """What is compared: the protocol, with its rule and its threads where these are not the usual ones.
+
+    Of hop_bw also whether it had micro-batches, as rows of before, in place of local batches.
+    """
     protocol, rule, threads = str(row["protocol"]), str(row.get("rule", "none")), int(row.get("threads", 1))
+    of_before = protocol_of(protocol).local_batches and row.get("local_batch") is None
+    protocol += ", micro-batches" * of_before
     return protocol + f", {rule}" * (rule != "none") + f", {threads} threads" * (threads > 1)
 
 

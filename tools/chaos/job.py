@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .data import ChaosClicks, files_of
 from .plan import CHECKPOINT_S, EPOCHS, GLOBAL_BATCH, MICRO_BATCH, SAMPLES, TRACKING, FaultPlan
 
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
@@ -61,6 +62,8 @@ class ChaosJob:
             "checkpoint_s": CHECKPOINT_S, "tracking_uri": self.tracking_uri, "proxy": self.proxy,
         }  # fmt: skip
         self.plan_file.write_text(json.dumps(facts))
+        if self.plan.data == "parquet":
+            files_of(ChaosClicks(SAMPLES, self.plan.features, self.plan.hashed), self.folder / "clicks")
         self.set_hosts(NAMES[: self.plan.workers])
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")

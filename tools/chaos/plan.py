@@ -75,6 +75,8 @@ class FaultPlan:
     that it is a host. mode: at the start; switch_at: step -> mode. inside, outside: faults, JSON values.
     tracking: None, "good", or one of the kinds `tracking_*`. replay: the job writes a trace that is computed again.
     rule, row_average: as of `GBACallback` and `DistributedOptimizer`. hashed: users are in a hashed table
+    data: "log", "parquet" (files), "shards" (that are read in sequence, of unknown length). readers: processes that
+    read, of each worker. features: items seen before share the table of items
     """
 
     seed: int
@@ -95,6 +97,9 @@ class FaultPlan:
     replay: bool = False
     row_average: str = "global"
     hashed: bool = False
+    data: str = "log"
+    readers: int = 0
+    features: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,11 +181,14 @@ def _drawn(seed: int, mode: str) -> FaultPlan:
         # Of numbers of its own: what a seed's schedule had before this rule stays as it is.
         rule = "look_ahead" if np.random.default_rng([seed, 21]).random() < 0.5 else "none"
     hashed = not replay and np.random.default_rng([seed, 22]).random() < 0.5  # of numbers of its own, too
+    of_data = _Draw(np.random.default_rng([seed, 23]))  # of numbers of its own, too
+    data, features = of_data.one("log", "log", "parquet", "shards"), of_data.rng.random() < 0.3
+    readers = int(of_data.one(0, 0, 1, 2))
     return FaultPlan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
-        draw.one(*ROW_AVERAGES), hashed,
+        draw.one(*ROW_AVERAGES), hashed, data, readers, features,
     )  # fmt: skip
 
 

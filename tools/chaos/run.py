@@ -183,7 +183,7 @@ def replay(job: ChaosJob) -> dict[str, Any]:
     if not (_REPOSITORY / "tests" / "replay" / "__main__.py").exists():
         return {"replayed": False, "why": "tests/replay is not installed: run from a checkout"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.replay", str(job.trace), str(job.out / "result.npz")],
+        [sys.executable, "-m", "tests.replay", str(job.trace), str(job.out / "result.npz"), str(job.plan_file)],
         cwd=_REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     try:

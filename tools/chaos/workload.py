@@ -37,7 +37,7 @@ from gba_hvd.faults import Fault, _continue_later  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.switching import enter_ps, leave_ps  # noqa: E402
 
-from .data import ChaosClicks, raw_ids  # noqa: E402
+from .data import ChaosClicks, files_of, raw_ids, shards_of  # noqa: E402
 
 _notes = os.open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -105,13 +105,20 @@ def go_through_the_proxy() -> None:
 
 
 torch.manual_seed(3)
-dataset = ChaosClicks(PLAN["samples"], raw=PLAN["hashed"])
+clicks = ChaosClicks(PLAN["samples"], PLAN["features"], raw=PLAN["hashed"])
+dataset: Any = clicks
+how: dict[str, Any] = {"seed": PLAN["seed"], "num_workers": PLAN["readers"]}
+if PLAN["data"] == "parquet":
+    dataset = files_of(clicks, OUT.parent / "clicks")
+elif PLAN["data"] == "shards":
+    dataset, how["collate_fn"] = shards_of(clicks), lambda rows: clicks.take(np.array(rows))
 ROW_LRS = {"SGD": 4.0 if PLAN["row_average"] == "global" else 1.0, "Adam": 0.02}
 # Room for nearly all of the 300: some are turned away or evicted.
 users = gba_hvd.Table(dim=8, keys="hash64", capacity=288, evict="lfu") if PLAN["hashed"] else gba_hvd.Table(300, 8)
 tables = gba_hvd.EmbeddingTables(
     {"user": users, "item": (40, 6)},
     optimizer=getattr(gba_hvd, PLAN["row_optimizer"])(lr=ROW_LRS.get(PLAN["row_optimizer"], 0.1)),
+    features={"user": "user", "item": "item", "seen": gba_hvd.Feature("item", "mean")} if PLAN["features"] else None,
     seed=5,
     n_shards=PLAN["n_shards"],
 )
@@ -120,11 +127,12 @@ tables = gba_hvd.EmbeddingTables(
 class ChaosModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tables, self.linear = tables, torch.nn.Linear(8 + 6 + 2, 1)
+        self.tables, self.linear = tables, torch.nn.Linear(8 + 6 + 6 * PLAN["features"] + 2, 1)
 
     def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
         out = self.tables(batch.ids)
-        logits: torch.Tensor = self.linear(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
+        parts = [*(out[name] for name in tables.features), batch.dense]
+        logits: torch.Tensor = self.linear(torch.cat(parts, dim=1)).squeeze(1)
         return logits
 
 
@@ -150,9 +158,10 @@ optimizer: Any = gba_hvd.DistributedOptimizer(
 )  # fmt: skip
 state: Any = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, aucs=[])
 switch_at = {int(step): mode for step, mode in PLAN["switch_at"].items()}
+of_replicas = {"sync": PLAN["sync"]} if "shadow" in {PLAN["mode"], *switch_at.values()} else {}
 callbacks: list[Any] = [
     Notes(),
-    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], sync=PLAN["sync"], wait_s=180),
+    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], wait_s=180, **of_replicas),
     gba_hvd.FaultSchedule(map(Fault.of, PLAN["inside"]), OUT / "inside"),
 ]
 if PLAN["checkpoint_url"]:
@@ -172,12 +181,12 @@ if PLAN["proxy"]:
 @gba_hvd.elastic.run
 def train(state: Any) -> None:
     for state.epoch in range(state.epoch, PLAN["epochs"]):
-        for batch in gba_hvd.batches(dataset, state, seed=PLAN["seed"]):
+        for batch in gba_hvd.batches(dataset, state, **how):
             optimizer.zero_grad()
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
             loss.backward()
             optimizer.step(loss=loss)
-        scores = gba_hvd.evaluate(model, dataset, state, batch=64)
+        scores = gba_hvd.evaluate(model, clicks, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         note(evaluated=state.epoch, auc=scores.auc)
     if state.world.rank == 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("target", metavar="RUN", nargs="?", help="as for `gba-hvd report`: the run that measured it")
     parser.add_argument("--lr", type=float, help="learning rate (default: the largest of the run's dense part)")
     parser.add_argument("--curvature", type=float, help="largest curvature of the loss (default: the run's metric)")
-    parser.add_argument("--momentum", type=float, help="of SGD (default: the run's; 0 where it is not known)")
+    parser.add_argument(
+        "--momentum", type=float, help="of SGD, or the first beta of Adam (default: the run's; 0 where it is not known)"
+    )
+    parser.add_argument(
+        "--dampening", type=float, help="of the momentum; for Adam its first beta again (default: the run's, or 0)"
+    )
+    parser.add_argument(
+        "--ahead", type=float, metavar="STEPS", help="of rule look_ahead, its steps (default: the run's, or 0)"
+    )
     parser.add_argument("--age", type=float, metavar="MEAN", help="of the dense values, in steps (default: the run's)")
     parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age; default: the mean is all there is")
     parser.add_argument("--workers", type=int, nargs="+", metavar="N", help="work out these numbers of workers instead")
@@ -63,7 +71,8 @@ class Figures:
     """What the advice is about; None where it is not known.
 
     ages: histogram of the dense values' ages, in steps. arrivals: the same of the newest steps, in their order
-    momentum: of SGD. optimizer: "SGD" also where it is not known. rule: of the servers; "none" where it is not known
+    momentum, dampening: of SGD, or the first beta of Adam and its kind, see `update_rules.momentum`
+    optimizer: "SGD" also where it is not known. rule: of the servers; "none" where it is not known
     lr: the largest of the run; last_lr: its newest, where a schedule moves it. betas: of Adam and its kind, as text
     ahead: of rule look_ahead, how far, in steps
     """
@@ -78,6 +87,7 @@ class Figures:
     last_lr: float | None = None
     betas: str = ""
     ahead: float = 0.0
+    dampening: float = 0.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,27 +109,37 @@ def run(args: argparse.Namespace) -> int:
     if curvature is None:
         raise BadInput(f"the curvature is not known: {_HOW_TO_MEASURE}")
     momentum = _first(args.momentum, measured.momentum)
+    of_the_run = measured.dampening if args.momentum is None else 0.0
+    dampening = of_the_run if args.dampening is None else args.dampening
+    ahead = measured.ahead if args.ahead is None else args.ahead
+    lacks = _lacks(args, measured, lr, momentum)
     if args.workers:
-        status = sweep(args, lr, curvature, momentum or 0.0)
-        if momentum is None and not args.json:
-            print(_NO_MOMENTUM)
-        return status
+        return sweep(args, lr, curvature, momentum or 0.0, dampening, ahead, lacks)
     ages = measured.ages if args.age is None else ages_of(args.age, args.age_max)
     if ages is None:
         raise BadInput("the age of dense values is not known: give --age, or a run that was in an asynchronous mode")
     arrivals = measured.arrivals if args.age is None else None
-    advice = advise(lr, curvature, ages, momentum or 0.0, arrivals=arrivals, ahead=measured.ahead)
-    lacks = [_NO_MOMENTUM] if momentum is None else []
-    if args.lr is None and measured.last_lr is not None and measured.last_lr != lr:
-        lacks.append(f"that learning rate is the largest of the run's schedule, the newest is {measured.last_lr:g}")
-    if measured.optimizer != "SGD":
-        betas = f" with betas {measured.betas}" if measured.betas else ""
-        lacks.append(f"the equation is that of SGD, the run's optimizer is {measured.optimizer}{betas}")
-    if measured.rule not in ("none", "look_ahead"):
-        lacks.append(f"the run's rule {measured.rule} is not in the equation")
+    advice = advise(lr, curvature, ages, momentum or 0.0, arrivals=arrivals, ahead=ahead, dampening=dampening)
     advice = replace(advice, reason="; ".join([advice.reason, *lacks]))
     print(json.dumps(asdict(advice), indent=2) if args.json else advice.reason)
     return 0 if advice.is_stable else 1
+
+
+def _lacks(args: argparse.Namespace, measured: Figures, lr: float, momentum: float | None) -> list[str]:
+    """What the equation has not, or takes otherwise than the run had it."""
+    lacks = [_NO_MOMENTUM] if momentum is None else []
+    if args.lr is None and measured.last_lr is not None and measured.last_lr != lr:
+        lacks.append(f"that learning rate is the largest of the run's schedule, the newest is {measured.last_lr:g}")
+    if measured.betas:
+        lacks.append(
+            f"of {measured.optimizer} with betas {measured.betas} the equation has the first moment, so the curvature "
+            "must be that of the preconditioned loss"
+        )
+    elif measured.optimizer != "SGD":
+        lacks.append(f"the equation is that of SGD, the run's optimizer is {measured.optimizer}")
+    if measured.rule not in ("none", "look_ahead"):
+        lacks.append(f"the run's rule {measured.rule} is not in the equation")
+    return lacks
 
 
 def _refuse_idle(args: argparse.Namespace) -> None:
@@ -135,6 +155,8 @@ def _refuse_idle(args: argparse.Namespace) -> None:
         raise BadInput("--workers works the ages out: leave --age and --age-max out")
     if args.workers and args.micro_batch_s is None:
         raise BadInput("--workers needs --micro-batch-s: what a worker takes for a micro-batch, in seconds")
+    if args.dampening is not None and args.momentum is None and args.target is None:
+        raise BadInput("--dampening is of a momentum: give --momentum, or leave it out")
     if args.age_max is not None and args.age is None:
         raise BadInput("--age-max is given with --age, the mean")
     if args.step == 1 and args.tolerance != [4]:
@@ -161,21 +183,25 @@ def ages_of(mean: float, oldest: int | None) -> dict[int, float]:
     return ages
 
 
-def sweep(args: argparse.Namespace, lr: float, curvature: float, momentum: float) -> int:
-    """A row for each number of workers, tolerance and server time."""
+def sweep(
+    args: argparse.Namespace, lr: float, curvature: float, momentum: float, dampening: float, ahead: float,
+    lacks: Sequence[str],
+) -> int:  # fmt: skip
+    """A row for each number of workers, tolerance and server time; then what the equation lacks."""
     from gba_hvd.update_rules.delay_model import scaled, stops_helping
 
     from ..bench.harness.measure import print_table
 
-    found = []
+    found, more = [], {"ahead": ahead, "dampening": dampening}
     for serve_s in args.serve_s:
         for tolerance in args.tolerance:
             scales = [
-                scaled(n, args.micro_batch_s, args.step, tolerance, serve_s, lr, curvature, momentum)
+                scaled(n, args.micro_batch_s, args.step, tolerance, serve_s, lr, curvature, momentum, **more)
                 for n in sorted(args.workers)
             ]
-            found.append({"tolerance": tolerance, "serve_s": serve_s, "most_workers": stops_helping(scales),
-                          "scales": [asdict(scale) for scale in scales]})  # fmt: skip
+            facts = {"tolerance": tolerance, "serve_s": serve_s, "ahead": ahead, "lacks": list(lacks)}
+            most = stops_helping(scales)
+            found.append({**facts, "most_workers": most, "scales": [asdict(scale) for scale in scales]})
             if args.json:
                 continue
             rows = [
@@ -189,7 +215,6 @@ def sweep(args: argparse.Namespace, lr: float, curvature: float, momentum: float
             title = f"server {serve_s:g} s a push" + (f", tolerance {tolerance}" if args.step > 1 else "")
             columns = ("workers", "steps/s", "mean age", "dropped", "lr limit", "progress/s", "server full")
             print_table(title, columns, rows)
-            most = stops_helping(scales)
             if not most:
                 print("no number of workers is stable")
             elif most == max(args.workers):
@@ -198,6 +223,9 @@ def sweep(args: argparse.Namespace, lr: float, curvature: float, momentum: float
                 print(f"more than {most} workers do not help")
     if args.json:
         print(json.dumps(found, indent=2))
+    else:
+        with_ahead = [f"values are {ahead:g} of a step ahead"] if ahead else []
+        print("\n".join([*with_ahead, *lacks]), end="\n" if with_ahead or lacks else "")
     return 0 if any(one["most_workers"] for one in found) else 1
 
 
@@ -217,11 +245,25 @@ def figures_of(story: RunHistory, needs_lr: bool) -> Figures:
     lr, last_lr = _lr_of(story) if needs_lr else (None, None)
     rule = story.params.get("rule", "none")
     ahead = steps_of(rule, {n: v for n, v in (("steps", story.params.get("rule_settings.steps")),) if v is not None})
+    betas, optimizer = story.params.get("dense_betas", ""), story.params.get("optimizer", "SGD")
+    if momentum is not None:
+        return Figures(
+            lr, story.last("curvature"), ages, story.arrivals or None, momentum, "SGD", rule, last_lr, "", ahead,
+            float(story.params.get("dense_dampening", 0.0)),
+        )  # fmt: skip
+    momentum = _first_beta(betas)
     return Figures(
-        lr, story.last("curvature"), ages, story.arrivals or None, momentum,
-        "SGD" if momentum is not None else story.params.get("optimizer", "SGD"), rule, last_lr,
-        story.params.get("dense_betas", ""), ahead,
+        lr, story.last("curvature"), ages, story.arrivals or None, momentum, optimizer, rule, last_lr, betas, ahead,
+        momentum or 0.0,
     )  # fmt: skip
+
+
+def _first_beta(betas: str) -> float | None:
+    """The largest of the groups'. betas: "[0.9, 0.999]", or a list of such lists; empty: there are none."""
+    if not betas:
+        return None
+    found = json.loads(betas)
+    return max(float(one[0]) for one in (found if isinstance(found[0], list) else [found]))
 
 
 def _lr_of(story: RunHistory) -> tuple[float | None, float | None]:

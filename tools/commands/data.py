@@ -63,8 +63,9 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     names: dict[str, Any] = {"metavar": "A,B,...", "action": "append", "default": []}
     columns.add_argument("--columns", **names, help="names of the columns of a file without header, in order")
-    columns.add_argument("--label", metavar="COLUMN", help="0 or 1; default: label")
-    columns.add_argument("--label-from", metavar="N", type=float, help="the label is 1 from this number up (ratings)")
+    columns.add_argument("--label", **names, help="0 or 1; several are several labels; default: label")
+    columns.add_argument("--label-from", metavar="N", type=float, help="labels are 1 from this number up")
+    columns.add_argument("--rating", **names, help="labels that are numbers, kept as they are")
     columns.add_argument(
         "--categorical", **names, help='become ids of tables; "rest": all columns without another role'
     )
@@ -83,6 +84,14 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         help="a multi-valued categorical field: separated text, or without separator a list of Parquet or JSON",
+    )
+
+    columns.add_argument(
+        "--table",
+        metavar="TABLE=A,B,...",
+        action="append",
+        default=[],
+        help="fields that share a table and its vocabulary, such as a history and a candidate",
     )
 
     encoding = parser.add_argument_group("encoding")

@@ -86,14 +86,17 @@ def print_summary(path: Path, manifest: dict[str, Any]) -> None:
     print(f"{path}: {len(manifest['fields'])} fields, {len(manifest['numeric'])} numeric columns")
     for name, split in splits.items():
         n_bytes = sum(part["bytes"] for part in split["parts"])
-        rate = split["positives"] / split["rows"]
-        print(f"  {name:6} {split['rows']:>13,} rows  {rate:7.2%} positive  {n_bytes / 1e6:>10,.1f} MB")
+        means = split.get("label_means", {})
+        labels = "  ".join(f"{label} {mean:.4g}" for label, mean in means.items()) + " on average"
+        labels = labels if means else f"{split['positives'] / split['rows']:7.2%} positive"
+        print(f"  {name:6} {split['rows']:>13,} rows  {labels}  {n_bytes / 1e6:>10,.1f} MB")
     print(f"  {'field':16} {'encoding':11} {'rows':>12}   id 0 (missing, rare, unseen), share of values by split")
     for field in manifest["fields"]:
         zero = "  ".join(f"{split} {n / max(1, field['values'][split]):.2%}" for split, n in field["id_0"].items())
         # With identity encoding 0 is an id like any other.
         zero = "-" if field["encoding"]["kind"] == "identity" else zero
         multi = " (multi-valued)" if field["multi_valued"] else ""
+        multi += f" (table {field['table']})" if field.get("table", field["name"]) != field["name"] else ""
         print(f"  {field['name']:16} {field['encoding']['kind']:11} {field['rows']:>12,}   {zero}{multi}")
     _print_missing(manifest)
     if not_used := manifest["input"].get("not_used"):

@@ -41,6 +41,7 @@ def _of_preset(args: argparse.Namespace) -> tuple[Recipe, By | None]:
     by_hand = {"--categorical": args.categorical, "--numeric": args.numeric, "--multi": args.multi}
     by_hand |= {"--hash": args.hash, "--identity": args.identity, "--standardise": args.standardise}
     by_hand |= {"--transform": args.transform != "log", "--format": args.format, "--label": args.label}
+    by_hand |= {"--rating": args.rating, "--table": args.table}
     by_hand |= {"--label-from": args.label_from is not None, "--timestamp": args.timestamp, "--columns": args.columns}
     by_hand |= {"--delimiter": args.delimiter, "--header": args.header is not None, "--ignore": args.ignore}
     if given := [flag for flag, value in by_hand.items() if value]:
@@ -65,8 +66,9 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
     looks = look(inputs, args.format, _DELIMITERS.get(args.delimiter, args.delimiter))
     columns = _columns(args, looks)
     names, where = columns.names, str(looks.path)
-    label = args.label or "label"
-    if args.label is None and label not in names:
+    ratings = _named(args.rating, names)
+    labels = list(dict.fromkeys([*_named(args.label, names), *ratings])) or ["label"]
+    if not (args.label or args.rating) and "label" not in names:
         raise BadInput(
             f"{where}: no column 'label': name the one with 0 or 1, --label COLUMN; there is {_listed(names)}"
         )
@@ -75,12 +77,14 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
     multi = {name: separator if given else None for name, given, separator in (m.partition("=") for m in args.multi)}
     times = {name: format for name, _, format in (text.partition("=") for text in args.timestamp)}
     ignored = _named(args.ignore, names)
-    require_columns([label, *numeric, *multi, *encodings, *times, *ignored], names, where)
+    table_of = _shared_tables(args.table, names)
+    of_fields = [name for name in encodings if name not in table_of.values()]
+    require_columns([*labels, *numeric, *multi, *of_fields, *table_of, *times, *ignored], names, where)
     named = _named(args.categorical, names)
-    taken = {label, *numeric, *times, *ignored}
+    taken = {*labels, *numeric, *times, *ignored}
     if REST in named and REST not in names:
         named = [name for name in named if name != REST] + [name for name in names if name not in taken]
-    fields = list(dict.fromkeys([*named, *multi, *encodings]))
+    fields = list(dict.fromkeys([*named, *multi, *of_fields, *table_of]))
     if not fields and not times:
         left = _listed([name for name in names if name not in taken])
         raise BadInput(
@@ -88,23 +92,27 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
             f"no other role with --categorical rest (here: {left})"
         )
     require_columns(fields, names, where)
-    if both := sorted(set(ignored) & {label, *fields, *numeric, *times}):
+    if both := sorted(set(ignored) & {*labels, *fields, *numeric, *times}):
         raise BadInput(f"--ignore {', '.join(both)}: has another role as well; leave one out")
     _check_numbers(looks, names, numeric)
     default = _default_encoding(args, Vocabulary(min_count=1))
     categorical = tuple(
-        Categorical(name, encodings.get(name, default), multi.get(name), name in multi and multi[name] is None)
+        Categorical(
+            name, encodings.get(name, encodings.get(table_of.get(name, name), default)), multi.get(name),
+            name in multi and multi[name] is None, table=table_of.get(name, ""),
+        )
         for name in fields
-    )
+    )  # fmt: skip
     recipe = Recipe(
         format=looks.format,
-        label=label,
+        label=labels[0] if len(labels) == 1 else tuple(labels),
         categorical=categorical + tuple(_of_times(looks, names, times)),
         numeric=tuple(Numeric(name, args.transform, args.standardise) for name in numeric),
         columns=None if columns.in_file else names,
         delimiter=looks.delimiter,
         label_from=args.label_from,
         ignored=tuple(ignored),
+        ratings=tuple(ratings),
     )
     _print_findings(looks, columns, recipe.not_used(names))
     return recipe
@@ -146,6 +154,21 @@ def _named(texts: Iterable[str], names: Sequence[str]) -> list[str]:
     for text in texts:
         found += [text] if text in names else next(csv.reader([text], skipinitialspace=True), [])
     return [name for name in (one if one in names else one.strip() for one in found) if name]
+
+
+def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """The table of each field that shares one."""
+    from gba_hvd.errors import BadInput
+
+    found: dict[str, str] = {}
+    for text in texts:
+        table, _, fields = text.partition("=")
+        for name in _named([fields], names):
+            if found.setdefault(name, table) != table:
+                raise BadInput(f"--table: {name} is in {found[name]} and in {table}; a field has one table")
+        if not table or not fields:
+            raise BadInput(f"--table {text}: expected TABLE=FIELD,FIELD,... as in item=history,candidate")
+    return found
 
 
 def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import traffic_summary
 from gba_hvd.tracking.epochs import chooser
-from gba_hvd.tracking.gauges import mean_staleness
+from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
 
@@ -132,8 +132,10 @@ def cost(story: RunHistory) -> list[Fact]:
         facts.append(Fact("samples/s, median", f"{rates[len(rates) // 2]:,.0f}"))
     by_mode = traffic_summary.bytes_by_mode(story.events).values()
     if by_mode:
-        facts.append(Fact("sent by rank 0", size(sum(one["sent"] for one in by_mode))))
-        facts.append(Fact("received by rank 0", size(sum(one["received"] for one in by_mode))))
+        facts.append(Fact("sent by all workers", size(sum(one["sent"] for one in by_mode))))
+        facts.append(Fact("received by all workers", size(sum(one["received"] for one in by_mode))))
+    if (elp := story.last(ELP)) is not None:
+        facts.append(Fact("samples computed on at once (ELP)", f"{elp:,.0f}"))
     if account := story.account:
         for name in ("dropped", "lost"):
             share = account[name] / max(1, account["total"])

@@ -28,9 +28,10 @@ _PICTURES = {
     "workers": "Pace of every worker: lower is faster",
     "vocabulary": "Ids that hashed tables have rows for, on the chief's host",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
+    "gain": "How many times as fast as allreduce gba was predicted to be",
     "staleness": "Staleness, and what it cost",
 }
-_ON_THE_GROUND = ("throughput", "workers", "rounds", "vocabulary")  # pictures with modes and events drawn into them
+_ON_THE_GROUND = ("throughput", "workers", "rounds", "gain", "vocabulary")  # pictures with modes and events drawn in
 _STATUS = {"FINISHED": "good", "RUNNING": "busy"}
 
 
@@ -48,7 +49,7 @@ def page(story: RunHistory) -> str:
         "What happened": overview.what_happened(story),
         "What it cost": overview.cost(story),
     }
-    first = [overview.warnings(story), timeline.switches(story), overview.epochs(story)]
+    first = [overview.warnings(story), timeline.switches(story), timeline.decisions(story), overview.epochs(story)]
     rest = [
         _modes(story), _staleness(story), _dense_ages(story), _gaps(story), _account(story),
         traffic.bytes_of_modes(story), traffic.density(story), traffic.decisions(story), timeline.recoveries(story),

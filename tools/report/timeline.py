@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MANY = 200  # events of a table; the rest is counted
 _MANY_CHECKPOINTS = 20  # the newest
+_MANY_DECISIONS = 50  # the newest
 _SUPERSEDED = "superseded: the job resumed from an earlier checkpoint; "
 
 
@@ -34,6 +35,22 @@ def switches(story: RunHistory) -> Table | None:
             + (str(data.get("reason") or event.get("message", "")) if done else f"failed: {event.get('message', '')}"),
         ])  # fmt: skip
     return table("Switches", ["step", "from", "to", "seconds", "reason"], rows, "rllrl")
+
+
+def decisions(story: RunHistory) -> Table | None:
+    """Of mode "auto": those that another reason was given for than for the one before."""
+    decided = story.events_of("decision")
+    rows = []
+    for event in decided[-_MANY_DECISIONS:]:
+        data = event.get("data", {})
+        superseded = _SUPERSEDED if is_event_superseded(event, story.resumes) else ""
+        rows.append([
+            f"{event.get('step', 0):,}", str(data.get("mode", "")), figure(data.get("gain"), ".2f"),
+            superseded + str(event.get("message", "")),
+        ])  # fmt: skip
+    title = 'Decisions of mode "auto"'
+    title += f", the newest {len(rows)} of {len(decided):,}" if len(decided) > len(rows) else ""
+    return table(title, ["step", "mode", "gba over allreduce, predicted", "reason"], rows, "rlrl")
 
 
 def recoveries(story: RunHistory) -> Table | None:
@@ -85,8 +102,8 @@ def events(story: RunHistory) -> Table | None:
 
 
 def _is_shown(event: Record) -> bool:
-    """Warnings and switches have tables of their own."""
-    return event.get("event") not in ("switch", "switch_failed") and event.get("level") != "warning"
+    """Warnings, switches and decisions have tables of their own."""
+    return event.get("event") not in ("switch", "switch_failed", "decision") and event.get("level") != "warning"
 
 
 def _folded(events: Sequence[Record]) -> list[Record]:

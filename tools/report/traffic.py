@@ -21,7 +21,7 @@ def bytes_of_modes(story: RunHistory) -> Table | None:
         for (mode, kind), n_bytes in traffic_summary.bytes_by_mode(story.events).items()
         if n_bytes["sent"] or n_bytes["received"]
     ]
-    return table("Bytes on the wires of rank 0", ["mode", "kind", "sent", "received"], rows, "llrr")
+    return table("Bytes on the wires of all workers", ["mode", "kind", "sent", "received"], rows, "llrr")
 
 
 def density(story: RunHistory) -> Table | None:

@@ -168,7 +168,7 @@ class _Loop:
         ledger, part = server.ledger, server.part
         scores = {} if self._why else self._task.evaluate(part.dense.values)
         return TrainingOutcome(
-            tuple(self._curve), dict(ledger.staleness_histogram), dict(part.lags), ledger.step,
+            tuple(self._curve), dict(ledger.staleness_histogram), dict(ledger.age_histogram), ledger.step,
             ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), scores, self._why,
             dict(part.gaps.by_worker), tuple(part.arrivals),
         )  # fmt: skip

@@ -23,6 +23,7 @@ from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.update_rules import delay_roots, delay_sequence
 from gba_hvd.update_rules.delay_model import expected_arrivals
+from gba_hvd.update_rules.momentum import Momentum
 from gba_hvd.update_rules.stability import limit
 
 from .event_loop import Setting, train
@@ -32,7 +33,8 @@ from .tasks import Quadratic
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
 _AROUND, _POINTS = 0.15, 601  # a grid of curvatures within 15 % of the prediction, half a thousandth apart
 _STEPS_PER_DELAY, _STEPS = 42, 250
-_LOST = 1e6
+_LOST = 1e12  # the first steps of Adam, whose bias correction makes them longer, go far out
+_EPS = 1e18  # of Adam: far above all gradients
 _MEASURED = delay_sequence.MOST + 64  # steps of the first run; the first few have younger values
 
 
@@ -124,6 +126,8 @@ class FleetLimit:
     drawn: float | None
     speeds: float
     observed: float
+    ahead: float = 0.0
+    optimizer: str = "sgd"
 
     @property
     def error(self) -> float:
@@ -132,22 +136,30 @@ class FleetLimit:
 
 
 def observe_fleet(
-    workers: int, n_micro: int = 1, momentum: float = 0.0, spread: float = 0.0, steps: int = 4000, seed: int = 0
-) -> FleetLimit:
+    workers: int, n_micro: int = 1, momentum: float = 0.0, spread: float = 0.0, steps: int = 4000, seed: int = 0,
+    ahead: float = 0.0, optimizer: str = "sgd",
+) -> FleetLimit:  # fmt: skip
     """The limit of workers with gamma distributed times: ages as they come, not all the same.
 
     n_micro: 1 is mode async, more is gba. spread: of the workers' mean speeds. steps: of the run that is observed.
-    seed: of the speeds and of all service times. Raises GbaError when no limit is found between a third of the
-    prediction by the roots and twice it.
+    seed: of the speeds and of all service times. ahead: `steps` of rule look_ahead; 0: no rule. optimizer: "sgd", or
+    "adam" with `momentum` as its first beta, and an eps so large that the preconditioner is 1. Raises BadInput, and
+    GbaError when no limit is found between a third of the prediction by the roots and twice it.
     """
+    if ahead and not momentum:
+        raise BadInput("a look-ahead needs momentum: give both, or neither")
     mode, n = "async" if n_micro == 1 else "gba", steps * n_micro
-    optimizer = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=momentum))
-    setting = Setting(EpochPlan(n, n_micro, 1), Discipline(mode), "none", optimizer, start_over=1.0, points=1)
+    spec = spec_of(_optimizer(optimizer, momentum))
+    rule, settings = ("look_ahead", {"steps": ahead}) if ahead else ("none", {})
+    setting = Setting(
+        EpochPlan(n, n_micro, 1), Discipline(mode), rule, spec, start_over=1.0, points=1, rule_settings=settings
+    )
     fleet = Fleet(workers, spread, SHAPE, seed)
     first = replace(setting, cut=EpochPlan(_MEASURED * n_micro, n_micro, 1))
     measured = train(Quadratic([1e-4]), first, workers, fleet.draws())
     ages = measured.lags
-    roots = delay_roots.limit(ages, momentum)
+    scale = 1 - Momentum.of(spec).dampening
+    roots = delay_roots.limit(ages, momentum, ahead) / scale
     curvatures = roots * np.geomspace(1 / 3, 2, 400)
     task = _Watched(curvatures, n)
     train(task, setting, workers, fleet.draws(occasion=2))
@@ -155,11 +167,19 @@ def observe_fleet(
     if not grows.any() or grows[0]:
         raise GbaError(f"{workers} workers: no limit between {curvatures[0]:.4g} and {curvatures[-1]:.4g}")
     mean = sum(age * count for age, count in ages.items()) / sum(ages.values())
-    drawn = delay_roots.mean_square_limit(ages, momentum)
+    drawn = delay_roots.mean_square_limit(ages, momentum, ahead)
     observed = float(curvatures[int(np.argmax(grows))])
-    by_order = delay_sequence.stability(measured.arrivals, momentum).limit
-    by_speeds = delay_sequence.stability(expected_arrivals(fleet.means().tolist(), n_micro), momentum).limit
+    by_order = delay_sequence.stability(measured.arrivals, momentum, ahead).limit / scale
+    expected = expected_arrivals(fleet.means().tolist(), n_micro)
+    by_speeds = delay_sequence.stability(expected, momentum, ahead).limit / scale
     return FleetLimit(
-        workers, n_micro, momentum, spread, seed, mean, max(ages), by_order, roots, limit(mean), drawn, by_speeds,
-        observed,
+        workers, n_micro, momentum, spread, seed, mean, max(ages), by_order, roots, limit(mean),
+        None if drawn is None else drawn / scale, by_speeds, observed, ahead, optimizer,
     )  # fmt: skip
+
+
+def _optimizer(name: str, momentum: float) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=_EPS, betas=(momentum, 0.999), eps=_EPS)
+    return torch.optim.SGD(parameters, lr=1.0, momentum=momentum)

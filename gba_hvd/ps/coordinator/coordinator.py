@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gba_hvd.comm.traffic import NOTHING, Sums, added
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.gradients.loss_scale import LossScale
@@ -83,7 +84,9 @@ class Coordinator:
         position = enter.position
         self.account = SampleAccount(**position.account)
         self.loss_scale = None if enter.loss_scale is None else LossScale(**enter.loss_scale)
-        self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
+        at = position.epoch, position.segment
+        self.ledger = self._ledger(at, enter.n_samples, position.steps_done, position.step)
+        self._order: int | None = None  # digest of the ledger's samples in their order, as the first worker has them
         self.workers: dict[int, WorkerSeen] = {}
         for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
             self.workers[worker] = WorkerSeen(rank, host, pid, clock())
@@ -96,7 +99,7 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before = dict(position.staleness)
+        self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
         self._rejected_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
@@ -104,9 +107,11 @@ class Coordinator:
         self.rejected_gradients: list[str] = []
         self._rejected_in_a_row = 0
         self._ending = False
-        self.lags: dict[int, int] = {}  # counted by the part of this server, as are
-        self.arrivals: Collection[list[tuple[int, float]]] = ()  # by step, of the newest steps, and
+        # Both counted by the part of this server: by step, of the newest steps, and
+        self.arrivals: Collection[list[tuple[int, float]]] = ()
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
+        self._traffic_before = dict(position.traffic)
+        self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
@@ -127,19 +132,20 @@ class Coordinator:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
-        ledger = self.ledger
-        if request.epoch < ledger.epoch:
-            return LeaseReply(self.position(epoch=request.epoch, done=True), None, "finished")
-        if request.epoch > ledger.epoch:
+        ledger, at = self.ledger, (request.epoch, request.segment)
+        if request.run < ledger.run:
+            return LeaseReply(self.position(at, done=True), None, "finished")
+        if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.requested_mode not in ("", "auto"):
-                return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
-            new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before = self.staleness()
+                return LeaseReply(self.position(at, steps_done=0), None, "drained")
+            new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
+            self._staleness_before, self._lags_before = self.staleness(), self.lags()
             self._rejected_before += ledger.rejected
             self._reissued_before += ledger.reissued
-            self.ledger = ledger = new
+            self.ledger, self._order = new, None
+            ledger = new
             self._finished_s = None
             for worker, seen in self.workers.items():
                 if not seen.silent:
@@ -153,15 +159,23 @@ class Coordinator:
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
                 "all workers must run the same script on the same data"
             )
+        if self._order is None:
+            self._order = request.order
+        elif self._order != request.order:
+            raise Mismatch(
+                f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
+                "workers must run the same script, with the same seed, on the same data"
+            )
         self._take_rates(request.epoch, request.lrs_step, request.lrs)
-        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.epoch + 1:
+        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
         if isinstance(answer, Lease):
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
+            expected = ledger.expected(request.worker)
+            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples, expected)
             return LeaseReply(self.position(), lease)
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
@@ -186,6 +200,9 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
+        self._traffic[request.worker] = max(
+            self._traffic.get(request.worker, NOTHING), request.traffic
+        )  # both only grow
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
         )
@@ -375,22 +392,36 @@ class Coordinator:
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
-        total = dict(self._staleness_before)
-        for key, count in self.ledger.staleness_histogram.items():
-            total[key] = total.get(key, 0) + count
-        return total
+        return _together(self._staleness_before, self.ledger.staleness_histogram)
 
-    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> JobPosition:
+    def lags(self) -> dict[int, int]:
+        """The same of the dense values that gradients were computed with; of several servers, the oldest."""
+        return _together(self._lags_before, self.ledger.age_histogram)
+
+    def _all_traffic(self) -> dict[str, Sums]:
+        sums, mode = NOTHING, self._enter.discipline["name"]
+        for of_worker in self._traffic.values():
+            sums = added(sums, of_worker)
+        return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
+
+    def position(
+        self, at: tuple[int, int] | None = None, steps_done: int | None = None, done: bool = False
+    ) -> JobPosition:
+        """at: the epoch and its segment, when a worker asks for others than those of the ledger."""
         ledger = self.ledger
+        of_ledger = ledger.epoch, ledger.segment
+        epoch, segment = at or of_ledger
         if done:  # an epoch that is over
             steps_done = ledger.cut.n_steps
         return JobPosition(
             step=ledger.step,
-            epoch=ledger.epoch if epoch is None else epoch,
+            epoch=epoch,
+            segment=segment,
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
-            lags=dict(self.lags),
+            lags=self.lags(),
+            traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             rejected=self._rejected_before + ledger.rejected,
             reissued=self._reissued_before + ledger.reissued,
@@ -404,7 +435,7 @@ class Coordinator:
             pinned=self.pin,
             failure=self._failure(),
             membership_epoch=self.world,
-            remapped=self.moved if epoch in (None, ledger.epoch) else {},
+            remapped=self.moved if (epoch, segment) == of_ledger else {},
         )
 
     def resume_position(self) -> JobPosition | None:
@@ -427,6 +458,7 @@ class Coordinator:
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
+            "lags": self._lags_before,
             "refused": self._rejected_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
@@ -435,6 +467,7 @@ class Coordinator:
             "gathered": self.gathered,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
             "void": self.void,
+            "order": self._order,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -448,6 +481,7 @@ class Coordinator:
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
+        self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, self._clock())
@@ -456,23 +490,33 @@ class Coordinator:
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
         self.moved = dict(state["moved"])
-        self.gathered, self.void = state["gathered"], state.get("void", 0)
+        self.gathered, self.void, self._order = state["gathered"], state.get("void", 0), state.get("order")
         if self.loss_scale is not None:
             self.loss_scale.load(state["loss_scale"])
 
-    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
+    def _ledger(self, at: tuple[int, int], n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
+        """at: the epoch and its segment."""
         cut = EpochPlan(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
         return Ledger(
             cut,
             discipline,
-            epoch=epoch,
+            epoch=at[0],
+            segment=at[1],
             steps_done=steps_done,
             step=step,
             account=self.account,
             last_serial=last_serial,
             skips=self.loss_scale is not None,
         )
+
+
+def _together(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
+    """Two histograms as one."""
+    total = dict(before)
+    for key, count in now.items():
+        total[key] = total.get(key, 0) + count
+    return total
 
 
 def row_damping(plan: StepPlan, answers: Sequence[tuple[int, int, float]]) -> list[float]:

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from gba_hvd.epoch import EpochPlan, SampleAccount
+from gba_hvd.epoch import EpochPlan, SampleAccount, run_number
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.staleness import weighting
 
 MAX_STALENESS = 1000  # the histogram's last key: this staleness or more
+_FREE, _OTHERS = 2, 3  # lanes that no worker reads, and that others do
 _REVOKED_KEPT = 4096  # revoked serials remembered; a push of an older one is ignored too, as a repeated one
 
 
@@ -58,7 +59,8 @@ class Drained:
 class Member:
     """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
 
-    rejected: its gradient was not finite, so that no server has all of it
+    rejected: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
+    computed with, in steps; -1: not known
     """
 
     micro: int
@@ -67,6 +69,7 @@ class Member:
     n_samples: int
     staleness: int
     rejected: bool = False
+    age: int = -1
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,10 @@ class Ledger:
     A ledger resumes in another process from its `state()`. Save that before an answer leaves: a ledger restored from
     an older one would give out a serial twice.
 
-    steps_done: steps of the epoch that are done already; step: steps applied so far in the job; account: where the
-    samples went, written here as steps are applied; last_serial: of the ledger of the epoch before; skips: a step with
-    a gradient that is not finite is skipped, with all its members; else that gradient is dropped. Raises BadInput.
+    epoch, segment: which they are. steps_done: steps of the epoch that are done already; step: steps applied so far in
+    the job; account: where the samples went, written here as steps are applied; last_serial: of the ledger before;
+    skips: a step with a gradient that is not finite is skipped, with all its members; else that gradient is dropped.
+    Raises BadInput.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Ledger:
         discipline: Discipline,
         *,
         epoch: int,
+        segment: int = 0,
         steps_done: int,
         step: int,
         account: SampleAccount,
@@ -136,14 +141,18 @@ class Ledger:
         if not 0 <= steps_done <= cut.n_steps:
             raise BadInput(f"steps_done must be from 0 to the epoch's {cut.n_steps} steps, got {steps_done}")
         self.cut, self.discipline, self.epoch, self.step, self.account = cut, discipline, epoch, step, account
+        self.segment = segment
         self.skips = skips
         self.staleness_histogram: dict[int, int] = {}
+        self.age_histogram: dict[int, int] = {}  # of the dense values, where they are known
         self.reissued = self.repeated = self.rejected = 0
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self._by_index = discipline.name in ("gba", "bsp")  # tokens; M pushes make a step
         self._first_step = step - steps_done
         self._n_total = -(-cut.n_samples // cut.micro_batch)
-        self._next = self._n_resolved = min(steps_done * cut.n_micro, self._n_total)
+        self._next = self._n_resolved = min(steps_done * cut.n_micro, self._n_total)  # the first of the next row
+        self._row: list[int] = []  # of the step that is being handed out: what is left, ascending
+        self._readers: dict[int, list[int]] = {}  # by lane (index mod M): the last two workers that got it, newest last
         self._again: list[int] = []  # a heap: micro-batches to be handed out again
         self._serial = last_serial
         self._outstanding: dict[int, _Work] = {}  # by serial
@@ -155,6 +164,10 @@ class Ledger:
         self._held = False
         self._clock: dict[int, int] = {}  # by known worker: micro-batches it finished
 
+    @property
+    def run(self) -> int:
+        return run_number(self.epoch, self.segment)
+
     # Workers
 
     def join(self, worker: int) -> None:
@@ -165,6 +178,9 @@ class Ledger:
     def leave(self, worker: int) -> list[int]:
         """The worker is gone: revoke its leases. What it pushed stays. Returns the micro-batches, ascending."""
         self._clock.pop(worker, None)
+        for readers in self._readers.values():
+            if worker in readers:
+                readers.remove(worker)
         micros = sorted(lease.micro for lease in self.outstanding(worker))
         for micro in micros:
             self.revoke(micro)
@@ -174,6 +190,8 @@ class Ledger:
 
     def lease(self, worker: int, request: int) -> Lease | Waiting | Finished | Drained:
         """A micro-batch for this worker, or why there is none. A worker may hold several.
+
+        Of those of one step a worker gets the lanes that it had before, if it can: what it reads for them is there.
 
         request: a number that the worker chose. The same one again gives the same lease as long as that is
         outstanding, for the answer may have been lost.
@@ -193,12 +211,25 @@ class Ledger:
             micro = heapq.heappop(self._again)
             self.reissued += 1
         else:
-            micro = self._next
-            self._next += 1
+            micro = self._take(worker)
         self._serial += 1
         work = _Work(worker, request, micro, self._serial, self._token(micro))
         self._hand_out(work)
         return self._lease(work)
+
+    def expected(self, worker: int, n: int = 16) -> list[int]:
+        """Micro-batches that this worker will probably get next, in this order; so many at most."""
+        of_step, is_alone = self.cut.n_micro, len(self._clock) < 2
+        lanes = [lane for lane in range(of_step) if is_alone or worker in self._readers.get(lane, ())]
+        mine = set(lanes)
+        found = [micro for micro in self._row if micro % of_step in mine]
+        if not is_alone:
+            found += [micro for micro in self._row if not self._readers.get(micro % of_step)][:1]
+        first = self._next
+        while lanes and first < self._n_total and len(found) < n:
+            found += [first + lane for lane in lanes if first + lane < self._n_total]
+            first += of_step
+        return found[:n]
 
     def accept(
         self, worker: int, micro: int, serial: int, rejected: str | None = None, values_step: int = -1
@@ -272,6 +303,9 @@ class Ledger:
                 self.account.applied += member.n_samples
             key = min(member.staleness, MAX_STALENESS)
             self.staleness_histogram[key] = self.staleness_histogram.get(key, 0) + 1
+            if member.age >= 0:
+                age = min(member.age, MAX_STALENESS)
+                self.age_histogram[age] = self.age_histogram.get(age, 0) + 1
         self.account.steps_skipped += plan.overflowed
         self._n_resolved += len(plan.members)
         self.step, self._decided = step, None
@@ -311,7 +345,7 @@ class Ledger:
     @property
     def drained(self) -> bool:
         in_flight = self._again or self._outstanding or self._accepted or self._decided
-        return self._held and self._at_boundary and not in_flight
+        return self._held and not self._row and not in_flight
 
     # A look
 
@@ -333,7 +367,7 @@ class Ledger:
         """
         if self._decided is not None or (not self.finished and self._n_resolved % self.cut.n_micro):
             return None
-        open_ = sorted([*self._again, *(work.micro for work in self._in_flight())])
+        open_ = sorted([*self._again, *self._row, *(work.micro for work in self._in_flight())])
         moved = {place: micro for place, micro in enumerate(open_, self._n_resolved) if place != micro}
         samples = self.cut.samples_of_micro
         return moved if all(samples(place) == samples(micro) for place, micro in moved.items()) else None
@@ -361,14 +395,17 @@ class Ledger:
             "cut": vars(self.cut).copy(),
             "discipline": vars(self.discipline).copy(),
             "epoch": self.epoch,
+            "segment": self.segment,
             "step": self.step,
             "account": vars(self.account).copy(),
             "histogram": [list(pair) for pair in sorted(self.staleness_histogram.items())],
+            "ages": [list(pair) for pair in sorted(self.age_histogram.items())],
             "reissued": self.reissued,
             "repeated": self.repeated,
             "refused": self.rejected,
             "first_step": self._first_step,
             "next": self._next,
+            "row": list(self._row),
             "n_resolved": self._n_resolved,
             "again": sorted(self._again),
             "serial": self._serial,
@@ -393,14 +430,20 @@ class Ledger:
             cut,
             discipline,
             epoch=state["epoch"],
+            segment=state.get("segment", 0),
             steps_done=0,
             step=state["step"],
             account=account,
             skips=state["skips"],
         )
         ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
+        ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
         ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
+        ledger._row = list(state.get("row", ()))
+        if "row" not in state and ledger._next % cut.n_micro:  # a version before gave them out in order
+            ledger._row = ledger._row_from(ledger._next)
+            ledger._next += len(ledger._row)
         ledger._again, ledger._serial = list(state["again"]), state["serial"]  # sorted, so a heap
         for fields in state["outstanding"]:
             ledger._hand_out(_Work(*fields))
@@ -439,7 +482,7 @@ class Ledger:
             if any(self._is_fresh(work) and work.worker == worker for work in self._in_flight()):
                 return f"its part of step {self.step + 1} is done or in its hands"
         elif self._by_index and rules.lookahead is not None and not self._again:
-            ahead = self._token(self._next) - self.step
+            ahead = self._token(self._row[0] if self._row else self._next) - self.step
             if ahead > rules.lookahead:
                 return f"the next micro-batch is {ahead} steps ahead, the lookahead is {rules.lookahead}"
         return None
@@ -473,7 +516,8 @@ class Ledger:
         elif name == "gba":
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
-        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected)
+        age = -1 if work.values_step < 0 else self._age(work)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step
@@ -485,12 +529,32 @@ class Ledger:
     # Book-keeping
 
     @property
-    def _at_boundary(self) -> bool:
-        return self._next % self.cut.n_micro == 0 or self._next == self._n_total
-
-    @property
     def _nothing_to_hand_out(self) -> bool:
-        return not self._again and (self._next == self._n_total or (self._held and self._at_boundary))
+        return not self._again and not self._row and (self._next == self._n_total or self._held)
+
+    def _take(self, worker: int) -> int:
+        """The next micro-batch for this worker, of the step that is being handed out."""
+        if not self._row:
+            self._row = self._row_from(self._next)
+            self._next += len(self._row)
+        micro = min(self._row, key=lambda one: self._rank(worker, one))
+        self._row.remove(micro)
+        readers = self._readers.setdefault(micro % self.cut.n_micro, [])
+        self._readers[micro % self.cut.n_micro] = [*(one for one in readers if one != worker), worker][-2:]
+        return micro
+
+    def _row_from(self, first: int) -> list[int]:
+        """From a micro-batch on, those of its step."""
+        return list(range(first, min((first // self.cut.n_micro + 1) * self.cut.n_micro, self._n_total)))
+
+    def _rank(self, worker: int, micro: int) -> tuple[int, int]:
+        """Whether the worker reads the lane of this micro-batch: the less, the sooner it gets it."""
+        readers = self._readers.get(micro % self.cut.n_micro, [])
+        if readers[-1:] == [worker]:
+            return 0, micro
+        if worker in readers:
+            return 1, micro
+        return (_OTHERS, -micro) if readers else (_FREE, micro)
 
     def _in_flight(self) -> list[_Work]:
         return [*self._outstanding.values(), *self._accepted]

@@ -96,8 +96,7 @@ class Partition:
         self._central = CentralCopy(dense, enter.generation) if has_replicas else None
         self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
         self.buffer = PushBuffer()
-        self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
-        # The same by step, of the newest steps.
+        # How many steps the dense values of applied pushes were old, with their shares; of the newest steps.
         self.arrivals: deque[list[tuple[int, float]]] = deque(maxlen=delay_sequence.MOST)
         if rule is None:  # after a server that died
             rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step, dense.shown)
@@ -223,7 +222,7 @@ class Partition:
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
         dropped = list(self.buffer.take(request.dropped).values())
         self.buffer.discard_before(request.oldest_serial)
-        self._count_ages(request, found)
+        self._note_arrivals(request, found)
         self.residuals.applied(found.values())
         missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
         due = self.shards[self._memory.marks().begun[self.shards] < request.step]
@@ -255,14 +254,13 @@ class Partition:
         for group, grad in zip(self._memory.layout.groups, grads, strict=True):
             yield by_row(self._memory, group, grad).values
 
-    def _count_ages(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush]) -> None:
+    def _note_arrivals(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush]) -> None:
         """How old the dense values of a step's gradients are, and by what each is weighted in it."""
         shares: dict[int, float] = {}
         for member in request.members:
             push = found.get((member.micro, member.serial))
             if push is not None and push.dense_step >= 0:
                 lag = request.step - 1 - push.dense_step
-                self.lags[lag] = self.lags.get(lag, 0) + 1
                 shares[lag] = shares.get(lag, 0.0) + member.weight * request.scale
         if shares:
             self.arrivals.append(sorted(shares.items()))

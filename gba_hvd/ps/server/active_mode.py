@@ -176,7 +176,6 @@ class ActiveMode:
             raise ProtocolError(f"Enter: {error}") from error
 
     def _at_work(self, part: Partition, coordinator: Coordinator) -> CoordinatorService:
-        coordinator.lags, coordinator.gaps = part.lags, part.gaps.by_worker
-        coordinator.arrivals = part.arrivals
+        coordinator.arrivals, coordinator.gaps = part.arrivals, part.gaps.by_worker
         executor = StepExecutor(coordinator, part, self._peers, self._records, self._saver)
         return CoordinatorService(executor, self._evaluations, self._records)

@@ -93,6 +93,8 @@ class PushWindow:
                 self.fail(error)
             self.release()
 
+        if self._client.traffic is not None:
+            done = msgspec.structs.replace(done, traffic=self._client.traffic.report())
         self._client.send(0, done).add_done_callback(reported)
 
     def _lost(self, error: Exception) -> None:

@@ -24,7 +24,8 @@ so all workers have the same values from there on, and the central copy is these
     a server before 4   its successor has what is submitted to it; if nothing, its copy is that of the last round
     a server after 4    the mean is in a file of its own: its successor answers with it
 
-`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that is over.
+`phase` orders this: 2 x the number of the segment (`epoch.run_number`) within it, one more at its end. A server ignores
+what is of a phase that is over.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.epoch import run_number
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import messages
@@ -79,7 +81,7 @@ class ReplicaWorker(PsWorker):
         )  # fmt: skip
         self._elasticity, self._world, self._is_elastic = averaging.elasticity, world, is_elastic
         self._optimizer, self._step_dense = optimizer, step_dense
-        self._epoch = 0
+        self._epoch = self._run = 0  # and the number of its segment
         self._diverged = False
         self.await_threads: Callable[[], None] = lambda: None  # set by those who have several share the replica
         self._left_well = True  # no round of this worker is left in Horovod's world
@@ -107,10 +109,11 @@ class ReplicaWorker(PsWorker):
     # --- micro-batches -----------------------------------------------------------------------------------------------
 
     def ask(
-        self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
-    ) -> messages.LeaseReply:
-        self._epoch = epoch
-        return super().ask(epoch, n_samples, lrs, lrs_step, stop)
+        self, epoch: int, segment: int, order: int, n_samples: int, lrs: Sequence[float], lrs_step: int,
+        stop: Callable[[], bool],
+    ) -> messages.LeaseReply:  # fmt: skip
+        self._epoch, self._run = epoch, run_number(epoch, segment)
+        return super().ask(epoch, segment, order, n_samples, lrs, lrs_step, stop)
 
     def refresh_dense_(self) -> int:
         """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""
@@ -118,7 +121,7 @@ class ReplicaWorker(PsWorker):
             self.rounds.none_begun()
             values = self._central_copy()
             self.rounds.begin_with(values)
-            self.replica.open(2 * self._epoch, values)
+            self.replica.open(2 * self._run, values)
         self.rounds.begin_micro()
         return self.position.step
 
@@ -171,7 +174,7 @@ class ReplicaWorker(PsWorker):
         self.quiesce()
         self._publish_if_alone()
         if self.replica.is_open:
-            self._to_servers(None, self._states(), 2 * self._epoch)
+            self._to_servers(None, self._states(), 2 * self._run)
 
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
         """The mean of all replicas, by the four steps above.
@@ -179,7 +182,7 @@ class ReplicaWorker(PsWorker):
         ended False: this worker alone leaves the epoch's loop. It submits what it has and resumes from the central
         copy; the others do not wait for it. Should it come back to the epoch, what it submits then counts instead.
         """
-        phase = 2 * self._epoch + (not leaving)
+        phase = 2 * self._run + (not leaving)
         own = self.replica.close()
         if own is not None and not is_finite(own.values):
             self._replica_diverged()

@@ -124,18 +124,21 @@ class PsWorker:
     # --- leases ------------------------------------------------------------------------------------------------------
 
     def ask(
-        self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
-    ) -> messages.LeaseReply:
+        self, epoch: int, segment: int, order: int, n_samples: int, lrs: Sequence[float], lrs_step: int,
+        stop: Callable[[], bool],
+    ) -> messages.LeaseReply:  # fmt: skip
         """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
 
+        order: the digest of the samples in their order, the same on all workers.
         lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
         stop: asked now and then; true gives up waiting ("wait").
         """
         self._raise_failure()
         self._request += 1
         body = messages.LeaseRequest(
-            self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step
-        )
+            self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step,
+            segment, order,
+        )  # fmt: skip
         while True:
             reply = request(self.client, 0, body)
             assert isinstance(reply.body, messages.LeaseReply)

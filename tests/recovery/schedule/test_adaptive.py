@@ -176,6 +176,12 @@ def test_a_planned_interval_counts_from_the_last_save():
     assert not callback.due(1, 141.0)  # the same step is not saved twice
 
 
+def test_no_interval_is_longer_than_was_asked_for_before_a_save_was_measured_either():
+    assert plan_interval(JobMeasurements(), GIVEN, BYTES, 2).interval_s == FIRST_INTERVAL_S
+    found = plan_interval(JobMeasurements(), replace(GIVEN, longest_s=20.0), BYTES, 2)
+    assert (found.interval_s, found.reason) == (20.0, "every 20 s until a save was measured")
+
+
 def test_given_is_plain_values():
     assert json.loads(json.dumps(asdict(GIVEN))) == asdict(GIVEN)
 
@@ -191,6 +197,9 @@ def test_where_nobody_names_a_policy_several_hosts_save_what_is_used_most_and_on
         assert kinds == ["delta", "mfu"]
     assert CheckpointCallback("place", policy="scar").given.one_host is None
     assert plan_interval(JobMeasurements(), CheckpointCallback("place", policy="mfu").given, BYTES, 1).kind == "mfu"
+    assert CheckpointCallback("place", row_fraction=0.25).given.r == 0.25
+    with pytest.raises(BadInput, match=r"row_fraction=0\.25 has no effect with policy='delta'"):
+        CheckpointCallback("place", every_s=60, row_fraction=0.25)
     assert CheckpointCallback("place", every_s=60).config.policy == "delta"
     monkeypatch.setenv("RECOVERY_POLICY", "full")
     assert CheckpointCallback("place").config.policy == "full"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,12 +10,16 @@ import pytest
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.policies import POLICIES
-from recovery.rows import RowIndices
+from recovery.rows import KEY, USES, Column, RowIndices, RowView, Schema, Table
+from recovery.selection.importance import extra_bytes
+from recovery.selection.scar import Scar
 from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
 
-CONFIG = Config(policy="mfu", row_fraction=0.02)
+
+def config_of(policy: str) -> Config:
+    return Config(policy=policy) if policy in ("full", "delta") else Config(policy=policy, row_fraction=0.02)
 
 
 def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, int], RowIndices]:
@@ -32,7 +36,7 @@ def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, 
 
 def based(policy: str, n_shards: int = 2) -> tuple[Selection, TensorRows]:
     rows = two_tables(n_shards)
-    selection = Selection(rows, replace(CONFIG, policy=policy), rng=np.random.default_rng(0))
+    selection = Selection(rows, config_of(policy), rng=np.random.default_rng(0))
     noted(selection, rows, "full")
     selection.commit("base")
     return selection, rows
@@ -63,6 +67,64 @@ def test_mfu_takes_the_share_of_the_whole_table_that_was_updated_most() -> None:
     taken = np.concatenate([shard + 3 * np.asarray(found[0, shard]) for shard in range(3)])
     assert len(taken) == 100
     assert since[taken].min() >= np.sort(since)[-100]
+
+
+@pytest.mark.parametrize("as_one_array", [True, False], ids=["slots beside the weights", "slots apart"])
+def test_scar_compares_weights_and_no_optimizer_slots(as_one_array: bool) -> None:
+    rows = two_tables(2)
+    if as_one_array:
+        rows = _Records(rows)  # type: ignore[assignment]
+    selection = Selection(rows, config_of("scar"))
+    noted(selection, rows, "full")
+    selection.commit("base")
+    slab = rows.slab(0, 0)
+    slab.columns[0][[3, 8], 0] += 1  # weights
+    slab.columns[-1][[5, 7], -1] += 1000  # a slot
+    found = noted(selection, rows, "scar")
+    assert np.asarray(found[0, 0]).tolist() == [3, 8]
+    assert len(np.asarray(found[0, 1])) == 0
+
+
+def test_scar_takes_a_row_that_another_key_has_now_and_looks_at_no_uses() -> None:
+    table = Table("t", 6, (Column("weights", 2), Column("slot", 2), KEY, USES), shared_rows=1)
+    keys = np.arange(-3, 3)[:, None].view(np.float32)  # those below 0 are no numbers, as float32
+    records = np.concatenate([np.zeros((6, 4), np.float32), keys, np.zeros((6, 2), np.float32)], axis=1)
+    slab = RowView((records[:, :4], records[:, 4:6], records[:, 6:]), np.zeros(6, np.uint32))
+    scar = Scar(_OneSlab(Schema((table,), 1), slab))  # type: ignore[arg-type]
+    everything, taken = slice(0, 6), np.array([1, 3])
+    scar.saved(0, 0, everything, records, slab.counts)
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    records[1, 0], records[2, 2], records[4, 6] = 2.0, 2.0, 2.0  # a weight, a slot, uses
+    records[3, 4:6] = np.array([1 << 40]).view(np.float32)
+    assert scar.importance(0, 0, everything).tolist() == [0, 4, 0, np.inf, 0, 0]
+    assert scar.importance(0, 0, slice(3, 5)).tolist() == [np.inf, 0]
+    scar.saved(0, 0, taken, records[taken], slab.counts[taken])
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    records[:, :6] = 5.0
+    scar.restored(0, 0)
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    assert extra_bytes("scar", table, 6, 0.5) == 6 * (8 + 8), "a copy of weights and keys"
+
+
+@dataclass(frozen=True)
+class _OneSlab:
+    schema: Schema
+    rows: RowView
+
+    def slab(self, table: int, shard: int) -> RowView:
+        return self.rows
+
+
+class _Records:
+    """Rows whose weights and slots lie in one array, as in the shard memory of a job."""
+
+    def __init__(self, rows: TensorRows) -> None:
+        self.schema, self.shards, self.step_marks = rows.schema, rows.shards, rows.step_marks
+        slabs = {(table, shard): rows.slab(table, shard) for table in range(2) for shard in rows.shards()}
+        self._slabs = {part: RowView((np.concatenate(one.columns, axis=1),), one.counts) for part, one in slabs.items()}
+
+    def slab(self, table: int, shard: int) -> RowView:
+        return self._slabs[table, shard]
 
 
 def test_a_delta_of_all_rows_needs_no_places() -> None:
@@ -96,8 +158,8 @@ def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_says_how_much_memory_it_takes(policy: str) -> None:
     rows = two_tables(1)
-    selection = Selection(rows, replace(CONFIG, policy=policy))
-    each = {"full": 0, "delta": 4 * 5011, "mfu": 4 * 5011, "scar": 5000 * 36 + 11 * 8}
+    selection = Selection(rows, config_of(policy))
+    each = {"full": 0, "delta": 4 * 5011, "mfu": 4 * 5011, "scar": 5000 * 16 + 11 * 8}
     assert selection.n_bytes == each.get(policy, selection.n_bytes)
     assert (selection.n_bytes == 0) == (policy == "full")
 
@@ -108,7 +170,7 @@ def test_ssu_needs_a_holder_that_samples_accesses() -> None:
             self.schema, self.slab, self.step_marks, self.shards = rows.schema, rows.slab, rows.step_marks, rows.shards
 
     with pytest.raises(BadInput, match="use mfu"):
-        Selection(Silent(two_tables()), replace(CONFIG, policy="ssu"))
+        Selection(Silent(two_tables()), config_of("ssu"))
 
 
 def test_a_kind_that_is_not_the_policy_is_refused() -> None:

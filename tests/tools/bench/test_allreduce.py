@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from gba_hvd_tools.bench.allreduce import command as allreduce
 from gba_hvd_tools.bench.harness import clicks, dlrm, measure, peer_worker
+from gba_hvd_tools.bench.reader import command as reader
 
 SMAPS = """\
 7f0000000000-7f0000004000 rw-s 00000000 00:19 7                          /dev/shm/job/shards
@@ -142,3 +144,24 @@ def test_the_result_needs_a_file_name(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "allreduce"])
     assert "--out" in capsys.readouterr().err
+
+
+def test_what_a_slow_reader_costs_is_a_ratio_of_medians_to_a_fast_one():
+    seconds = {"fast": (1.0, 2.0, 9.0), "loop": (4.0, 3.0, 5.0)}
+    rows = [
+        {"mode": mode, "data": "take", "reading": name, "seconds": factor * one}
+        for mode, factor in (("allreduce", 1.0), ("gba", 3.0))
+        for name, all_ in seconds.items()
+        for one in all_
+    ]
+    found = reader.ratios(rows)
+    assert found == {"allreduce take": {"fast": 1.0, "loop": 2.0}, "gba take": {"fast": 1.0, "loop": 2.0}}
+
+
+def test_the_reader_benchmark_alternates_its_runs_and_wants_three_of_each(tmp_path: Path):
+    args = argparse.Namespace(modes=["gba"], data=["take", "parquet"], step_ms=50.0, read=0.8, micro_batches=9)
+    names = [variant.name for variant in reader.variants(args)]
+    assert names == [f"gba {data} {name}" for data in ("take", "parquet") for name in reader.READING]
+    args.rounds, args.out = 2, tmp_path / "out.json"
+    assert reader.run(args) == 1
+    assert not args.out.exists()

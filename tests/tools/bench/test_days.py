@@ -15,6 +15,7 @@ from gba_hvd_tools.bench.harness import measure, resumable
 def row(base: str, then: str, seed: int, day: int, auc: float, phase: str = AFTER, **more: Any) -> measure.Row:
     norms = {"steps": 4, "mean": 1.0, "histogram": {"0": 3, "8": 1}}
     found = {"phase": phase, "base": base, "then": then, "seed": seed, "day": day, "auc": auc, "auc_bayes": 0.8}
+    found |= chains.USUAL
     return {**found, "grad_norms": norms, "dropped_share": 0.0, "staleness_mean": None, "staleness_max": None, **more}
 
 
@@ -52,6 +53,46 @@ def test_a_chain_with_rows_is_not_run_again_and_a_base_is_no_chain():
     assert waiting == [Chain("sync", "sync", 2), Chain("gba", "sync", 1)]
 
 
+def test_rows_of_other_settings_are_others_and_synchronous_days_have_no_rule():
+    found = chains.planned(["sync", "gba"], ["from_sync", "to_sync"], [1], "contributors", "look_ahead")
+    assert [(chain.base, chain.then, chain.row_average, chain.rule) for chain in found] == [
+        ("sync", "sync", "contributors", "none"), ("sync", "gba", "contributors", "look_ahead"),
+        ("gba", "sync", "contributors", "look_ahead"),
+    ]  # fmt: skip
+    assert [chain.base_name for chain in found] == [
+        "sync-1-contributors", "sync-1-contributors", "gba-1-contributors-look_ahead"
+    ]  # fmt: skip
+    assert str(found[1]) == "sync -> gba, contributors, look_ahead, seed 1"
+    rows = [row("sync", "gba", 1, 3, 0.7), row("sync", "sync", 1, 3, 0.7, row_average="contributors")]
+    assert chains.missing(found, rows) == found[1:]
+    (one,) = chains.rows_of_job(BASE, found[2], range(1), summary(range(1), "gba"), None)
+    assert (one["then"], one["row_average"], one["rule"]) == ("", "contributors", "look_ahead")
+    (one,) = chains.rows_of_job(BASE, found[1], range(1), summary(range(1), "allreduce"), None)
+    assert (one["row_average"], one["rule"]) == ("contributors", "none")
+    (after,) = chains.rows_of_job(AFTER, found[1], range(1, 2), summary(range(2), "gba"), None)
+    assert chains.of_setting([*rows, one, after], "contributors", "look_ahead") == [rows[1], one, after]
+    assert chains.of_setting([*rows, one, after], "global", "none") == rows[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule", "average"), [([], "none", "global"), (["--rule", "look_ahead"], "look_ahead", "contributors")]
+)
+def test_jobs_are_started_with_the_rule_and_the_divisor_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], rule: str, average: str
+):
+    started: list[list[str]] = []
+    monkeypatch.setattr(measure, "launch", lambda variant, words, **more: started.append(words))
+    (tmp_path / "summary.json").write_text('{"status": "FINISHED"}')
+    args = options("--out", str(tmp_path / "days.json"), "--row-average", average, *words)
+    chain = Chain("sync", "gba", 1, args.row_average, args.rule)
+    for mode in ("gba", "sync"):
+        command.train(mode, chain, range(1), args, tmp_path)
+    assert [word for word in started[0] if "rule" in word or "average" in word] == [
+        f"switching.rule={rule}", f"train.row_average={average}"
+    ]  # fmt: skip
+    assert "switching.rule=none" in started[1] and f"train.row_average={average}" in started[1]
+
+
 def test_what_a_job_inherits_is_not_counted_as_its_own():
     before = summary(range(2), "allreduce", staleness={"histogram": {"0": 5, "2": 1}, "mean": 0.3, "max": 2})
     after = summary(
@@ -60,7 +101,7 @@ def test_what_a_job_inherits_is_not_counted_as_its_own():
         samples_dropped=100,
         staleness={"histogram": {"0": 8, "2": 1, "4": 1}, "mean": 0.6, "max": 4},
     )
-    rows = chains.rows_of_job(AFTER, "sync", "gba", 1, range(2, 4), after, before)
+    rows = chains.rows_of_job(AFTER, Chain("sync", "gba", 1), range(2, 4), after, before)
     assert [(one["day"], one["auc"], one["mode"]) for one in rows] == [
         (2, pytest.approx(0.72), "gba"), (3, pytest.approx(0.73), "gba"),
     ]  # fmt: skip
@@ -74,9 +115,9 @@ def test_a_job_that_trained_in_another_mode_gives_no_rows():
         {"epoch": 0, "mode": mode, "steps": 5, "mean": 1.0, "histogram": {"0": 5}} for mode in ("allreduce", "gba")
     ]
     with pytest.raises(ValueError, match=r"day 0 was to be trained in gba, steps by mode: .'allreduce': 5, 'gba': 5"):
-        chains.rows_of_job(BASE, "gba", "", 1, range(1), summary(range(1), "gba", grad_norms=norms), None)
+        chains.rows_of_job(BASE, Chain("gba", "sync", 1), range(1), summary(range(1), "gba", grad_norms=norms), None)
     with pytest.raises(ValueError, match="day 1 was not tested"):
-        chains.rows_of_job(BASE, "gba", "", 1, range(2), summary(range(1), "gba"), None)
+        chains.rows_of_job(BASE, Chain("gba", "sync", 1), range(2), summary(range(1), "gba"), None)
 
 
 def all_rows() -> list[measure.Row]:
@@ -121,7 +162,7 @@ def test_norms_are_those_of_the_days_after_synchronous_ones():
 
 def test_rows_are_found_again_and_those_of_other_settings_are_refused(tmp_path: Path):
     path = tmp_path / "days.json"
-    command.write(path, {"cores": 2}, command.settings_of(options("--out", str(path))), all_rows(), {})
+    command.write(path, {"cores": 2}, command.settings_of(options("--out", str(path))), all_rows(), {}, all_rows())
     words = ["--seeds", "1", "2", "--modes", "sync", "--limit-minutes", "0"]
     assert command.run(options("--out", str(path), *words)) == 0
     found = resumable.earlier(path, command.KEY)

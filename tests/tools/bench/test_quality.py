@@ -291,3 +291,37 @@ def test_a_data_set_is_what_its_configuration_says(name: str):
     if not of.needs_data:
         assert settings["data"][settings["data"]["preset"]]["train"] == of.n_train
     assert (settings["model"]["kind"] == "youtube_dnn") == (of.metric == "recall_at_50")
+
+
+def test_hop_bw_has_the_local_batches_of_synchronous_training() -> None:
+    """N of them are a global batch; those that were measured with micro-batches are another protocol's."""
+    (run,) = quality.planned(["frappe"], ["hop_bw"], [1], None)
+    assert (run.micro_batch, run.local_batch) == (512, 4096 // 3)
+    words = quality.PROTOCOLS["hop_bw"].overrides(50, run.local_batch, workers=3)
+    assert f"train.global_batch={3 * (4096 // 3)}" in words
+    assert [one.local_batch for one in quality.planned(["frappe"], ["gba", "sync", "shadow_ma"], [1], None)] == [
+        None
+    ] * 3
+    (of_8,) = quality.planned(["frappe"], ["hop_bw"], [1], None, workers=[8])
+    assert of_8.local_batch == 512
+    before = row("hop_bw", 1, 0.9, epochs=16)
+    assert resumable.missing([run], [before], quality.KEY) == [run]
+    now = before | {"local_batch": run.local_batch, "auc": 0.8}
+    assert resumable.missing([run], [now], quality.KEY) == []
+    (found,) = quality.headline([before, now]).values()
+    assert {name: one["auc"] for name, one in found.items()} == {"hop_bw": 0.8, "hop_bw, micro-batches": 0.9}
+    assert found["hop_bw"]["elp"] == 3 * 1365
+
+
+def test_a_run_of_hop_bw_is_started_with_its_local_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def launch(variant: measure.Variant, words: list[str], **more: Any) -> None:
+        started.append(words)
+        raise measure.RunFailed("enough")
+
+    monkeypatch.setattr(measure, "launch", launch)
+    (run,) = quality.planned(["synthetic"], ["hop_bw"], [1], None)
+    with pytest.raises(measure.RunFailed, match="enough"):
+        quality.train(run, None, 1.0)
+    assert [word for word in started[0] if "_batch=" in word] == ["train.micro_batch=682", "train.global_batch=2046"]

@@ -91,6 +91,9 @@ def test_the_dense_rate_that_the_library_recorded_wins_over_what_the_script_call
     params = {"dense_lr": "0.02", "rows.lr": "0.1", "optimizer": "Adam", "dense_betas": "[0.9, 0.999]"}
     found = figures_of(a_story(params=params), needs_lr=True)
     assert (found.lr, found.last_lr, found.betas) == (0.02, None, "[0.9, 0.999]")
+    assert (found.momentum, found.dampening) == (0.9, 0.9)
+    params["dense_betas"] = "[[0.8, 0.99], [0.9, 0.999]]"
+    assert figures_of(a_story(params=params), needs_lr=True).momentum == 0.9
     for name in ("dense_lr", "lr"):  # the library's metric, or the script's own
         history = {name: [Point(name, 0.05, 0, 1), Point(name, 0.01, 0, 5)]}
         found = figures_of(a_story(params=params, history=history), needs_lr=True)
@@ -107,7 +110,8 @@ def test_the_largest_rate_of_a_schedule_counts_and_that_is_said(
     assert cli.main(["advise", "run"]) == 0
     said = capsys.readouterr().out
     assert "learning rate 0.1 is" in said and "the largest of the run's schedule, the newest is 0.01" in said
-    assert "the run's optimizer is Adam with betas [0.9, 0.999]" in said and "taken as 0" in said
+    assert "momentum 0.9, dampening 0.9" in said
+    assert "of Adam with betas [0.9, 0.999] the equation has the first moment" in said
 
 
 def test_what_is_given_wins_over_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +176,12 @@ def test_options_without_effect_are_refused(
         ),
         ({"dense_momentum": "0.0"}, []),
         ({"dense_momentum": "high"}, ["momentum is not known and taken as 0: give --momentum"]),
-        ({"optimizer": "Adam"}, ["momentum is not known", "is that of SGD, the run's optimizer is Adam"]),
+        ({"optimizer": "Adagrad"}, ["momentum is not known", "is that of SGD, the run's optimizer is Adagrad"]),
+        (
+            {"lr": "0.01", "optimizer": "Adam", "dense_betas": "[0.9, 0.999]"},
+            ["momentum 0.9, dampening 0.9", "of the preconditioned"],
+        ),
+        ({"lr": "0.05", "dense_momentum": "0.5", "dense_dampening": "0.5"}, ["momentum 0.5, dampening 0.5"]),
     ],
 )
 def test_the_run_s_momentum_counts_and_what_the_equation_lacks_is_said(
@@ -188,6 +197,25 @@ def test_the_run_s_momentum_counts_and_what_the_equation_lacks_is_said(
     said = capsys.readouterr().out
     assert said.startswith(verdict) and all(words in said for words in says)
     assert ("momentum" in said) == (params.get("dense_momentum") != "0.0")
+
+
+@pytest.mark.parametrize(("ahead", "limit_is_higher"), [([], True), (["--ahead", "0"], False)])
+def test_a_sweep_for_a_run_goes_by_its_rule_and_says_what_it_lacks(
+    ahead: list[str], limit_is_higher: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = {"curvature": [Point("curvature", 1.0, 0, 5)]}
+    params = {"lr": "0.1", "dense_momentum": "0.9", "rule": "look_ahead"}
+    monkeypatch.setattr(find_run, "read", lambda run, uri: a_story(params=params, history=history))
+    arguments = ["advise", "run", "--workers", "3", "--micro-batch-s", "0.05", "--step", "8", *ahead]
+    assert cli.main([*arguments, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["ahead"] == (0.9 if limit_is_higher else 0.0)
+    assert (found["scales"][0]["lr_limit"] > 1.0) is limit_is_higher
+    assert cli.main(arguments) == 0
+    assert ("values are 0.9 of a step ahead" in capsys.readouterr().out) is limit_is_higher
+    params["rule"] = "dana_zero"
+    assert cli.main(arguments) == 0
+    assert "the run's rule dana_zero is not in the equation" in capsys.readouterr().out
 
 
 def test_a_run_with_too_few_steps_for_an_order_says_how_many_are_needed(

@@ -215,6 +215,10 @@ def test_the_predicted_limit_is_the_observed_one(delay: int) -> None:
         {"workers": 4, "steps": 2000},
         {"workers": 8, "momentum": 0.9, "steps": 2000},
         {"workers": 8, "n_micro": 8, "steps": 300},
+        {"workers": 3, "n_micro": 8, "momentum": 0.9, "ahead": 0.9, "steps": 300},
+        {"workers": 8, "n_micro": 8, "momentum": 0.9, "ahead": 0.9, "steps": 400},
+        {"workers": 3, "n_micro": 8, "momentum": 0.9, "ahead": 0.9, "steps": 300, "optimizer": "adam"},
+        {"workers": 4, "momentum": 0.9, "steps": 1000, "optimizer": "adam"},
     ],
     ids=str,
 )
@@ -231,6 +235,14 @@ def test_the_limit_of_workers_of_different_speeds_is_predicted_within_a_tenth() 
     assert abs(found.speeds / found.observed - 1) < 0.1
     assert found.roots / found.observed > 1.15
     assert found.plain / found.observed < 0.5
+
+
+def test_the_look_ahead_raises_the_limit_as_predicted() -> None:
+    plain, ahead = (observe_fleet(3, 8, 0.9, steps=300, ahead=steps) for steps in (0.0, 0.9))
+    assert ahead.observed > 3 * plain.observed
+    assert ahead.predicted / plain.predicted == pytest.approx(ahead.observed / plain.observed, rel=0.1)
+    with pytest.raises(BadInput, match="a look-ahead needs momentum"):
+        observe_fleet(3, 8, ahead=0.9)
 
 
 def test_a_run_keeps_the_ages_of_its_steps_in_their_order() -> None:
@@ -317,6 +329,12 @@ def test_what_diverged_has_no_score(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_limits_are_printed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "limits", "--delays", "2"]) == 0
     assert "0.61803" in capsys.readouterr().out
+    fleet = ["--workers", "2", "--step", "4", "--momentum", "0.9", "--ahead", "0.9", "--optimizer", "adam"]
+    assert cli.main(["simulate", "limits", *fleet]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 pushes a step, adam, momentum 0.9" in said and "values 0.9 of a step ahead" in said
+    assert cli.main(["simulate", "limits", "--delays", "2", "--ahead", "0.9"]) == 1
+    assert "--ahead: of fleets" in capsys.readouterr().err
 
 
 def test_real_jobs_of_every_setting_are_compared_with_one_simulation(

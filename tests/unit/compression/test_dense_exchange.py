@@ -11,6 +11,7 @@ import pytest
 
 import gba_hvd
 from gba_hvd import Compression, NonFiniteGradient, StateMismatch
+from gba_hvd.comm.traffic import KINDS
 from gba_hvd.compression import error_feedback
 from gba_hvd.compression.bypass import Bypass, Cost, StepTiming, choose
 from gba_hvd.compression.dense_exchange import DenseExchange
@@ -331,6 +332,25 @@ def test_bytes_are_counted_by_direction_mode_and_kind(
     n = jobs[0].state.engine.model.dense.n
     assert dense[Compression.none] == 4 * 4 * n
     assert dense[Compression.int8.always()] < 4 * 4 * n
+
+
+def test_the_account_of_all_workers_rides_on_the_commit(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    """A commit has what was counted before it; the bytes of the commit itself come with the next one."""
+    jobs, received = [on_host(host) for host in "ab"], EventLog()
+    jobs[0].state.register_callbacks([received])
+    workers.together(jobs, lambda job: train(job, clicks(50), 2))
+    accounts = [job.state.engine.progress.traffic for job in jobs]
+    assert accounts[0] == accounts[1]
+    counted = [job.state.engine.traffic.so_far() for job in jobs]
+    still_to_come = [job.state.engine.traffic.report() for job in jobs]
+    for number, (direction, kind) in enumerate((way, kind) for way in ("sent", "received") for kind in KINDS):
+        n_bytes = sum(of_worker.get((direction, "allreduce", kind), 0) for of_worker in counted)
+        assert accounts[0]["allreduce"][number] + sum(of_worker[number] for of_worker in still_to_come) == n_bytes
+    assert accounts[0]["allreduce"][0] > 0
+    newest = received.of("traffic")[-1]
+    assert newest.data["all_workers"]["sent_allreduce_dense"] == accounts[0]["allreduce"][0]
 
 
 # --- whether it pays -------------------------------------------------------------------------------------------------

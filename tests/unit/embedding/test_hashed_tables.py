@@ -299,7 +299,7 @@ def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tm
     tables = filled(make_tables, n=60, capacity=64, evict="lfu")
     group = tables.layout.groups[1]
     vocabulary, rows = tables.memory.vocabulary(group), ShardRows(tables.memory)
-    config = Config(policy=policy, row_fraction=0.5)
+    config = Config(policy=policy, **({} if policy == "delta" else {"row_fraction": 0.5}))
     selection, url, parent = Selection(rows, config), str(tmp_path / "store"), None
     for number in range(1, 5):
         keys = keys_of_ids(np.arange(40 * number, 40 * number + 60))

@@ -16,6 +16,7 @@ import torch
 
 import gba_hvd
 from gba_hvd.reading import frames
+from gba_hvd.reading.batch_size import n_samples_of
 from gba_hvd.reading.datasets import reads
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.settings import ReadSettings
@@ -151,6 +152,63 @@ def test_training_on_a_map_style_dataset_reads_every_sample_once(training: Calla
     assert job.state.samples.applied == 50
 
 
+def dropping_bad_ones(samples: list[dict[str, Any]]) -> Any:
+    return torch.utils.data.default_collate([sample for sample in samples if sample["row"] % 4])
+
+
+class Pairs(Samples):
+    """Samples as many datasets of torch have them."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample["ids"], sample["dense"], sample["label"]
+
+
+class TwiceAsMuch(Samples):
+    def take(self, rows: np.ndarray) -> Any:
+        return torch.utils.data.default_collate([self[int(row)] for row in np.concatenate([rows, rows])])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "how"),
+    [
+        (Samples(), {"collate_fn": dropping_bad_ones}),
+        (Samples(), {"collate_fn": dropping_bad_ones, "prefetch": 0}),
+        (TwiceAsMuch(), {}),
+        (Pairs(), {"collate_fn": lambda samples: torch.utils.data.default_collate(samples[1:])}),
+    ],
+)
+def test_a_batch_of_another_number_of_samples_is_refused(training: Callable[..., Any], dataset: Any, how: Any):
+    job = training()
+    with pytest.raises(gba_hvd.BadInput, match=r"micro-batch \d+: the batch has \d samples, and 4 were to be read"):
+        next(gba_hvd.batches(dataset, job.state, shuffle=False, **how))
+    assert job.state.samples.total == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"labels": torch.zeros(3, 2), "ids": {"a": torch.zeros(9)}}, 3),
+        ({"ids": {"a": gba_hvd.Bag(torch.zeros(9).long(), torch.zeros(5).long()), "b": torch.zeros(5, 2)}}, 5),
+        ({"ids": {"a": torch.zeros(5), "negatives": torch.zeros(20)}}, None),
+        (({"a": torch.zeros(4)}, torch.zeros(4, 3), np.zeros(4)), 4),
+        ((torch.zeros(9), torch.zeros(4)), None),  # packed values, and where each sample starts
+        (torch.zeros(9), None),
+        ([torch.tensor(1.0), torch.zeros(3)], None),
+        (object(), None),
+    ],
+)
+def test_how_many_samples_a_batch_has_is_found_where_it_can_be_known(batch: Any, found: int | None):
+    assert n_samples_of(batch) == found
+
+
+def test_ids_that_a_function_finds_are_looked_at(training: Callable[..., Any]):
+    job, batch = training(), (torch.zeros(4), torch.zeros(9))
+    dataset = type("Packed", (Samples,), {"take": lambda self, rows: batch})()
+    with pytest.raises(gba_hvd.BadInput, match="the batch has 3 samples"):
+        next(gba_hvd.batches(dataset, job.state, ids=lambda batch: {"user": torch.zeros(3).long()}))
+
+
 def test_reading_ahead_changes_no_value(training: Callable[..., Any], clicks: Callable[..., Any]):
     plain, ahead = training(), training()
     for _ in range(2):
@@ -206,6 +264,8 @@ def test_datasets_that_cannot_be_read_by_number_and_functions_beside_take_are_re
         reads(x for x in range(3))  # type: ignore[arg-type]
     with pytest.raises(gba_hvd.BadInput, match="collate_fn would not be called"):
         reads(clicks(50), collate_fn=list)
+    with pytest.raises(gba_hvd.BadInput, match="a DataLoader cuts the batches of one process: pass its dataset"):
+        reads(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
 
 
 # --- what is sent between processes ----------------------------------------------------------------------------------
@@ -231,6 +291,7 @@ def test_what_is_sent_arrives_as_it_was():
 DRAWS = """
 import os, pathlib, random, signal, sys
 import numpy as np, torch
+import gba_hvd
 from gba_hvd.errors import GbaError
 from gba_hvd.reading.reader_processes import ReaderProcesses, ReaderDied
 
@@ -245,6 +306,7 @@ class Draws:
     def __len__(self):
         return 10
     def take(self, rows):
+        assert gba_hvd.Batch is not None  # a class of the script refers to the package
         if rows[0] == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         if rows[0] == 8:

@@ -186,6 +186,13 @@ def test_a_second_job_of_one_name_is_refused_while_somebody_lives_in_the_memory(
     assert not second.folder.exists()
 
 
+def test_a_damaged_description_is_refused_with_what_to_do(open_memory: Open) -> None:
+    about = open_memory().folder / "memory.json"
+    os.truncate(about, 100)
+    with pytest.raises(ShardMemoryError, match=r"memory.json was cut off or changed .*rm -r"):
+        open_memory()
+
+
 def test_what_becomes_of_the_file_behind_the_pages_is_seen(open_memory: Open, tmp_path: Path) -> None:
     memory = open_memory()
     assert memory.trouble() == "" and not memory.is_cut_short

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,21 @@ import pytest
 import torch
 
 from gba_hvd import BadInput, GBACallback
+from gba_hvd.callbacks import Event
 from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
-from gba_hvd.switching.mode_limits import row_average_idle
-from gba_hvd.switching.policy import Rates, expected_old_values
+from gba_hvd.switching import requests
+from gba_hvd.switching.decision_reports import DecisionReports
+from gba_hvd.switching.mode_limits import options_idle, row_average_idle
+from gba_hvd.switching.policy import Decision, Rates, expected_old_values
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.tracking import gauges
+from gba_hvd.tracking.gauges import mean_staleness
+from gba_hvd.training.job_state import Progress
+from gba_hvd.training.step_hooks import StepHooks
 from gba_hvd.update_rules import RULES, stability
+from gba_hvd.update_rules.delay_model import expected_ages
 
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
 
@@ -215,6 +226,21 @@ def test_the_limit_that_a_switch_is_warned_of_goes_by_the_rule() -> None:
     assert "warning" not in reasons[1]
 
 
+def test_of_adam_the_warning_goes_by_its_first_moment_and_the_look_ahead() -> None:
+    """The equation has the momentum that the rule looks ahead with; Adam's steps are 1 - beta of plain momentum's."""
+    limits = {}
+    for rule in ("none", None):
+        for lr in np.geomspace(0.01, 10, 40):
+            callback = GBACallback(curvature=10.0, rule=rule)
+            callback.check_fits(spec(torch.optim.Adam))
+            callback.lr = float(lr)
+            if said := callback._warning(Rates(tuple(SLOW), (2, 2, 2), 6, 0.001, 0.003), "gba"):
+                limits[rule] = lr
+                assert "momentum 0.9, dampening 0.9" in said
+                break
+    assert limits[None] > 2 * limits["none"]
+
+
 def test_the_staleness_called_gap_aware_is_the_rule() -> None:
     assert GBACallback(staleness="gap_aware").rule == "gap_aware"
     assert GBACallback(staleness="gap_aware", rule="gap_aware").rule == "gap_aware"
@@ -252,14 +278,105 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
         ({"rule": "dc", "mode": "shadow"}, "uses no rule"),
         ({"rule": "look_ahead", "rule_settings": {"steps": 0.0}}, "steps is a number above 0"),
         ({"rule": "look_ahead", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
-        ({"staleness_of": "values"}, "mode 'gba' weighs gradients"),
+        ({"staleness_of": "values"}, "staleness_of='values' has no effect in mode 'async': it is of mode 'gba'"),
         ({"staleness_of": "values", "mode": "gba", "lookahead": 0}, "in lock-step no values are old"),
         ({"warm_up_steps": 5}, "is of mode 'auto'"),
+        ({"rule": "gap_aware", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
+        ({"staleness": "gap_aware", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
+        ({"rule": "staleness_lr", "mode": "bsp", "lookahead": 0}, "in lock-step no gradient comes late"),
+        (
+            {"mode": "gba", "backups": 2},
+            "backups=2 has no effect in mode 'gba': it is of mode 'hop_bw'. Leave backups out",
+        ),
+        ({"mode": "gba", "slack": 3}, "is of mode 'hop_bs'"),
+        ({"lookahead": 3}, "lookahead=3 has no effect in mode 'async': it is of modes 'gba', 'bsp'"),
+        ({"mode": "gba", "tolerance": 2, "staleness": "inverse"}, "staleness='inverse' has no limit in steps"),
+        ({"mode": "auto", "tolerance": 2, "staleness": "none"}, "'threshold' and 'linear' have"),
+        ({"mode": "allreduce", "tolerance": 2, "staleness": "none"}, "'threshold' and 'linear' have"),
+        ({"staleness": "linear"}, "is of mode 'gba'"),
+        ({"mode": "bsp", "tolerance": 2}, "is of mode 'gba'"),
+        ({"mode": "gba", "enter_gain": 1.2}, "enter_gain=1.2 has no effect in mode 'gba': it is of mode 'auto'"),
+        ({"mode": "allreduce", "patience": 2}, "is of mode 'auto'"),
+        ({"mode": "shadow", "min_stay": 2}, "is of mode 'auto'"),
+        ({"mode": "gba", "every": 5}, "is of modes 'easgd', 'ma', 'bmuf'"),
+        ({"mode": "gba", "elasticity": 0.5}, "is of modes 'shadow', 'easgd', 'ma', 'bmuf'"),
+        ({"mode": "auto", "mixing": "difference"}, "is of modes 'shadow'"),
+        ({"mode": "easgd", "block_rate": 0.8}, "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"),
+        ({"mode": "shadow", "block_rate": 0.8}, "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"),
+        ({"mode": "easgd", "pause_s": 0.5}, "is of mode 'shadow'"),
+        ({"mode": "easgd", "sync": "ma"}, "is of mode 'shadow'"),
+        ({"mode": "shadow", "every": 5}, "is of modes 'easgd'"),
+        ({"mode": "shadow", "sync": "none", "elasticity": 0.2}, "with sync='none' there are no rounds"),
+        ({"mode": "ma", "curvature": 2.0}, "is of modes 'gba', 'bsp', 'async', 'hop_bs', 'hop_bw'"),
+        ({"mode": "allreduce", "switch_at": {9: "hop_bs"}, "backups": 2}, "in mode 'allreduce', 'hop_bs'"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         GBACallback(**{"mode": "async", **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "allreduce", "tolerance": 2, "every": 5, "slack": 1},  # for what an operator requests
+        {"mode": "gba", "switch_at": {9: "hop_bw"}, "tolerance": 2, "backups": 2},
+        {"mode": "gba", "switch_at": {9: "auto"}, "enter_gain": 1.2},
+        {"mode": "shadow", "sync": "bmuf", "block_rate": 0.8, "pause_s": 0.5, "elasticity": 0.3},
+        {"mode": "bmuf", "block_rate": 0.8, "every": 5, "mixing": "difference"},
+        {"mode": "hop_bs", "slack": 3, "curvature": 2.0},
+        {"mode": "bsp", "lookahead": 3},
+        {"mode": "gba", "staleness": "linear", "tolerance": 2, "lookahead": 1},
+    ],
+    ids=str,
+)
+def test_an_option_that_some_mode_of_the_job_uses_is_taken(settings: dict[str, Any]) -> None:
+    GBACallback(**settings)
+
+
+def test_what_an_operators_mode_does_not_use_is_said_when_it_is_entered() -> None:
+    callback = GBACallback(mode="gba", tolerance=2, lookahead=3)
+    assert options_idle(callback, "gba", 9) is None
+    event = options_idle(callback, "bsp", 9)
+    assert event is not None and (event.kind, event.level) == ("options_idle", "warning")
+    assert event.data == {"mode": "bsp", "options": ["tolerance"]}
+    assert "tolerance (it is of mode 'gba')" in event.message
+    planned = GBACallback(mode="gba", switch_at={9: "bsp"}, tolerance=2)
+    planned.pin("gba")
+    assert options_idle(planned, "bsp", 9) is None
+    assert options_idle(GBACallback(tolerance=2), "gba", 9) is None
+
+
+@pytest.mark.parametrize(("mode", "n_pushes"), [("gba", 6), ("async", 1), ("hop_bw", 2), ("ma", None)])
+def test_a_rate_that_is_unstable_in_a_mode_is_said_once_when_the_speeds_are_known(
+    mode: str, n_pushes: int | None
+) -> None:
+    """Also where the mode is fixed, planned or an operator's."""
+    callback = GBACallback(mode="allreduce", switch_at={5: "gba", 7: "ma"}, curvature=100.0, rule="none")
+    callback.check_fits(spec(torch.optim.SGD, momentum=0.9))
+    callback.switched(mode, 5)
+    events: list[Event] = []
+    model = SimpleNamespace(dense_lrs=[0.1], global_batch=96, micro_batch=16)
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, size=3), model=model, progress=SimpleNamespace(step=7), emit=events.append
+    )
+    servers: Any = SimpleNamespace(name=mode, position=JobPosition(rates=[(0, 0.1), (1, 0.1), (2, 0.0)]))
+    participant = requests.ModeRequests(engine, callback)
+    participant._report_unstable_rate(servers, 0.003)
+    assert events == [], "the third worker has computed nothing yet"
+    servers.position.rates[2] = (2, 0.6)
+    for _ in range(2):
+        participant._report_unstable_rate(servers, 0.003)
+    assert [event.kind for event in events] == ([] if n_pushes is None else ["rate_unstable"])
+    for event in events:
+        assert event.message.startswith(f"mode {mode}, with the workers' speeds in it: unstable: learning rate 0.1")
+        mean = mean_staleness(expected_ages([0.103, 0.103, 0.603], n_pushes or 1))
+        said = re.search(r"for dense values (\S+) steps", event.message)
+        assert said is not None and float(said[1]) == pytest.approx(mean, rel=0.1)
+    callback.switched("allreduce", 9)
+    callback.switched(mode, 12)
+    participant._report_unstable_rate(servers, 0.003)
+    assert len(events) == (0 if n_pushes is None else 2)
 
 
 def test_a_misspelt_rule_is_refused() -> None:
@@ -336,15 +453,25 @@ def test_settings_of_replicas_that_make_no_sense_are_refused_at_once(settings: d
 
 
 def test_shadow_runs_in_the_background_and_its_counterparts_every_k_steps() -> None:
-    callback = GBACallback(mode="shadow", sync="bmuf", every=5, elasticity=0.25)
+    callback = GBACallback(mode="shadow", switch_at={9: "ma"}, sync="bmuf", every=5, elasticity=0.25)
     shadow, foreground = callback.averaging("shadow"), callback.averaging("ma")
     assert (shadow.algorithm, shadow.every, shadow.elasticity) == ("bmuf", None, 0.25)
     assert (foreground.algorithm, foreground.every, foreground.elasticity) == ("ma", 5, 0.25)
 
 
+def test_averaging_in_the_foreground_is_plain_unless_an_elasticity_is_asked_for() -> None:
+    modes = ("shadow", "easgd", "ma", "bmuf")
+    shares = [GBACallback(mode="shadow", sync="ma").averaging(mode).elasticity for mode in modes]
+    assert shares == [0.5, 0.5, 1.0, 1.0]
+    asked = GBACallback(mode="ma", elasticity=0.5)
+    assert {asked.averaging(mode).elasticity for mode in modes} == {0.5}
+    assert asked.rounds != GBACallback(mode="ma").rounds, "such workers must not form one world"
+    assert [GBACallback(mode=mode).describe()["elasticity"] for mode in ("shadow", "ma")] == [0.5, 1.0]
+
+
 def test_workers_whose_rounds_differ_do_not_describe_themselves_alike() -> None:
-    assert GBACallback(sync="ma").describe() != GBACallback(sync="easgd").describe()
-    assert GBACallback(every=5).rounds != GBACallback(every=6).rounds
+    assert GBACallback("shadow", sync="ma").describe() != GBACallback("shadow", sync="easgd").describe()
+    assert GBACallback("ma", every=5).rounds != GBACallback("ma", every=6).rounds
 
 
 @pytest.mark.parametrize("mode", ["shadow", "easgd", "ma", "bmuf"])
@@ -375,10 +502,12 @@ def test_a_job_that_may_come_to_a_mode_without_replicas_keeps_its_rule(settings:
 
 
 def test_it_describes_itself_by_its_arguments_whatever_became_of_the_mode() -> None:
-    callback = GBACallback(mode="allreduce", switch_at={100: "gba"}, sync="bmuf", every=5, tolerance=2, min_stay=7)
+    at = {100: "auto", 200: "shadow", 300: "ma"}
+    callback = GBACallback(mode="allreduce", switch_at=at, sync="bmuf", every=5, tolerance=2, min_stay=7)
     before = callback.describe()
-    asked = {"mode": "allreduce", "rule": "none", "switch_at": {"100": "gba"}, "sync": "bmuf", "every": 5}
+    asked = {"mode": "allreduce", "rule": "none", "sync": "bmuf", "every": 5}
     assert before.items() >= {**asked, "tolerance": 2, "min_stay": 7, "servers_per_host": 1}.items()
+    assert before["switch_at"] == {str(step): mode for step, mode in at.items()}
     arguments = set(inspect.signature(GBACallback).parameters)
     assert set(before) == arguments
     callback.pin("gba")
@@ -401,3 +530,53 @@ def test_training_waits_for_servers_at_most_once_in_vain() -> None:
     callback.failed(step=10, why="no server")
     assert not callback.waits and callback.paused_until == 30
     assert callback.mode_request(29, "allreduce") is None and callback.mode_request(30, "allreduce") is not None
+
+
+def test_each_decision_says_of_what_kind_its_reason_is() -> None:
+    callback, kinds = GBACallback(min_stay=14, patience=3, warm_up_steps=18), []
+    for step in range(20):
+        measured(callback, EVEN if step < 2 else SLOW, 1, step)
+        assert callback.last is not None
+        kinds.append(callback.last.kind)
+    assert kinds == sorted(kinds, key=["gain", "patience", "min_stay", "warm_up", "switch"].index)
+    assert len(set(kinds)) == 5
+    assert callback.last.is_switch and callback.last.gain > 1.05
+
+
+def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_RATES_EVERY_S", 0.0)
+    events: list[Event] = []
+    progress = Progress(None, StepHooks())
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0), model=SimpleNamespace(together=1), progress=progress, elp=12, emit=events.append
+    )
+    participant = requests.ModeRequests(engine, GBACallback(patience=3, min_stay=9))
+    for progress.step in range(1, 16):
+        participant.after_step(SLOW, 1.3, 6, 1)
+    decided = [event for event in events if event.kind == "decision"]
+    assert [(event.data["mode"], event.data["kind"]) for event in decided] == [
+        ("allreduce", "min_stay"), ("gba", "switch")
+    ]  # fmt: skip
+    assert decided[0].message.startswith("stay in allreduce: worker 2 takes 6.0x the median")
+    gain = decided[-1].data["gain"]
+    assert gain > 2
+    read = gauges.Readings().take([event for event in events if event.kind == "rates"][-1].data)
+    assert read[gauges.GAIN] == pytest.approx(gain, abs=1e-3)
+    engine.world.rank, n = 1, len(events)
+    participant.after_step(SLOW, 1.3, 6, 1)
+    assert len(events) == n
+
+
+def test_a_decision_is_reported_when_its_kind_is_another_one_and_has_lasted() -> None:
+    reports = DecisionReports(patience=3)
+    taken = []
+    for kind in (*["gain"] * 4, "patience", "patience", *["gain"] * 4, *["min_stay"] * 5, "switch", "switch"):
+        reports.add(Decision("gba" if kind == "switch" else "allreduce", kind, 1.2, kind))
+        taken.append(decision.kind if (decision := reports.take(stays_too=True)) is not None else "")
+    assert taken == ["", "", "gain", *[""] * 9, "min_stay", "", "", "switch", ""]
+    reports.add(Decision("gba", "fast", 1.2, "gain"))
+    assert reports.take(stays_too=True) is None  # not for long enough
+    for _ in range(2):
+        reports.add(Decision("gba", "fast", 1.2, "gain"))
+    assert reports.take(stays_too=False) is None  # not now
+    assert reports.take(stays_too=True) == Decision("gba", "fast", 1.2, "gain")

@@ -19,53 +19,87 @@ MODES = {SYNC: "allreduce", "gba": "gba", "async": "async", "bsp": "bsp", "hop_b
 DIRECTIONS = ("from_sync", "to_sync")
 BASE, AFTER = "base", "after"
 GOAL = 0.0005  # AUC: how far gba may be from sync in the mean over the days
-KEY = ("phase", "base", "then", "seed", "day")  # what distinguishes one row from another
+USUAL = {"row_average": "global", "rule": "none"}
+KEY = ("phase", "base", "then", "seed", "day", *USUAL)  # what distinguishes one row from another
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Base days in the mode `base`, the days after in `then`; both names of `MODES`."""
+    """Base days in the mode `base`, the days after in `then`; both names of `MODES`.
+
+    row_average: as of `DistributedOptimizer`. rule: of the servers; "none" where no day has any
+    """
 
     base: str
     then: str
     seed: int
+    row_average: str = USUAL["row_average"]
+    rule: str = USUAL["rule"]
 
     def __str__(self) -> str:
-        return f"{self.base} -> {self.then}, seed {self.seed}"
+        words = [value for name, value in self.setting(self.rule).items() if value != USUAL[name]]
+        return ", ".join([f"{self.base} -> {self.then}", *words, f"seed {self.seed}"])
+
+    def rule_of(self, mode: str) -> str:
+        """The rule of the days in this mode of it."""
+        return USUAL["rule"] if mode == SYNC else self.rule
+
+    def setting(self, rule: str) -> dict[str, str]:
+        """Entries of its rows."""
+        return {"row_average": self.row_average, "rule": rule}
+
+    @property
+    def base_name(self) -> str:
+        """Of the base days, which several chains may inherit."""
+        setting = self.setting(self.rule_of(self.base))
+        return "-".join([self.base, str(self.seed), *(v for name, v in setting.items() if v != USUAL[name])])
 
 
-def planned(modes: Sequence[str], directions: Sequence[str], seeds: Sequence[int]) -> list[Chain]:
+def planned(
+    modes: Sequence[str], directions: Sequence[str], seeds: Sequence[int], row_average: str = USUAL["row_average"],
+    rule: str = USUAL["rule"],
+) -> list[Chain]:  # fmt: skip
     """Seed by seed, sync first: what is there when time is over can be compared."""
     chains: list[Chain] = []
     for seed in seeds:
-        chains.append(Chain(SYNC, SYNC, seed))
+        chains.append(Chain(SYNC, SYNC, seed, row_average))
         others = [mode for mode in modes if mode != SYNC]
-        chains += [Chain(SYNC, mode, seed) for mode in others if "from_sync" in directions]
-        chains += [Chain(mode, SYNC, seed) for mode in others if "to_sync" in directions]
+        chains += [Chain(SYNC, mode, seed, row_average, rule) for mode in others if "from_sync" in directions]
+        chains += [Chain(mode, SYNC, seed, row_average, rule) for mode in others if "to_sync" in directions]
     return chains
+
+
+def of_setting(rows: Sequence[Row], row_average: str, rule: str) -> list[Row]:
+    """The rows of these settings; those of synchronous days alone, which have no rule, are of every rule."""
+    return [
+        row for row in rows
+        if row["row_average"] == row_average and (row["rule"] == rule or {row["base"], row["then"]} <= {SYNC, ""})
+    ]  # fmt: skip
 
 
 def missing(chains: Sequence[Chain], rows: Sequence[Row]) -> list[Chain]:
     """Those without rows. A chain's rows are written together."""
-    done = {(row["base"], row["then"], row["seed"]) for row in rows if row["phase"] == AFTER}
-    return [chain for chain in chains if (chain.base, chain.then, chain.seed) not in done]
+    names = ("base", "then", "seed", *USUAL)
+    done = {tuple(row[name] for name in names) for row in rows if row["phase"] == AFTER}
+    return [chain for chain in chains if tuple(getattr(chain, name) for name in names) not in done]
 
 
 def rows_of_job(
     phase: str,
-    base: str,
-    then: str,
-    seed: int,
+    chain: Chain,
     days: range,
     summary: Mapping[str, Any],
     before: Mapping[str, Any] | None,
 ) -> list[Row]:
-    """One row a day of a job that trained `days`. before: the summary of the job it inherited the model from.
+    """One row a day of a job that trained `days`: the base of a chain, or the days after it.
+
+    before: the summary of the job it inherited the model from.
 
     Samples and staleness are of the whole job, without what it inherited. Raises ValueError when the job did something
     else: another mode at some step, or a day without a test.
     """
-    mode = MODES[then if phase == AFTER else base]
+    base, then = chain.base, chain.then if phase == AFTER else ""
+    mode, setting = MODES[then or base], chain.setting(chain.rule if phase == AFTER else chain.rule_of(base))
     by_day = {entry["epoch"]: entry for entry in summary["by_epoch"]}
     norms = {day: [one for one in summary["grad_norms"] if one["epoch"] == day] for day in days}
     counted = _since(summary, before)
@@ -78,7 +112,7 @@ def rows_of_job(
             raise ValueError(f"day {day} was to be trained in {mode}, steps by mode: {modes}")
         entry = by_day[day]
         rows.append({
-            "phase": phase, "base": base, "then": then, "seed": seed, "day": day, "mode": mode,
+            "phase": phase, "base": base, "then": then, "seed": chain.seed, "day": day, "mode": mode, **setting,
             "auc": entry["test_auc"], "logloss": entry["test_logloss"], "auc_bayes": entry["test_auc_bayes"],
             "grad_norms": {name: norms[day][0][name] for name in ("steps", "mean", "histogram")}, **counted,
         })  # fmt: skip

@@ -7,7 +7,9 @@ horovodrun with three workers; it resumes from the checkpoint of the job before 
 every day. Its days are its epochs. In asynchronous modes one worker takes three times as long, so that gradients
 are stale.
 
-Rows in the result file are kept and their jobs not run again. Base models stay in the folder --models until all jobs
+As published no update rule corrects late gradients (--rule); rows are averaged by `global` unless --row-average says
+otherwise. Rows in the result file are kept and their jobs not run again; a file may have rows of several settings, and
+what is shown and drawn is of those that are given. Base models stay in the folder --models until all jobs
 that inherit them have rows. `--plot` draws the norms of the steps' gradients by mode, and AUC by day.
 """
 
@@ -24,8 +26,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES
+
 from ..harness import measure, resumable
 from ..harness.measure import Row, Subparsers, Variant
+from ..quality import rule_name
 from .chains import (
     AFTER,
     BASE,
@@ -33,11 +38,13 @@ from .chains import (
     GOAL,
     KEY,
     MODES,
+    USUAL,
     Chain,
     goal,
     headline,
     missing,
     norms_by_mode,
+    of_setting,
     planned,
     quantile,
     rows_of_job,
@@ -61,6 +68,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--base-days", type=int, default=2, metavar="N", help="days before the change (%(default)s)")
     parser.add_argument("--days", type=int, default=3, metavar="N", help="days after it (%(default)s)")
     parser.add_argument("--samples", type=int, metavar="N", help="training samples of a day; default: the example's")
+    parser.add_argument(
+        "--row-average", default=USUAL["row_average"], choices=ROW_AVERAGES, metavar="HOW",
+        help=", ".join(ROW_AVERAGES) + ": what a row's gradient is divided by (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rule", default=USUAL["rule"], type=rule_name, metavar="NAME",
+        help="of the servers in asynchronous modes, see docs/DELAY.md (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--models", type=Path, metavar="DIR", help="base models; default: --out with .models behind it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is there at the end; .svg or .png")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further job after so long")
@@ -72,16 +87,18 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     check(args)
     settings = settings_of(args)
-    before = resumable.earlier(args.out, KEY, {name: value for name, value in settings.items() if name != "command"})
+    shared = {name: value for name, value in settings.items() if name != "command"}
+    before = resumable.earlier(args.out, KEY, shared, usual=USUAL)
     rows, about = before["rows"], before.get("machine") or measure.machine()
     models = args.models or args.out.with_name(args.out.name + ".models")
-    waiting = missing(planned(args.modes, args.directions, args.seeds), rows)
+    chains = planned(args.modes, args.directions, args.seeds, args.row_average, args.rule)
+    waiting = missing(chains, rows)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} chains to do", flush=True)
     failures: dict[str, str] = {}
 
     def write_all() -> None:
-        write(args.out, about, settings, rows, failures)
-        forget_models(models, missing(planned(args.modes, args.directions, args.seeds), rows))
+        write(args.out, about, settings, rows, failures, of_setting(rows, args.row_average, args.rule))
+        forget_models(models, missing(chains, rows))
 
     def train_chain(chain: Chain) -> None:
         base = base_model(chain, args, models, rows)
@@ -91,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
     until = started + 60 * args.limit_minutes
     resumable.run_each(waiting, train_chain, write_all, failures, noun="chains", until=until)
     write_all()
-    show(rows)
+    shown = of_setting(rows, args.row_average, args.rule)
+    show(shown)
     if args.plot is not None:
-        draw(rows, args.plot)
+        draw(shown, args.plot)
         print(f"drawn to {args.plot}")
     print(f"written to {args.out}")
     return 1 if failures else 0
@@ -122,7 +140,7 @@ def base_model(chain: Chain, args: argparse.Namespace, models: Path, rows: list[
 
     Raises RunFailed. The folder gets its name when it is complete.
     """
-    folder = models / f"{chain.base}-{chain.seed}"
+    folder = models / chain.base_name
     if (folder / "summary.json").exists():
         return folder
     models.mkdir(parents=True, exist_ok=True)
@@ -130,13 +148,15 @@ def base_model(chain: Chain, args: argparse.Namespace, models: Path, rows: list[
     with tempfile.TemporaryDirectory(prefix=".training-", dir=models) as scratch:
         fresh = Path(scratch) / "model"
         fresh.mkdir()
-        summary, seconds = train(chain.base, chain.seed, days, args, fresh)
-        new_rows = rows_or_failure(BASE, chain.base, "", chain.seed, days, summary, None)
+        summary, seconds = train(chain.base, chain, days, args, fresh)
+        new_rows = rows_or_failure(BASE, chain, days, summary, None)
         (fresh / "summary.json").write_text(json.dumps(summary))
         fresh.rename(folder)
-    rows[:] = [row for row in rows if (row["phase"], row["base"], row["seed"]) != (BASE, chain.base, chain.seed)]
+    names = ("phase", "base", "seed", *USUAL)
+    own = {tuple(row[name] for name in names) for row in new_rows}
+    rows[:] = [row for row in rows if tuple(row[name] for name in names) not in own]
     rows += new_rows
-    say(f"base {chain.base}, seed {chain.seed}", new_rows, seconds)
+    say(f"base {chain.base_name}", new_rows, seconds)
     return folder
 
 
@@ -148,21 +168,25 @@ def inherit(chain: Chain, args: argparse.Namespace, base: Path) -> list[Row]:
         shutil.copytree(base, own)
         before = json.loads((own / "summary.json").read_text())
         (own / "summary.json").unlink()
-        summary, seconds = train(chain.then, chain.seed, days, args, own)
-    rows = rows_or_failure(AFTER, chain.base, chain.then, chain.seed, days, summary, before)
+        summary, seconds = train(chain.then, chain, days, args, own)
+    rows = rows_or_failure(AFTER, chain, days, summary, before)
     say(str(chain), rows, seconds)
     return rows
 
 
-def train(mode: str, seed: int, days: range, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], float]:
+def train(mode: str, chain: Chain, days: range, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], float]:
     """One job, whose checkpoint is in `folder`: its summary, and how long it took. Raises RunFailed."""
     faults, log = folder / "faults.json", folder / "log"
     is_async = MODES[mode] != "allreduce"
     faults.write_text(json.dumps({"faults": [SLOW] if is_async else []}))
-    words = ["--out", str(folder), "--seed", str(seed), "--faults", str(faults), "mlflow=false"]
+    words = ["--out", str(folder), "--seed", str(chain.seed), "--faults", str(faults), "mlflow=false"]
     words += [f"train.epochs={days.stop}", f"train.max_norm={MEASURED_ONLY}", f"switching.mode={MODES[mode]}"]
-    words += ["switching.rule=none"]  # as published
-    words += ["switching.wait_s=120", f"switching.required={str(is_async).lower()}", f"data.synthetic.seed={seed}"]
+    words += [f"switching.rule={chain.rule_of(mode)}", f"train.row_average={chain.row_average}"]
+    words += [
+        "switching.wait_s=120",
+        f"switching.required={str(is_async).lower()}",
+        f"data.synthetic.seed={chain.seed}",
+    ]
     words += [f"checkpoint.url={folder / 'checkpoint'}", "checkpoint.every_steps=1000000000", "checkpoint.policy=full"]
     if args.samples is not None:
         words.append(f"data.synthetic.train={args.samples}")
@@ -193,7 +217,7 @@ def variant() -> Variant:
 
 def forget_models(models: Path, waiting: Sequence[Chain]) -> None:
     """Remove the bases that no chain waits for."""
-    needed = {f"{chain.base}-{chain.seed}" for chain in waiting}
+    needed = {chain.base_name for chain in waiting}
     for folder in models.iterdir() if models.is_dir() else ():
         if folder.name not in needed and not folder.name.startswith("."):
             shutil.rmtree(folder)
@@ -202,9 +226,11 @@ def forget_models(models: Path, waiting: Sequence[Chain]) -> None:
 
 
 def write(
-    path: Path, about: Mapping[str, Any], settings: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]
-) -> None:
-    found = headline(rows)
+    path: Path, about: Mapping[str, Any], settings: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str],
+    shown: Sequence[Row],
+) -> None:  # fmt: skip
+    """shown: the rows that the headline is of."""
+    found = headline(shown)
     whole = {"machine": about, "settings": settings, "headline": found, "goal": goal(found), "failures": failures}
     measure.write_whole(path, {**whole, "rows": list(rows)})
 

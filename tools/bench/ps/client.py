@@ -121,7 +121,7 @@ class Ours:
 
     def __init__(self, mode: PsWorker, pids: Sequence[int]) -> None:
         self._mode, self.pids = mode, pids
-        self._leases = LeasePrefetcher(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
+        self._leases = LeasePrefetcher(lambda: mode.ask(0, 0, 0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
 
     def pull(self, ids: np.ndarray) -> Any:
         return self._mode.fetch_rows([ids])[0]

@@ -219,7 +219,8 @@ def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
     every = 0 if run.strategy == "none" else save_every(run, n_steps)
     pls, again, written, n_failures = 0.0, 0, 0, 0
     saved: set[int] = set()  # steps; one that is done again is not saved again
-    config, rng = Config(job="cpr", policy=policy, row_fraction=run.r), np.random.default_rng(0)
+    share = run.r if run.strategy in PRIORITY else Config.row_fraction
+    config, rng = Config(job="cpr", policy=policy, row_fraction=share), np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory(prefix="gba-hvd-cpr-") as place,
         Checkpointer(place, rows, config, rng=rng) as saving,

@@ -28,7 +28,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="instead: fleets of workers, with the ages that come of them",
     )
     parser.add_argument("--step", type=int, default=1, metavar="M", help="of fleets: 1 is mode async, more is gba")
-    parser.add_argument("--momentum", type=float, default=0.0, help="of fleets: of SGD (%(default)s)")
+    parser.add_argument(
+        "--optimizer", choices=("sgd", "adam"), default="sgd",
+        help="of fleets: adam has the momentum as its first beta, and a constant preconditioner (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--momentum", type=float, default=0.0, help="of fleets: of the optimizer (%(default)s)")
+    parser.add_argument(
+        "--ahead", type=float, default=0.0, metavar="STEPS",
+        help="of fleets: rule look_ahead with so many steps; needs momentum (%(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--spread", type=float, default=0.0, help="of fleets: of the workers' mean speeds (%(default)s)"
     )
@@ -52,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput("--delays are fixed delays, --workers are fleets: give one of them")
     if args.workers:
         return _fleets(args)
-    if (args.step, args.momentum, args.spread, args.seeds) != (1, 0.0, 0.0, [0]):
-        raise BadInput("--step, --momentum, --spread and --seeds are of fleets: give --workers, or leave them out")
+    of_fleets = {"step": 1, "optimizer": "sgd", "momentum": 0.0, "ahead": 0.0, "spread": 0.0, "seeds": [0]}
+    if given := [f"--{name}" for name, default in of_fleets.items() if getattr(args, name) != default]:
+        raise BadInput(f"{', '.join(given)}: of fleets; give --workers, or leave it out")
     found = [observe(delay) for delay in (DELAYS if args.delays is None else args.delays)]
     rows = [
         (str(f.delay), f"{f.predicted:.5f}", f"{f.stable:.5f}", f"{f.unstable:.5f}", f"{f.error:+.2%}") for f in found
@@ -75,7 +84,9 @@ def _fleets(args: argparse.Namespace) -> int:
     from ...simulated.stability_limit import observe_fleet
 
     found = [
-        observe_fleet(n, args.step, args.momentum, args.spread, seed=seed) for n in args.workers for seed in args.seeds
+        observe_fleet(n, args.step, args.momentum, args.spread, seed=seed, ahead=args.ahead, optimizer=args.optimizer)
+        for n in args.workers
+        for seed in args.seeds
     ]
     rows = [
         (
@@ -89,7 +100,10 @@ def _fleets(args: argparse.Namespace) -> int:
         "workers", "seed", "mean age", "oldest", "predicted", "observed", "error", "by speeds alone", "by the mean",
         "plain formula", "ages drawn",
     )  # fmt: skip
-    setting = f"{args.step} pushes a step, momentum {args.momentum:g}, spread of speeds {args.spread:g}"
+    setting = (
+        f"{args.step} pushes a step, {args.optimizer}, momentum {args.momentum:g}, spread of speeds {args.spread:g}"
+    )
+    setting += f", values {args.ahead:g} of a step ahead" if args.ahead else ""
     print_table(f"Largest stable learning rate x curvature: {setting}", columns, rows)
     print(f"largest error: {max(abs(f.error) for f in found):.1%}; the other columns are errors, too")
     if args.out:

@@ -107,6 +107,35 @@ def test_an_epoch_is_every_micro_batch_once_and_serials_go_on() -> None:
     assert vars(coordinator.account) == {**vars(SampleAccount()), "total": 64, "applied": 64}
 
 
+def test_ages_of_dense_values_add_up_over_epochs_and_survive_a_restart() -> None:
+    position = JobPosition(account=vars(SampleAccount()), lags={3: 5}, step=10)
+    coordinator = a_coordinator(Clock(), position=position)
+    for request, dense_step in enumerate((10, 9, 7, -1), start=1):  # -1: not known
+        done(coordinator, 1, lease(coordinator, 1, request), dense_step=dense_step)
+    apply_steps(coordinator)
+    assert coordinator.position().lags == {0: 1, 1: 1, 3: 5, 4: 1}  # two steps of two
+    finish_epoch(coordinator, 0)
+    before = coordinator.position().lags
+    finish_epoch(coordinator, 1)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
+    successor = a_coordinator(Clock(), position=position)
+    successor.resume(state)
+    assert successor.position().lags == coordinator.position().lags == before
+
+
+def test_bytes_are_summed_over_workers_and_with_those_of_modes_before() -> None:
+    before = {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (100, 0, 0, 0, 0, 0)}
+    position = JobPosition(account=vars(SampleAccount()), traffic=before)
+    coordinator = a_coordinator(Clock(), position=position)
+    for worker, request, n in ((1, 1, 10), (2, 2, 1000), (1, 3, 25)):  # each reports all since it came
+        coordinator.beat(beat(worker))
+        given = lease(coordinator, worker, request)
+        for _ in range(2):  # sent again: the answer was lost
+            done(coordinator, worker, given, traffic=(n, 0, 0, 0, n + 1, 0))
+    coordinator.dead(2)
+    assert coordinator.position().traffic == {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (1125, 0, 0, 0, 1027, 0)}
+
+
 def test_a_silent_workers_micro_batches_go_to_others() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)

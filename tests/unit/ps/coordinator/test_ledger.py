@@ -78,10 +78,70 @@ def weights(plan: StepPlan) -> list[float]:
 
 def test_micro_batches_go_out_in_order_with_their_tokens() -> None:
     job = Asking(ledger(step=100))
-    leases = [job.lease(worker=i % 3) for i in range(9)]
+    leases = [job.lease() for _ in range(9)]
     assert [lease.micro for lease in leases] == list(range(9))
     assert [lease.token for lease in leases] == [100] * 4 + [101] * 4 + [102]
     assert len({lease.serial for lease in leases}) == 9
+
+
+# Lanes: micro-batches of one index mod M
+
+
+def lanes(job: Asking, order: list[int]) -> dict[int, list[int]]:
+    """The lanes of what each worker gets, when they ask in this order."""
+    found: dict[int, list[int]] = {}
+    for worker in order:
+        found.setdefault(worker, []).append(job.lease(worker).micro % 4)
+    return found
+
+
+def test_a_worker_gets_the_lanes_that_it_had_before() -> None:
+    job = Asking(ledger())
+    assert lanes(job, [0, 1, 0, 1]) == {0: [0, 2], 1: [1, 3]}
+    for order in ([0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]):
+        assert {worker: sorted(some) for worker, some in lanes(job, order).items()} == {0: [0, 2], 1: [1, 3]}
+
+
+def test_a_faster_worker_takes_a_lane_of_another_and_that_one_goes_back_and_forth() -> None:
+    job = Asking(ledger())
+    assert lanes(job, [0, 1, 0, 1]) == {0: [0, 2], 1: [1, 3]}
+    assert lanes(job, [0, 0, 0, 1]) == {0: [0, 2, 3], 1: [1]}
+    assert lanes(job, [0, 1, 0, 1]) == {0: [0, 2], 1: [1, 3]}
+    assert lanes(job, [0, 0, 1, 0]) == {0: [0, 2, 3], 1: [1]}
+
+
+def test_tokens_are_those_of_the_order_in_which_leases_are_given() -> None:
+    job = Asking(ledger(step=100))
+    leases = [job.lease(worker) for worker in (0, 1, 1, 0, 1, 1, 0, 0, 0)]
+    assert [lease.token for lease in leases] == [100] * 4 + [101] * 4 + [102]
+    assert sorted(lease.micro for lease in leases) == [*range(8), 8]
+
+
+def test_lanes_of_a_worker_that_is_gone_are_for_anybody() -> None:
+    job = Asking(ledger())
+    lanes(job, [0, 1, 0, 1])
+    job.of.leave(1)
+    assert [job.lease().micro for _ in range(6)] == [1, 3, 4, 6, 5, 7]
+
+
+def test_what_a_worker_gets_is_what_it_was_said_to_expect() -> None:
+    alone = Asking(ledger(cut=SHORT))
+    assert alone.of.expected(0) == list(range(11))
+    assert alone.lease().micro == 0
+    assert alone.of.expected(0, 3) == [1, 2, 3]
+    job = Asking(ledger())
+    lanes(job, [0, 1, 0, 1])
+    assert job.of.expected(0, 5) == [4, 6, 8, 10, 12]
+    assert job.lease(0).micro == 4
+    assert job.of.expected(0, 3) == [6, 8, 10]
+    assert job.of.expected(1, 3) == [5, 7, 9]
+
+
+def test_a_successor_hands_out_what_is_left_of_a_step() -> None:
+    job = Asking(ledger())
+    lanes(job, [0, 1, 0, 1, 1])
+    after = Asking(Ledger.from_state(json.loads(json.dumps(job.of.state()))))
+    assert sorted(after.lease(5).micro for _ in range(3)) == [4, 6, 7]
 
 
 def test_an_epoch_that_is_partly_done_goes_on_where_it_stands() -> None:
@@ -111,7 +171,7 @@ def test_revoked_micro_batches_go_out_first_lowest_index_first_under_a_new_seria
     for micro in (3, 1):
         job.of.revoke(micro)
     again = [job.lease(worker=1) for _ in range(3)]
-    assert [lease.micro for lease in again] == [1, 3, 5]
+    assert [lease.micro for lease in again] == [1, 3, 7]
     assert not {lease.serial for lease in again} & {lease.serial for lease in old}
     assert job.of.reissued == 2
 
@@ -277,6 +337,9 @@ def test_with_tolerance_0_only_gradients_of_the_newest_values_count() -> None:
         job.of.accept(0, lease.micro, lease.serial, values_step=values_step)
     assert weights(job.step()) == [1, 0, 1, 1]
     assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
+    assert job.of.age_histogram == {0: 3, 1: 1}, "the dropped one is counted, too, as in the staleness"
+    assert sum(job.of.staleness_histogram.values()) == 4
+    assert Ledger.from_state(json.loads(json.dumps(job.of.state()))).age_histogram == {0: 3, 1: 1}
 
 
 def test_the_histogram_ends_in_a_key_for_all_that_is_staler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +553,7 @@ def test_a_round_does_not_wait_for_the_backup_workers() -> None:
     for worker, lease in enumerate(second):
         job.push(lease, worker)
     plan = job.step()
-    assert [(m.micro, m.weight, m.staleness) for m in plan.members] == [(2, 0, 1), (3, 1, 0), (4, 1, 0)]
+    assert [(m.micro, m.weight, m.staleness) for m in plan.members] == [(2, 0, 1), (3, 1, 0), (5, 1, 0)]
     assert job.of.account == SampleAccount(total=20, applied=16, dropped=4)
 
 

@@ -167,4 +167,4 @@ def test_whoever_waits_for_a_lease_learns_that_the_mode_is_given_up(worker: Call
 
     one.mode.client.send = wait  # type: ignore[method-assign]
     with pytest.raises((GbaError, RuntimeError), match="without the shards"):
-        one.mode.ask(0, 64, [0.1], 0, lambda: False)
+        one.mode.ask(0, 0, 0, 64, [0.1], 0, lambda: False)

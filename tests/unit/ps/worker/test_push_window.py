@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Reply, ServerLost
 from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
@@ -21,8 +22,8 @@ LOST = ServerLost("server 1 did not answer")
 class Coordinator:
     """The client, of which only requests to the coordinator are made here; it answers at once."""
 
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
+    def __init__(self, answer: Any, traffic: Traffic | None = None) -> None:
+        self.answer, self.traffic = answer, traffic
         self.reported: list[PushDone] = []
 
     def send(self, server: int, body: PushDone) -> Future[Reply]:
@@ -105,3 +106,17 @@ def test_a_push_waits_for_a_place_and_gives_up() -> None:
     push_window.release()
     assert push_window.acquire()
     assert not push_window.drain()
+
+
+def test_the_report_has_this_workers_bytes_since_it_came_into_the_mode() -> None:
+    traffic = Traffic()
+    traffic.count("sent", "dense", 100)
+    traffic.report()  # with a commit, in allreduce mode
+    traffic.mode = "gba"
+    client = Coordinator(Ok(), traffic)
+    push_window, _ = of(client)
+    for n_rows in (7, 8):
+        traffic.count("sent", "rows", n_rows)
+        traffic.count("received", "header", 1)
+        push(push_window, [Ok()])
+    assert [done.traffic for done in client.reported] == [(0, 7, 0, 0, 0, 1), (0, 15, 0, 0, 0, 2)]

@@ -1,0 +1,128 @@
+"""Columns of a Parquet row group as the arrays of a batch, and what is refused: missing values, other types.
+
+ids -> int64, lists apart; dense, labels -> float32
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from gba_hvd.batch import Bag
+from gba_hvd.errors import BadInput
+
+_WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
+
+Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
+    """Raises BadInput for a column that is not there."""
+    if column not in schema.names:
+        in_path = f"; {column}=... in its path is no column here" if f"/{column}=" in url else ""
+        raise BadInput(f"ParquetStream: {url} has no column {column!r}; it has {', '.join(schema.names)}{in_path}")
+    return schema.field(column).type
+
+
+def check_ids(schema: pa.Schema, column: str, url: str) -> None:
+    kind = type_of(schema, column, url)
+    if not pa.types.is_integer(kind.value_type if is_list(kind) else kind):
+        raise BadInput(
+            f"ParquetStream: {url}: column {column!r} has {kind}, and ids are whole numbers (or lists of them) "
+            "below the rows of their table. gba-hvd data prepare makes ids of strings, by vocabulary or hash"
+        )
+
+
+def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
+    kind = type_of(schema, column, url)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise BadInput(
+            f"ParquetStream: {url}: column {column!r} has {kind}, expected numbers. Write it as float32, or "
+            "use gba-hvd data prepare, which also reads times (--timestamp)"
+        )
+
+
+def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
+    """int64 [n]; of lists (values int64 [v], starts int64 [n + 1]), where a list that is null is empty.
+
+    An unsigned 64-bit id, as hashes are, is the signed one of the same bits. Raises BadInput for a null.
+    """
+    if not is_list(column.type):
+        return _int64(_without_nulls(column, where))
+    array = _one_array(column)
+    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return _int64(_without_nulls(pa.chunked_array([array.flatten()]), where)), starts
+
+
+def floats_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
+    """float32 [n]. Raises BadInput for a null."""
+    values: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False).astype(np.float32)
+    return values
+
+
+def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
+    """float32 [n]. Raises BadInput for a null, for NaN and for a whole number that float32 does not hold."""
+    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+    values = exact.astype(np.float32)
+    if (n_nan := int(np.isnan(values).sum())) > 0:
+        raise BadInput(
+            f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. Leave these samples "
+            "out, or use gba-hvd data prepare, which reports them as malformed"
+        )
+    large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
+    if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
+        raise BadInput(
+            f"{where}: labels are float32, which has all whole numbers to {_WHOLE_IN_FLOAT32} only, and one is "
+            f"{lost[0]}. An id belongs into `ids`; scale other numbers to a smaller range"
+        )
+    return values
+
+
+def joined(parts: list[tuple[Ids, np.ndarray]], back: np.ndarray) -> Tensor | Bag:
+    """Ids of one feature: of each part the samples `inside`, all brought into the order `back`."""
+    if not isinstance(parts[0][0], tuple):
+        return torch.from_numpy(np.concatenate([values[inside] for values, inside in parts])[back])
+    taken, lengths = [], []
+    for (values, starts), inside in parts:
+        n = starts[inside + 1] - starts[inside]
+        taken.append(values[_spans(starts[inside], n)])
+        lengths.append(n)
+    n = np.concatenate(lengths)
+    begin, n = (np.cumsum(n) - n)[back], n[back]
+    together = np.concatenate(taken)[_spans(begin, n)]
+    return Bag(torch.from_numpy(together), torch.from_numpy(np.cumsum(n) - n))
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+
+
+def _without_nulls(column: pa.ChunkedArray, where: str) -> pa.Array:
+    array = _one_array(column)
+    if array.null_count:
+        raise BadInput(
+            f"{where}: {array.null_count} of {len(array)} values are missing. Fill them in, or use gba-hvd data "
+            "prepare, which has a substitute for them"
+        )
+    return array
+
+
+def _int64(array: pa.Array) -> np.ndarray:
+    values: Any = array.to_numpy(zero_copy_only=False)
+    signed: np.ndarray = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64)
+    return signed
+
+
+def _spans(begin: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """int64: begin[0], begin[0] + 1, ... n[0] of them, then those of begin[1], and so on."""
+    spans: np.ndarray = np.arange(int(n.sum())) + np.repeat(begin - (np.cumsum(n) - n), n)
+    return spans

@@ -1,0 +1,60 @@
+"""Options of a `GBACallback` that the modes of a job would not use: which ones, and in which modes they are of use.
+
+Decided here: nothing but that. The callback refuses what no mode that it names would use; what a mode that an operator
+requests does not use is reported when it is entered (`mode_limits.options_idle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gba_hvd.mode_names import SETTINGS
+
+_OF_AUTO = {"enter_gain", "leave_gain", "patience", "min_stay", "warm_up_steps"}
+_OF_REPLICAS = {"elasticity", "mixing"}
+_OF_GBA = {"staleness", "tolerance", "staleness_of", "lookahead", "curvature"}
+_USED = {
+    "auto": _OF_AUTO | _OF_GBA,
+    "allreduce": set[str](),
+    "gba": _OF_GBA,
+    "bsp": {"lookahead", "curvature"},
+    "async": {"curvature"},
+    "hop_bs": {"slack", "curvature"},
+    "hop_bw": {"backups", "curvature"},
+    "shadow": {"sync", "pause_s", *_OF_REPLICAS},
+    "easgd": {"every", *_OF_REPLICAS},
+    "ma": {"every", *_OF_REPLICAS},
+    "bmuf": {"every", "block_rate", *_OF_REPLICAS},
+}
+_NO_TOLERANCE = ("inverse", "none", "gap_aware")
+
+
+def used_in(mode: str, options: Mapping[str, Any]) -> set[str]:
+    """Names of the options that a mode uses; mode: one of `mode_names.SETTINGS`. options: all of them, by name."""
+    used = set(_USED[mode])
+    if options["staleness"] in _NO_TOLERANCE:
+        used.discard("tolerance")
+    if mode == "shadow" and options["sync"] == "none":  # no rounds
+        used -= {"pause_s", *_OF_REPLICAS}
+    if mode == "shadow" and options["sync"] == "bmuf":
+        used.add("block_rate")
+    return used
+
+
+def idle(modes: Iterable[str], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """The options with another value than the default that none of these modes uses, each with what would use it."""
+    used = set[str]().union(*(used_in(mode, options) for mode in modes))
+    given = [name for name, value in options.items() if value != defaults[name] and name not in used]
+    return {name: _what_uses(name, options) for name in given}
+
+
+def _what_uses(name: str, options: Mapping[str, Any]) -> str:
+    if name == "tolerance" and options["staleness"] in _NO_TOLERANCE:
+        return f"staleness={options['staleness']!r} has no limit in steps; 'threshold' and 'linear' have"
+    if name == "block_rate":
+        return "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"
+    if options["sync"] == "none" and name in {"pause_s", *_OF_REPLICAS}:
+        return "with sync='none' there are no rounds in mode 'shadow'"
+    modes = [mode for mode in SETTINGS if name in _USED[mode] and (mode != "auto" or name in _OF_AUTO)]
+    return f"it is of mode{'s' * (len(modes) > 1)} {', '.join(map(repr, modes))}"

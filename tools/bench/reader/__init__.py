@@ -1,0 +1,1 @@
+"""`gba-hvd bench reader`: command starts jobs of two workers; worker is their script."""
