@@ -33,6 +33,7 @@ from gba_hvd.tracking.spool import model_path
 from tests.tools.commands.test_model import frame_of
 from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, port_of_our_own, step, wait_until
 from tests.unit.conftest import _no_keeper as _no_keeper
+from tests.unit.serving import model_code
 from tests.unit.serving.conftest import CODE, batch, evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
 from tests.unit.serving.conftest import trained as trained
@@ -120,6 +121,48 @@ def test_the_model_is_logged_registered_and_predicts_without_horovod(
     assert not [one for one in requirements if "horovod" in one]
     assert {f"torch=={version('torch')}", "my-models==1.2", f"gba-hvd=={version('gba-hvd')}"} <= set(requirements)
     assert (files / "input_example.json").exists()
+
+
+class Samples:
+    """Batches of `conftest.batch`, of any samples."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
+        made = batch(len(rows), seed=int(rows[0]))
+        return gba_hvd.Batch(made.ids, made.dense, torch.from_numpy((rows % 2).astype(np.float32)))
+
+
+def test_a_job_logs_the_model_that_it_has_trained(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path / "shm"))
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "trains")
+    (tmp_path / "shm").mkdir()
+    model = model_code.make_model()
+    optimizer: Any = gba_hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.tables, global_batch=8, micro_batch=4
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    how = {"registered_model_name": "trained", "alias": "newest", "tables": "touched", "activation": "sigmoid"}
+    state.register_callbacks([patient(
+        *["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how)
+    )])  # fmt: skip
+    found = {}
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        for samples in gba_hvd.batches(Samples(), state):
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(samples), samples.label).backward()
+            optimizer.step()
+        found["scores"] = torch.sigmoid(evaluated(model, batch(30)))
+
+    train(state)
+    assert state.step == 3
+    scores = predicted(database, "models:/trained@newest", batch(30), tmp_path)
+    assert np.array_equal(scores, found["scores"].numpy())
 
 
 def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_path: Path) -> None:
