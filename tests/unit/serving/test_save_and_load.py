@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gba_hvd.serving.manifest import from_json, read_manifest, to_json
 from recovery.errors import Damaged, StoreError
 from recovery.storage.open import open_store
 from tests.recovery.stores import Crash, FaultyStore
+from tests.unit.serving import model_code
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated, objects
 from tests.unit.test_without_horovod import BLOCKED
 
@@ -138,6 +140,35 @@ def test_a_version_writes_the_shards_that_have_changed(trained: Trained, tmp_pat
     assert (third.new_shards, third.new_bytes) == (0, 0)
     one = batch(30, 100_000)
     assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
+
+
+def test_an_object_store_does_as_a_folder_does(trained: Trained) -> None:
+    model, one, url = trained(), batch(20), f"memory://{uuid.uuid4().hex}"
+    first = gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
+    change_rows(model, "item", np.arange(9), seed=9)
+    second = gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
+    assert (first.version, second.version, second.new_shards) == (1, 2, 1)
+    assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
+
+
+def test_a_shard_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    path = tmp_path / "m" / read_manifest(open_store(tmp_path / "m")).tables[0].rows.shards[0].name
+    path.write_bytes(path.read_bytes()[:-4])
+    assert gba_hvd.save_model(model, tmp_path / "m", build=CODE).new_shards == 1
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+
+
+def test_rows_of_a_table_with_rows_of_its_own_to_begin_with_are_all_stored(job_memory: Any, tmp_path: Path) -> None:
+    model = model_code.make_model()
+    model.tables.assign("word", np.arange(5), np.ones((5, 3), np.float32))
+    job_memory(model.tables)
+    saved = gba_hvd.save_model(model, tmp_path / "m", build=CODE, tables="touched", input_example=batch(2))
+    assert saved.n_rows == 5 + 1  # and the padding row of the items, which is zeros
+    opened = gba_hvd.load_for_inference(tmp_path / "m")
+    for name, n in (("user", 50), ("item", 9), ("word", 5)):
+        assert np.array_equal(opened.tables.rows(name, np.arange(n)), model.tables.rows(name, np.arange(n)))
 
 
 def test_an_old_version_stays_what_it_was(trained: Trained, tmp_path: Path) -> None:
