@@ -147,11 +147,18 @@ def _numbered(
 
 
 def _keyed(rows: TableRows, keys: np.ndarray, bits: int) -> Iterator[tuple[int, np.ndarray | None, np.ndarray]]:
+    """(bucket, its keys, rows) of each bucket that has some; the rows of many buckets are read at once."""
     buckets = key_buckets(keys, bits)
-    ends = np.searchsorted(buckets, np.arange((1 << bits) + 1))
-    for bucket in np.unique(buckets):
-        mine = keys[ends[bucket] : ends[bucket + 1]]
-        yield int(bucket), mine, rows.of_keys(mine)
+    distinct = np.unique(buckets)
+    edges = np.append(np.searchsorted(buckets, distinct), len(keys))
+    first, most = 0, _BLOCK_BYTES // (4 * rows.dim)
+    while first < len(distinct):
+        last = max(first + 1, int(np.searchsorted(edges, edges[first] + most, side="right")) - 1)
+        start = edges[first]
+        values = rows.of_keys(keys[start : edges[last]])
+        for at in range(first, last):
+            yield int(distinct[at]), keys[edges[at] : edges[at + 1]], values[edges[at] - start : edges[at + 1] - start]
+        first = last
 
 
 def key_buckets(keys: np.ndarray, bits: int) -> np.ndarray:

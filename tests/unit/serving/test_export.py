@@ -14,6 +14,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.serving.manifest import read_manifest
+from gba_hvd.serving.row_sources import CheckpointRows
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from recovery.config import Config
 from recovery.restore.open_checkpoint import open_checkpoint
@@ -21,7 +22,7 @@ from recovery.selection.selector import Selection
 from recovery.state_codec import encode
 from recovery.storage.open import open_store
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
-from tests.unit.serving.conftest import CODE, batch, evaluated
+from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
 from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
 
 
@@ -52,6 +53,32 @@ def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hash
     # The same rows, saved from memory, are the same shards.
     again = gba_hvd.save_model(model, tmp_path / "m", build=CODE, arguments=arguments, tables=stored)
     assert (again.version, again.new_shards) == (2, 0)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
+    trained: Trained, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"users": 3000, "hashed": hashed}
+    model = trained(**arguments)
+    if hashed:
+        change_rows(model, "user", np.arange(2500))
+    how = {"build": CODE, "arguments": arguments, "shard_bytes": 4096}
+    whole = gba_hvd.save_model(model, tmp_path / "m", **how)
+    checkpoint(model, model.tables, tmp_path / "c")
+    reads = []
+    read = CheckpointRows.of_keys if hashed else CheckpointRows.numbered
+
+    def counted(self: CheckpointRows, *args: Any) -> np.ndarray:
+        reads.append(self.name)
+        return read(self, *args)
+
+    monkeypatch.setattr(CheckpointRows, "of_keys" if hashed else "numbered", counted)
+    monkeypatch.setattr("gba_hvd.serving.row_shards._BLOCK_BYTES", 16 << 10)
+    again = gba_hvd.export_model(tmp_path / "c", tmp_path / "m", **how)
+    assert whole.new_shards > 10
+    assert again.new_shards == 0
+    assert 1 < reads.count("user") <= 5
 
 
 def test_a_converted_model(job_memory: Callable[..., None], tmp_path: Path) -> None:
@@ -88,8 +115,6 @@ def test_what_does_not_fit_is_refused(trained: Trained, tmp_path: Path, how: dic
 
 def test_the_rows_of_a_chain_of_saves_are_the_newest(trained: Trained, tmp_path: Path) -> None:
     """Partial saves: rows are those that a restore would bring back."""
-    from tests.unit.serving.conftest import change_rows
-
     model = trained()
     rows, store, config = ShardRows(model.tables.memory), open_store(tmp_path / "c"), Config(policy="delta")
     selection, parent = Selection(rows, config), None
