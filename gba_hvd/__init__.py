@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from gba_hvd.metrics.scores import Scores, TaskScores
     from gba_hvd.optimizer import DistributedOptimizer
     from gba_hvd.retrieval import evaluate_retrieval
+    from gba_hvd.serving.load import OpenModel, load_for_inference, open_model
+    from gba_hvd.serving.log_model import LogModel
+    from gba_hvd.serving.save import SavedModel, export_model, save_model
     from gba_hvd.switching.callback import GBACallback
     from gba_hvd.torch_optimizers import register_optimizer
     from gba_hvd.tracking import MLflowCallback, ProgressLine
@@ -49,11 +52,14 @@ __all__ = [
     "GBACallback",
     "GbaError",
     "Job",
+    "LogModel",
     "MLflowCallback",
     "NonFiniteGradient",
+    "OpenModel",
     "ProgressLine",
     "RetrievalScores",
     "RowAdagrad",
+    "SavedModel",
     "Scores",
     "ShardMemoryError",
     "StateMismatch",
@@ -66,10 +72,14 @@ __all__ = [
     "elastic",
     "evaluate",
     "evaluate_retrieval",
+    "export_model",
     "hogwild",
     "in_batch_softmax",
+    "load_for_inference",
+    "open_model",
     "register_optimizer",
     "sampled_softmax",
+    "save_model",
 ]
 
 # Imported when they are first used: a server, a command or a process that only reads settings needs few of them.
@@ -90,6 +100,9 @@ _IN = {
     "optimizer": ("DistributedOptimizer",),
     "metrics.ranking": ("RetrievalScores",),
     "retrieval": ("evaluate_retrieval",),
+    "serving.log_model": ("LogModel",),
+    "serving.load": ("OpenModel", "load_for_inference", "open_model"),
+    "serving.save": ("SavedModel", "export_model", "save_model"),
     "switching.callback": ("GBACallback",),
     "torch_optimizers": ("register_optimizer",),
     "tracking": ("MLflowCallback", "ProgressLine"),

@@ -81,11 +81,14 @@ class Event:
 class Callback:
     """Override what you need. Called on every worker, in the training thread: be quick, never raise for remote trouble.
 
-    Order: `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`, `on_event`, then
-    `on_end` once.
+    Order: `on_model`, then `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`,
+    `on_event`, then `on_end` once.
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     """
+
+    def on_model(self, model: Any) -> None:
+        """The callback was registered with the state of this model, an `nn.Module`. May raise BadInput."""
 
     def on_job(self, job: Job) -> None:
         """This process is in the job: called when the first world has formed, and after each change of membership."""

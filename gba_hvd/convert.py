@@ -20,7 +20,7 @@ from gba_hvd.batch import Bag
 from gba_hvd.embedding.features import Feature, Table
 from gba_hvd.embedding.lookups import HALF
 from gba_hvd.embedding.module_dtype import FollowsDtype
-from gba_hvd.embedding.row_optimizers import RowOptimizer
+from gba_hvd.embedding.row_optimizers import SGD, RowOptimizer
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 
@@ -104,6 +104,43 @@ def convert(
             _become(module, tables, named(path))
         _retire(weight, table)
     return tables
+
+
+def convert_without_rows(
+    model: nn.Module, names: Mapping[str, tuple[str, str]], padding_rows: Mapping[str, Tensor] | None
+) -> EmbeddingTables:
+    """Convert modules whose rows come from elsewhere; their own weights are dropped.
+
+    names: by path of the module, its feature and its table. padding_rows: by path, what positions of padding return
+    where that is not zeros; None: what the modules' weights have there. Raises BadInput for a path that is no
+    `nn.Embedding` or `nn.EmbeddingBag`.
+    """
+    sizes: dict[str, Table] = {}
+    features: dict[str, Feature] = {}
+    modules: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+    by_path = dict(model.named_modules())
+    for path, (feature, table) in names.items():
+        module = by_path.get(path)
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or isinstance(module, _Converted):
+            raise BadInput(
+                f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag at {path!r}, as the saved model has"
+            )
+        modules[path] = module
+        sizes.setdefault(table, Table(module.num_embeddings, module.embedding_dim, padding_idx=module.padding_idx))
+        features[feature] = Feature(table, module.mode if isinstance(module, nn.EmbeddingBag) else None)
+    tables = EmbeddingTables(sizes, SGD(lr=0.0), features=features)
+    weights = {id(module.weight): (module.weight, names[path][1]) for path, module in modules.items()}
+    for path, module in modules.items():
+        _become(module, tables, names[path][0])
+        if isinstance(module, ConvertedEmbedding) and padding_rows is not None:
+            module.register_buffer("padding_row", padding_rows.get(path), persistent=False)
+    for weight, table in weights.values():
+        _retire(cast(nn.Parameter, weight), table)
+    return tables
+
+
+def is_converted(module: nn.Module) -> bool:
+    return isinstance(module, _Converted)
 
 
 class _Converted(FollowsDtype):

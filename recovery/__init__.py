@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recovery.config import Config
     from recovery.process_checkpointer import ProcessCheckpointer
     from recovery.restore import Report, TrainingPoint
+    from recovery.restore.open_checkpoint import OpenCheckpoint, TableInfo, open_checkpoint
     from recovery.storage.open import open_store
     from recovery.torch_rows.tensor_rows import RowParts, TensorRows, dense_state, load_dense_state, of_optimizer
 
@@ -32,6 +33,7 @@ __all__ = [
     "Event",
     "Fenced",
     "Handle",
+    "OpenCheckpoint",
     "ProcessCheckpointer",
     "ProjectError",
     "RecoveryError",
@@ -39,11 +41,13 @@ __all__ = [
     "RowParts",
     "Saved",
     "StoreError",
+    "TableInfo",
     "TensorRows",
     "TrainingPoint",
     "dense_state",
     "load_dense_state",
     "of_optimizer",
+    "open_checkpoint",
     "open_store",
 ]
 
@@ -54,6 +58,7 @@ _IN = {
     "config": ("Config",),
     "process_checkpointer": ("ProcessCheckpointer",),
     "restore": ("TrainingPoint", "Report"),
+    "restore.open_checkpoint": ("OpenCheckpoint", "TableInfo", "open_checkpoint"),
     "storage.open": ("open_store",),
     "torch_rows.tensor_rows": ("RowParts", "TensorRows", "load_dense_state", "of_optimizer", "dense_state"),
 }

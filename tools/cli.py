@@ -14,7 +14,7 @@ from importlib.metadata import version
 from recovery.errors import ProjectError
 
 from . import bench, chaos
-from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, plan, report, run, simulate
+from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, model, plan, report, run, simulate
 from .signals import INTERRUPTED, ended_cleanly
 
 COMMANDS = (
@@ -30,6 +30,7 @@ COMMANDS = (
     plan,
     simulate,
     checkpoint,
+    model,
     chaos,
 )
 

@@ -55,16 +55,32 @@ def table_shapes(config: JobConfig, rows: Mapping[str, int]) -> dict[str, tuple[
 def build_tables(
     config: JobConfig, log: Log, kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables
 ) -> gba_hvd.EmbeddingTables:
+    return make_tables(config, log.tables, shared_features(log), kind)
+
+
+def shared_features(log: Log) -> dict[str, str] | None:
+    """The table of each feature of a click log in which some share one; None: each has its own, or it has sequences."""
+    if isinstance(log, ClickLog) and len(log.features) > len(log.tables):
+        return dict(log.features)
+    return None
+
+
+def make_tables(
+    config: JobConfig,
+    rows: Mapping[str, int],
+    shared: Mapping[str, str] | None = None,
+    kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables,
+) -> gba_hvd.EmbeddingTables:
+    """rows: of each table, padding rows included. shared: see `shared_features`."""
     of_sequences = config.reads_sequences
     looked_up: Mapping[str, gba_hvd.Feature | str] | None = features(config) if of_sequences else None
-    if isinstance(log, ClickLog) and len(log.features) > len(log.tables):
-        pooling = config.embedding.pooling
-        looked_up = {name: gba_hvd.Feature(table, pooling) for name, table in log.features.items()}
+    if shared is not None:
+        looked_up = {name: gba_hvd.Feature(table, config.embedding.pooling) for name, table in shared.items()}
     padding = dict.fromkeys(("item", "category"), PADDING) if of_sequences else {}
     return kind(
         {
             name: gba_hvd.Table(n_rows, columns, padding_idx=padding.get(name))
-            for name, (n_rows, columns) in table_shapes(config, log.tables).items()
+            for name, (n_rows, columns) in table_shapes(config, rows).items()
         },
         optimizer=row_optimizer(config.embedding),
         features=looked_up,
@@ -99,12 +115,16 @@ def refuse_single_sample(config: JobConfig, n_samples: int) -> None:
 
 
 def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) -> nn.Module:
-    model, n_dense = config.model, log.n_dense
     if isinstance(log, SyntheticBehaviourLog | SequenceLog):
         return build_sequence_model(config, tables, log)
     if isinstance(log, ChosenItems):
         of_user = [name for name in log.tables if name != ITEM]
-        return YoutubeDNN(tables, log_shares(log), of_user=of_user, of_item=[ITEM], **two_towers(model))
+        return YoutubeDNN(tables, log_shares(log), of_user=of_user, of_item=[ITEM], **two_towers(config.model))
+    return build_click_model(config, tables, log.n_dense)
+
+
+def build_click_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, n_dense: int) -> DeepFM | DLRM | DCNv2:
+    model = config.model
     shared: dict[str, Any] = {
         "n_dense": n_dense, "hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout,
     }  # fmt: skip
@@ -116,7 +136,7 @@ def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) ->
 
 
 def build_sequence_model(
-    config: JobConfig, tables: gba_hvd.EmbeddingTables, log: SyntheticBehaviourLog | SequenceLog
+    config: JobConfig, tables: gba_hvd.EmbeddingTables, log: SyntheticBehaviourLog | SequenceLog | None
 ) -> DIN | DIEN | YoutubeDNN:
     model = config.model
     if model.kind == "din":

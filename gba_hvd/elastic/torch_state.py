@@ -115,6 +115,8 @@ class TorchState:
         """
         self.engine.callbacks.extend(cast(Sequence[Callback], callbacks))
         for callback in callbacks:
+            if isinstance(callback, Callback):
+                callback.on_model(self.model)
             if isinstance(callback, CheckpointCallback):
                 if checkpoints_of(self.engine) is not None:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")

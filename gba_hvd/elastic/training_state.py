@@ -45,11 +45,19 @@ class TrainingState:
             values[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return {
             "model": dict(self._model.state_dict()),
+            "parameter_names": self._parameter_names(),
             "optimizer": engine.model.optimizer.state_dict(),
             "values": values,
             "position": engine.progress.state_dict(),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
         }
+
+    def _parameter_names(self) -> dict[str, str]:
+        """What servers call each dense parameter -> its name in the model, where these differ."""
+        trained = self._engine.model
+        own = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        pairs = zip(trained.names, trained.dense.parameters, strict=True)
+        return {name: own[id(one)] for name, one in pairs if own.get(id(one), name) != name}
 
     def encoded(self) -> bytes:
         """What late joiners receive; a checkpoint has no use for the claim it was saved under."""

@@ -163,6 +163,7 @@ class EmbeddingTables(FollowsDtype):
         # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
         self.notes_samples = False  # forward passes note which sample each id belongs to
+        self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
@@ -423,7 +424,7 @@ class EmbeddingTables(FollowsDtype):
         keys, index, _ = distinct(wanted)
         rows = torch.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
-        if train:
+        if train and not self.is_frozen:
             rows.requires_grad_()
             ids, samples = index[:0], np.empty(0, np.int64)
             if self.notes_samples:

@@ -31,6 +31,8 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
+from recovery.hashed_ids import ids_of as ids_of
+from recovery.hashed_ids import keys_of_ids as keys_of_ids
 from recovery.old_names import warn
 from recovery.rows import NO_KEY as NO_KEY  # of an entry that no id has; the id of this number has no key
 from recovery.selection.sampled_accesses import n_words
@@ -339,33 +341,6 @@ def _vocabulary(at: int, hashed: HashedSpec) -> VocabularyPlace:
     uses = _aligned(keys + 2 * hashed.rows)
     counters = _aligned(uses + 2 * hashed.rows)
     return VocabularyPlace(at, keys, uses, counters, counters + -(-hashed.n_counters // 4))
-
-
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64's finaliser, and what undoes them
-_BACK_1, _BACK_2 = pow(_MIX_1, -1, 2**64), pow(_MIX_2, -1, 2**64)
-_SIGN = np.uint64(2**63)
-
-
-def keys_of_ids(ids: np.ndarray) -> np.ndarray:
-    """int64 [n], the keys of a hashed table's ids (int64 [n]): a bijection, under which NO_KEY stays what it is."""
-    x = ids.astype(np.int64).view(np.uint64) ^ _SIGN
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX_1)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX_2)
-    x ^= x >> np.uint64(31)
-    return (x ^ _SIGN).view(np.int64)
-
-
-def ids_of(keys: np.ndarray) -> np.ndarray:
-    """int64 [n], the ids of a hashed table's keys: the inverse of `keys_of_ids`."""
-    x = keys.astype(np.int64).view(np.uint64) ^ _SIGN
-    x ^= x >> np.uint64(31) ^ x >> np.uint64(62)
-    x *= np.uint64(_BACK_2)
-    x ^= x >> np.uint64(27) ^ x >> np.uint64(54)
-    x *= np.uint64(_BACK_1)
-    x ^= x >> np.uint64(30) ^ x >> np.uint64(60)
-    return (x ^ _SIGN).view(np.int64)
 
 
 def _write_slots(slots: tuple[SlotSpec, ...]) -> dict[str, str]:

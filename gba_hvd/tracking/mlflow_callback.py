@@ -11,13 +11,14 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
@@ -32,6 +33,7 @@ from gba_hvd.tracking.spool import (
     SpoolWriter,
     left_behind,
     log_path,
+    model_path,
     read_status,
     remove,
     unsent,
@@ -42,8 +44,19 @@ _LOOK_EVERY_S = 10.0
 _RESTARTS = 3
 WARNINGS = "warnings"  # metric: events of level "warning" so far
 WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
+_MODEL_BYTES_S = 8 << 20  # the least that a model is expected to be logged with, while the end waits
 _STATUS = {"NOT_SAVED": "FAILED"}  # what a run can be of what a job can be; the reason says more
 _numbers = itertools.count()
+
+
+class ModelLogger(Protocol):
+    """Writes the trained model for the sender: `gba_hvd.LogModel`."""
+
+    def check(self, model: Any) -> None:
+        """Raises BadInput for what would be refused at the end of the training."""
+
+    def write(self, model: Any, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
+        """Write what `mlflow_model` reads into a new folder; returns its bytes."""
 
 
 class MLflowCallback(Callback):
@@ -59,6 +72,7 @@ class MLflowCallback(Callback):
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
     spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
     flush_timeout_s: how long the end of training may wait for the last records to be sent.
+    log_model: a `gba_hvd.LogModel`: log the trained model with the run, and register it.
     """
 
     def __init__(
@@ -76,6 +90,7 @@ class MLflowCallback(Callback):
         spool_dir: str | Path | None = None,
         spool_limit_bytes: int = 1 << 30,
         flush_timeout_s: float = 30.0,
+        log_model: ModelLogger | None = None,
     ) -> None:
         if log_every_steps < 1:
             raise BadInput(f"MLflowCallback: log_every_steps must be at least 1, not {log_every_steps}")
@@ -91,6 +106,10 @@ class MLflowCallback(Callback):
         self._spool_dir = Path(spool_dir or os.environ.get("GBA_HVD_SPOOL_DIR") or "gba-hvd-spool").absolute()
         self._spool_limit_bytes = spool_limit_bytes
         self._flush_timeout_s = flush_timeout_s
+        self._log_model = log_model
+        self._model: Any = None
+        self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
+        self._step = 0
 
         self._job: Job | None = None
         self._run_id: str | None = None
@@ -114,6 +133,11 @@ class MLflowCallback(Callback):
         self._script_logs_lr = False
 
     # The training thread calls these.
+
+    def on_model(self, model: Any) -> None:
+        if self._log_model is not None:
+            self._log_model.check(model)
+            self._model = model
 
     def on_job(self, job: Job) -> None:
         was_chief = self._job is not None and self._job.is_chief
@@ -157,7 +181,7 @@ class MLflowCallback(Callback):
         self._look_after_sender()
 
     def on_step(self, record: StepRecord) -> None:
-        self._epoch = record.epoch
+        self._epoch, self._step = record.epoch, record.step
         before = self._since.last
         if before is not None and before.mode != record.mode:  # no point is the mean of two modes
             self._write_point(before)
@@ -209,6 +233,8 @@ class MLflowCallback(Callback):
         if event.kind == gauges.EVENT:  # reported with the next point
             self._since.read(self._readings.take(event.data))
             return
+        if event.kind == "checkpoint":
+            self._checkpoint = event.data
         if event.kind == "resumed":
             self._readings.begin(event.data)
         if event.kind == "resumed" and event.step < self._logged_step:  # these steps come again (full recovery)
@@ -228,10 +254,35 @@ class MLflowCallback(Callback):
             self._write_point(self._since.last)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
-        self._write({"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason})
+        has_model = self._write_model(status)
+        end = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
+        self._write(end | ({"model": True} if has_model else {}))
+        if has_model:  # after the end: that must not wait for it
+            self._write({"kind": "model"})
         self._writer.close()
         self._wait_for_sender(status)
         self._report(of_the_run)
+
+    def _write_model(self, status: str) -> bool:
+        """Write the model that the sender logs, on the chief of a job that has done all its steps."""
+        assert self._writer is not None and self._job is not None
+        if self._log_model is None or not self._job.is_chief or status not in ("FINISHED", "NOT_SAVED"):
+            return False
+        folder = model_path(self._writer.path)
+        try:
+            if self._model is None:
+                raise BadInput("the callback was not registered with state.register_callbacks()")
+            n_bytes = self._log_model.write(self._model, folder, self._step, self._checkpoint)
+        except Exception as error:  # any error: the training is done, and its records are to be sent
+            shutil.rmtree(folder, ignore_errors=True)
+            place = recovery_records.place_of(self._checkpoint) if self._checkpoint else ""
+            todo = f"`gba-hvd model export` makes it from the checkpoint {place}" if place else "no checkpoint has it"
+            message = f"the model was not logged: {type(error).__name__}: {error}; {todo}"
+            self._write_event(Event("model_not_logged", self._step, message, level="warning"))
+            _log(message)
+            return False
+        self._flush_timeout_s += n_bytes / _MODEL_BYTES_S
+        return True
 
     # These travel with the elastic state.
 
@@ -339,10 +390,18 @@ class MLflowCallback(Callback):
                 + (f": {self._writer.problem}" if self._writer.problem else ", see above")
             )
         if delivered.done:
+            if delivered.model_problem:
+                _log(delivered.model_problem)
             remove(path)
         if delivered.done or delivered.recorded:
             if self._job.is_chief:
                 drawn = "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
+                if not delivered.done and model_path(path).exists():
+                    drawn = "Everything else is recorded. "
+                    still = (
+                        f"the model is still being sent; should {model_path(path)} be there later, {how_to_send(path)}"
+                    )
+                    _log(delivered.model_problem or still)
                 print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
             return
         n_unsent = unsent(path)

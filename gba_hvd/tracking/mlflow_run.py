@@ -1,4 +1,4 @@
-"""The one MLflow run of a job: found or created, written to, ended. Every MLflow call of the project is in this file.
+"""The one MLflow run of a job: found or created, written to, ended. MLflow is called here and in `mlflow_model` only.
 
 All calls may raise; `delivery.decide` says what that means. Nothing here is imported by a training process.
 """
@@ -20,6 +20,7 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
+from gba_hvd.tracking import mlflow_model
 from gba_hvd.tracking.delivery import may_report
 from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
@@ -41,7 +42,8 @@ class RunNotThere(Exception):
 class JobRun:
     """A run this process may write to; in one that others wrote to before, points they have sent are not repeated."""
 
-    def __init__(self, client: MlflowClient, run: Run, stamp: str, joined: bool) -> None:
+    def __init__(self, client: MlflowClient, run: Run, stamp: str, joined: bool, uri: str = "") -> None:
+        self._uri = uri
         self.run_id: str = run.info.run_id
         self.experiment_id: str = run.info.experiment_id
         self._client = client
@@ -112,6 +114,15 @@ class JobRun:
     def put_file(self, file: Path) -> None:
         self._client.log_artifact(self.run_id, str(file))
 
+    def log_model(self, folder: Path) -> str:
+        """See `mlflow_model`."""
+        return mlflow_model.log_model(self._uri, self.run_id, folder)
+
+    def register_model(self, folder: Path, model_uri: str) -> str:
+        """Register a logged model, if its folder names a registered one; returns the version, or nothing."""
+        facts = mlflow_model.read_facts(folder)
+        return mlflow_model.register(self._uri, model_uri, facts) if facts["registered_model_name"] else ""
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in tags.items()], synchronous=True)
 
@@ -164,7 +175,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         experiment_id = _experiment(client, job["experiment"], may_create)
         found = _find(client, experiment_id, job)
         if found is not None:
-            return JobRun(client, found, job["stamp"], joined=True)
+            return JobRun(client, found, job["stamp"], joined=True, uri=uri)
         if not may_create():
             raise RunNotThere(f"no run of job {job['job_id']} in experiment {job['experiment']!r} yet")
         tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
@@ -175,8 +186,8 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
             # Another chief created one at the same moment. Ours is still empty, so it is ours that goes.
             client.delete_run(mine.info.run_id)
             others = [run for run in runs if run.info.run_id != mine.info.run_id]
-            return JobRun(client, others[0], job["stamp"], joined=True)
-        return JobRun(client, mine, job["stamp"], joined=False)
+            return JobRun(client, others[0], job["stamp"], joined=True, uri=uri)
+        return JobRun(client, mine, job["stamp"], joined=False, uri=uri)
 
 
 def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | list[str]:

@@ -31,7 +31,7 @@ MAX_TAGS = 90
 MAX_TOTAL = 1000
 _MAX_KEY = 250
 _MAX_TEXT = 4000
-_ONE_BY_ONE = frozenset({"job", "artifact", "end"})
+_ONE_BY_ONE = frozenset({"job", "artifact", "end", "model"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import DeliveryAction, first_line
 from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, pack
-from gba_hvd.tracking.spool import all_records, read_lines, read_status, write_status
+from gba_hvd.tracking.spool import all_records, model_path, read_lines, read_status, write_status
 from recovery.redaction import redacted
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Sender:
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0
+        self._own_events: list[Record] = []
         self._failed_s = 0.0
         self._next_heartbeat_s = 0.0
         self._next_events_s = 0.0
@@ -111,7 +112,8 @@ class Sender:
             self._put_events()
             self._next_events_s = now + EVENTS_EVERY_S
         if self.orphaned:
-            if self.job is not None and self.job["chief"] and self._call(lambda run: run.may_report()):
+            is_chief = self.job is not None and self.job["chief"] and not self.status.recorded
+            if is_chief and self._call(lambda run: run.may_report()):
                 self._finish("FAILED", _GONE)
             self._set(done=True)
 
@@ -130,6 +132,9 @@ class Sender:
                 status = record["status"]
                 if status and self._call(lambda run: run.may_report()):
                     self._finish(status, record["reason"])
+                self._set(done=not record.get("model"))
+            case "model":
+                self._log_model()
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)
 
@@ -183,6 +188,47 @@ class Sender:
             self._set(dropped=self.status.dropped + 1)
             return None
 
+    def _log_model(self) -> None:
+        """Log and register the model that the worker has written. What MLflow refuses for good is an event; so is the
+        first failure of what may pass, after which the spool waits with the model."""
+        folder = model_path(self.spool)
+        try:
+            if self.status.model_uri is None:
+                uri = self._call(lambda run: run.log_model(folder))
+                if uri is None:
+                    self._set(keeps_model=True)
+                    self._model_failed(f"MLflow refused the model, which is kept: {folder}/model, a saved model as of "
+                                       "gba_hvd.load_for_inference; the log of the sender has the reason")  # fmt: skip
+                    return
+                self._set(model_uri=uri)
+            version = self._call(lambda run: run.register_model(folder, self.status.model_uri))
+        except Blocked as blocked:
+            if self.status.model_problem is None:
+                with contextlib.suppress(Blocked, Stopped):
+                    self._model_failed(f"the model is not logged or registered yet, it waits in {folder}: {blocked}; "
+                                       f"send it with: gba-hvd mlflow send {self.spool}")  # fmt: skip
+            raise
+        uri = self.status.model_uri
+        if version is None:
+            self._model_failed(
+                f"the model is logged as {uri} and was not registered: call mlflow.register_model({uri!r}, name)"
+            )
+            return
+        self._set(model_problem=None)
+        as_version = f", version {version}" if version else ""
+        self._report_event("model_logged", f"the model is logged as {uri}{as_version}", "info")
+
+    def _model_failed(self, message: str) -> None:
+        self._set(model_problem=message)
+        say(message)
+        self._report_event("model_not_logged", message, "warning")
+
+    def _report_event(self, kind: str, message: str, level: str) -> None:
+        data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool))}
+        event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
+        self._own_events.append(event | ({"level": level} if level == "warning" else {}))
+        self._put_events()
+
     def _run_now(self) -> JobRun:
         if self._run is not None:
             return self._run
@@ -217,6 +263,7 @@ class Sender:
 
     def _put_events(self) -> list[Record]:
         own = [_without_kind(record) for record in all_records(self.spool) if record.get("kind") == "event"]
+        own += self._own_events
         merged: list[Record] | None = self._call(lambda run: run.put_events(own), artifact="events.jsonl")
         self._events_waiting = False
         return merged if merged is not None else own

@@ -3,6 +3,7 @@
     NAME.jsonl        the records; appended by the worker, and by its sender for what the sender measures
     NAME.status.json  written by the sender only: the offset delivered so far, the run, the last problem
     NAME.log          what the sender had to say
+    NAME.model/       a model that is to be logged (`mlflow_model`); written by the worker before its last records
 
 The first two have the tracking URI as MLflow needs it, with a password if there is one: they are of mode 0600.
 A line counts once its newline is there, so a writer killed half-way leaves nothing that could be misread. The status
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,12 +43,19 @@ class SpoolStatus:
     dropped: int = 0
     problem: str | None = None  # why nothing is getting through, None while it is
     stopped: bool = False  # waiting will not help
-    recorded: bool = False  # every record and the run's final status are there; pictures may be missing
+    recorded: bool = False  # every record and the run's final status are there; pictures, or a model, may be missing
+    model_uri: str | None = None  # of the logged model, which is then to be registered
+    model_problem: str | None = None  # why it was not logged or not registered, and what to do
+    keeps_model: bool = False  # it was not taken, and its folder stays
     done: bool = False
 
 
 def status_path(spool: Path) -> Path:
     return spool.with_suffix(".status.json")
+
+
+def model_path(spool: Path) -> Path:
+    return spool.with_suffix(".model")
 
 
 def log_path(spool: Path) -> Path:
@@ -167,7 +176,12 @@ def _parse(raw: bytes) -> Record:
 
 
 def remove(spool: Path) -> None:
-    """Delete a spool and what belongs to it, and its folder when nothing else is in there."""
+    """Delete a spool and what belongs to it, and its folder when nothing else is in there.
+
+    A model that MLflow did not take stays.
+    """
+    if not read_status(spool).keeps_model:
+        shutil.rmtree(model_path(spool), ignore_errors=True)
     for path in (spool, status_path(spool), status_path(spool).with_suffix(".new"), log_path(spool)):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # other spools are in there

@@ -92,16 +92,19 @@ def read_rows(
     *,
     residue: int = 0,
     modulo: int = 1,
+    only: np.ndarray | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
 ) -> np.ndarray:
     """Fill arrays with the rows r of a table for which r mod `modulo` is `residue`; which of them were saved, bool [n].
 
     columns: float32 [n, width] of each column of the table, None: not wanted. Row r goes to r div modulo; what was
         never saved stays as it is.
+    only: int64 [n], ascending and distinct: these rows and no others, only[i] at i. Sections without any are not read.
 
     Raises Damaged when a byte is not what was saved; the arrays are then worth nothing.
     """
-    there = np.zeros(len(range(residue, chain.newest.schema.tables[table].n_rows, modulo)), np.bool_)
+    n_rows = chain.newest.schema.tables[table].n_rows
+    there = np.zeros(len(range(residue, n_rows, modulo)) if only is None else len(only), np.bool_)
 
     def fill(manifest: Manifest) -> None:
         about, n_shards = manifest.schema.tables[table], manifest.schema.n_shards
@@ -114,6 +117,12 @@ def read_rows(
                     piece, section, about, n_shards, f"{manifest.name}: {run.blob}"
                 )
                 rows = section.shard + n_shards * indices
+                if only is not None:
+                    at = np.minimum(np.searchsorted(only, rows), len(only) - 1)
+                    mine = only[at] == rows
+                    _scatter(about, columns, at[mine], records[mine])
+                    there[at[mine]] = True
+                    continue
                 if not whole:
                     mine = rows % modulo == residue
                     rows, records = rows[mine], records[mine]
@@ -122,7 +131,9 @@ def read_rows(
             on_bytes(run.n_bytes)
 
         def wanted(section: Section) -> bool:
-            return section.table == table and (not whole or section.shard % modulo == residue)
+            if section.table != table or (whole and section.shard % modulo != residue):
+                return False
+            return only is None or _may_have(section, n_shards, only)
 
         with ThreadPoolExecutor(_READERS, "read") as pool:
             try:
@@ -136,6 +147,15 @@ def read_rows(
     for manifest in chain.manifests:  # the later one wins
         fill(manifest)
     return there
+
+
+def _may_have(section: Section, n_shards: int, only: np.ndarray) -> bool:
+    """Whether a section may have one of these rows (int64 [n], ascending)."""
+    if section.first is None:
+        return bool(len(only))
+    start, stop = (section.shard + n_shards * index for index in (section.first, section.first + section.n_rows))
+    near = only[np.searchsorted(only, start) : np.searchsorted(only, stop)]
+    return bool((near % n_shards == section.shard).any())
 
 
 def _scatter(table: Table, columns: Sequence[np.ndarray | None], at: np.ndarray, records: np.ndarray) -> None:

@@ -2,8 +2,9 @@
 
 An object is written once, completely, under a fresh name, and never changed: what is half written is never referred to.
 
-Four kinds of names, the first three with the epoch of the claim they were written under: `manifests/EPOCH-NUMBER.json`,
-`blobs/EPOCH-NUMBER/...`, `claims/EPOCH-...`, and `probes/...` of `check`. `open_store` decides which back end serves a
+Kinds of names, the first three with the epoch of the claim they were written under: `manifests/EPOCH-NUMBER.json`,
+`blobs/EPOCH-NUMBER/...`, `claims/EPOCH-...`; `probes/...` of `check`; and those of models that were saved for
+predictions: `versions/`, `rows/`, `files/` (`gba_hvd.serving`). `open_store` decides which back end serves a
 URL; what a back end can do is in its own file.
 """
 
@@ -19,7 +20,7 @@ from typing import Protocol
 from recovery.errors import BadInput, NotFound, StoreError
 
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_NAME = re.compile(rf"(?P<folder>manifests|blobs|claims|probes)(?:/{_PART}){{1,6}}")
+_NAME = re.compile(rf"(?P<folder>manifests|blobs|claims|probes|versions|rows|files)(?:/{_PART}){{1,6}}")
 _PREFIX = re.compile(rf"(?:{_PART}/){{0,6}}(?:{_PART})?")
 _EPOCH = re.compile(r"(?:manifests|blobs|claims)/(\d{6,9})-.*")
 _MANIFEST = re.compile(r"manifests/(\d{6,9})-(\d{8,15})\.json")

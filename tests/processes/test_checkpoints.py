@@ -18,6 +18,7 @@ from gba_hvd_tools.chaos.data import ChaosClicks
 
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
+from recovery.restore.open_checkpoint import open_checkpoint
 from recovery.storage.open import open_store
 
 from .cluster import NAMES, PATIENT, Cluster, assert_identical, cluster, wait_for
@@ -382,3 +383,30 @@ def test_a_place_that_cannot_be_used_is_reported_before_training_begins(tmp_path
         assert job.wait(PATIENCE_S) != 0
         assert words in job.said(), job.log()
         assert not job.notes("committed")
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_checkpoint_is_read_while_the_job_lives_and_after_it(tmp_path: Path, mode: str) -> None:
+    plan = saving(tmp_path) | ({"gba": LOCK_STEP} if mode == "gba" else {})
+    url = tmp_path / "checkpoints"
+    with cluster(tmp_path / "job", **plan, sleep_s=0.05, holds=HOLDS, horovod=False) as job:
+        job.start_alone()
+        let_go(job)
+        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        claims = set(url.glob("claims/*"))
+        opened = open_checkpoint(url)  # the job is held at step 4
+        assert set(url.glob("claims/*")) == claims
+        assert 2 <= opened.step <= 6
+        assert opened.rows("user").shape == (opened.tables["user"].n_rows, opened.tables["user"].dim)
+        (job.out / "saved once").touch()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        arrays = job.arrays()
+    opened = open_checkpoint(url)
+    assert opened.step == 22
+    rows = {name: opened.rows(name) for name in opened.tables}
+    for name, values in rows.items():
+        assert np.array_equal(values, arrays[f"{name}.weights"]), name
+    dense = {name: tensor.numpy() for name, tensor in opened.dense().items()}
+    assert dense
+    for name, values in dense.items():
+        assert np.array_equal(values, arrays[f"dense.{name}"]), name

@@ -40,9 +40,10 @@ LAYERS = {
             "hogwild",
             "convert",
         ],
+        ["serving"],
     ],
     "recovery": [
-        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "policies"],
+        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "hashed_ids", "policies"],
         ["storage"],
         ["format"],
         ["catalog"],

@@ -11,10 +11,15 @@ if TYPE_CHECKING:
 
 def store_of(url: str, options: Sequence[str]) -> Store:
     """options: KEY=VALUE, for the back end."""
-    from recovery.errors import BadInput
     from recovery.storage.open import open_store
+
+    return open_store(url, **options_of(options))
+
+
+def options_of(options: Sequence[str]) -> dict[str, Any]:
+    """Of KEY=VALUE texts."""
+    from recovery.errors import BadInput
 
     if wrong := [option for option in options if "=" not in option]:
         raise BadInput(f"--option {wrong[0]}: expected KEY=VALUE")
-    values: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
-    return open_store(url, **values)
+    return dict(option.partition("=")[::2] for option in options)

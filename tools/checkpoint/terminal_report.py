@@ -10,17 +10,29 @@ from typing import Any
 
 
 @contextmanager
-def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. Takes how many bytes more are done, from any thread."""
+def progress(doing: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere. Takes how many more are done, from any thread.
+
+    total: None: not known. of: what is counted
+    """
     if not sys.stderr.isatty():
         yield lambda n_bytes: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    counts = (DownloadColumn(), TransferSpeedColumn()) if of == "bytes" else (MofNCompleteColumn(), TextColumn(of))
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts)
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task, lock = bar.add_task(doing, total=total_bytes), threading.Lock()
+        task, lock = bar.add_task(doing, total=total), threading.Lock()
 
         def done(n_bytes: int) -> None:
             with lock:

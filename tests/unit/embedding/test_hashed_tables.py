@@ -22,6 +22,7 @@ from gba_hvd.tracking import gauges
 from recovery.config import Config
 from recovery.errors import BadInput as NotThisCheckpoint
 from recovery.restore import restore
+from recovery.restore.open_checkpoint import open_checkpoint
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
@@ -351,6 +352,23 @@ def test_an_export_has_the_id_of_every_row(make_tables: Any, tmp_path: Path) -> 
     mine = ids != -(2**63)
     assert sorted(ids[mine].tolist()) == tables.vocabulary("t").tolist()
     assert np.array_equal(rows[mine], tables.rows("t", ids[mine]))
+
+
+def test_a_checkpoint_is_read_by_raw_ids_and_other_ids_give_the_row_that_they_share(
+    make_tables: Any, tmp_path: Path
+) -> None:
+    tables, url = filled(make_tables), str(tmp_path / "store")
+    save_all(tables, url)
+    opened, own = open_checkpoint(url), tables.vocabulary("t")
+    assert opened.tables["t"].is_hashed
+    assert np.array_equal(opened.ids("t"), own)
+    assert np.array_equal(opened.rows("t"), tables.rows("t", own))
+    asked = np.concatenate([own[::-1], own[:3], np.random.default_rng(8).integers(-(2**62), 2**62, 100)])
+    assert np.array_equal(opened.rows("t", asked), tables.rows("t", asked))
+    assert np.array_equal(opened.rows("t", asked, "sum"), tables.rows("t", asked, "sum"))
+    assert np.array_equal(opened.rows("plain"), tables.rows("plain", opened.ids("plain")))
+    with pytest.raises(BadInput, match="has no row"):
+        opened.rows("t", [-(2**63)])
 
 
 def test_checkpoints_of_hashed_tables_of_different_sizes_are_not_compared_row_by_row(

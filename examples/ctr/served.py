@@ -1,0 +1,39 @@
+"""What builds the model of a job of `train_ctr.py` where it is opened: `build="ctr.served:build"`.
+
+Without the job's data: its arguments say what of the data the model depends on. `arguments_of` gives them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ctr.build import build_click_model, build_sequence_model, make_tables, shared_features
+from ctr.config import JobConfig, section_from
+from ctr.datasets import Log
+from gba_hvd.errors import BadInput
+
+
+def arguments_of(config: JobConfig, log: Log) -> dict[str, Any]:
+    """Plain JSON, for `build`. log: the training part of the job's data"""
+    arguments = {
+        "settings": config.as_dict(), "rows": dict(log.tables), "n_dense": log.n_dense, "shared": shared_features(log)
+    }  # fmt: skip
+    found: dict[str, Any] = json.loads(json.dumps(arguments))
+    return found
+
+
+def build(
+    settings: Mapping[str, Any], rows: Mapping[str, int], n_dense: int, shared: Mapping[str, str] | None = None
+) -> nn.Module:
+    """The untrained model. Raises BadInput for YoutubeDNN, whose log-Q correction is made of the training data."""
+    config = section_from(JobConfig, settings)
+    if config.model.kind == "youtube_dnn":
+        raise BadInput("a youtube_dnn is built with the popularity of its items, which is in the training data only")
+    tables = make_tables(config, rows, shared)
+    if config.reads_sequences:
+        return build_sequence_model(config, tables, None)
+    return build_click_model(config, tables, n_dense)

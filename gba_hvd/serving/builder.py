@@ -1,0 +1,113 @@
+"""What builds the module of a saved model: a callable of a package, or of a file that is copied beside the rows.
+
+No object of the user's is pickled. Opening a model imports the callable, or runs the file: a model is code, to be
+opened only where its writer is trusted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from gba_hvd.errors import BadInput
+from gba_hvd.serving.manifest import BuilderRecord
+from gba_hvd.serving.stored_bytes import get_verified, put_file, sha256_of
+from recovery.storage.store import Store
+
+_HOW = "'package.module:callable', or 'file.py:callable', which is copied with the model"
+
+
+@dataclass(frozen=True)
+class Builder:
+    """target: of `BuilderRecord`; code: the text of the file, None: the target is imported."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    code: bytes | None = None
+
+    @classmethod
+    def of(cls, build: str | None, arguments: Mapping[str, Any] | None, model: nn.Module | None) -> Builder:
+        """build: as `save_model` takes it; None: the class of the model. Raises BadInput."""
+        arguments = dict(arguments or {})
+        try:
+            if json.loads(json.dumps(arguments, allow_nan=False)) != arguments:
+                raise ValueError("they come back as other values, such as lists in place of tuples")
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"arguments must be plain JSON with string keys, which they are not: {error}") from error
+        if build is None:
+            kind = type(model)
+            if model is None or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+                what = "no build=" if model is None else f"{kind.__qualname__} is defined in {kind.__module__!r}"
+                raise BadInput(f"{what}, so nothing can build the model elsewhere: build={_HOW}")
+            build = f"{kind.__module__}:{kind.__qualname__}"
+        place, colon, name = build.rpartition(":")
+        if not colon or not place or not name:
+            raise BadInput(f"build={build!r}: expected {_HOW}")
+        if not place.endswith(".py"):
+            return cls(build, arguments)
+        try:
+            return cls(name, arguments, Path(place).read_bytes())
+        except OSError as error:
+            raise BadInput(f"build={build!r}: {place} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def stored(cls, store: Store, record: BuilderRecord) -> Builder:
+        code = record.code
+        data = None if code is None else bytes(get_verified(store, code.name, code.n_bytes, code.sha256))
+        return cls(record.target, record.arguments, data)
+
+    def put(self, store: Store) -> BuilderRecord:
+        code = None if self.code is None else put_file(store, [self.code], "py")
+        return BuilderRecord(self.target, self.arguments, code)
+
+    def build(self) -> nn.Module:
+        """Raises BadInput where nothing is found under the target, or what it returns is no module."""
+        made = self.call()
+        if not isinstance(made, nn.Module):
+            raise BadInput(f"{self} returned a {type(made).__name__}, expected an nn.Module")
+        return made
+
+    def call(self) -> Any:
+        """What the callable returns."""
+        return self._callable()(**self.arguments)
+
+    def __str__(self) -> str:
+        return self.target if self.code is None else f"{self.target} of the model's code file"
+
+    def _callable(self) -> Callable[..., Any]:
+        name = self.target.rpartition(":")[2]
+        found: Any = self._module()
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            raise BadInput(f"{self}: there is no callable {name!r}")
+        return found  # type: ignore[no-any-return]
+
+    def _module(self) -> ModuleType:
+        if self.code is None:
+            place = self.target.rpartition(":")[0]
+            try:
+                return importlib.import_module(place)
+            except ModuleNotFoundError as error:
+                raise BadInput(
+                    f"the model is built by {self.target}, and {error.name} is not installed here: install it, or save "
+                    "the model with build='file.py:callable'"
+                ) from error
+        name = f"gba_hvd_model_{sha256_of([self.code])[:16]}"
+        if name not in sys.modules:
+            module = ModuleType(name)
+            sys.modules[name] = module  # (dataclasses look their module up while it runs)
+            try:
+                exec(compile(self.code, f"{name}.py", "exec"), module.__dict__)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]

@@ -1,0 +1,205 @@
+"""The rows of a saved model, for lookups: in memory, or mapped from files. `EmbeddingTables` reads them as its memory.
+
+In memory all shards of a table are read and verified when the model is opened. Mapped, a shard is opened when a row of
+it is first looked up, its size is checked, and the page cache of the machine holds what is used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from gba_hvd.errors import BadInput
+from gba_hvd.serving.manifest import RowShards, Shard, StoredTable
+from gba_hvd.serving.row_shards import initial_rows, key_buckets
+from gba_hvd.serving.stored_bytes import get_verified
+from gba_hvd.shm.layout import Group, Layout
+from recovery.errors import Damaged
+from recovery.hashed_ids import ids_of
+from recovery.storage.store import Store
+
+_READERS = 4
+
+
+class RowReader(Protocol):
+    """The rows of one table by key: those of a hashed table as of `recovery.hashed_ids`, else the ids themselves."""
+
+    def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
+        """out[i] = the weights of keys[i]. keys: int64 [n]; out: float32 [n, dim]"""
+
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        """bool [n]: which keys have a row of their own."""
+
+    def keys(self) -> np.ndarray:
+        """int64 [n]: those keys."""
+
+
+class FrozenRows:
+    """What `EmbeddingTables.memory` is in a model that is not trained. readers: by table"""
+
+    def __init__(self, layout: Layout, readers: Mapping[str, RowReader]) -> None:
+        self._layout, self._readers = layout, readers
+
+    def gather(self, keys: np.ndarray, group: Group, offset: int, out: np.ndarray) -> None:
+        """As `ShardMemory.gather`, of weights only."""
+        if offset:
+            raise BadInput("a saved model has the weights of its rows, no slots of an optimizer")
+        if group.hashed is not None:
+            self._readers[group.tables[0].name].gather(keys, out)
+            return
+        starts = np.array(group.first) * self._layout.n_shards
+        owner = np.searchsorted(starts, keys, side="right") - 1
+        for number, table in enumerate(group.tables):
+            mine = np.flatnonzero(owner == number)
+            if len(mine):
+                rows = np.empty((len(mine), group.dim), np.float32)
+                self._readers[table.name].gather(keys[mine] - starts[number], rows)
+                out[mine] = rows
+
+    def vocabulary(self, group: Group) -> FrozenVocabulary | None:
+        return None if group.hashed is None else FrozenVocabulary(self._readers[group.tables[0].name])
+
+    def ready(self) -> list[int]:
+        """All shards are here."""
+        return list(range(self._layout.n_shards))
+
+
+class FrozenVocabulary:
+    """Which ids of a hashed table have a row of their own."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._reader = reader
+
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        return self._reader.has(keys)
+
+    def ids(self, shards: list[int]) -> np.ndarray:
+        return np.sort(ids_of(self._reader.keys()))
+
+
+class StoredRows:
+    """A `RowReader` of the shards of one table. mapped: from a folder; None: they are read into memory now."""
+
+    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None) -> None:
+        def part(shards: RowShards) -> _InMemory | _Mapped:
+            return _InMemory(store, table, shards) if mapped is None else _Mapped(table, shards, mapped)
+
+        self._table, self._rows = table, part(table.rows)
+        self._shared = None if table.shared is None else part(table.shared)
+
+    def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
+        missing = np.flatnonzero(~self._rows.find(keys, out))
+        if not len(missing):
+            return
+        absent, rows = keys[missing], np.empty((len(missing), self._table.dim), np.float32)
+        if self._shared is not None:
+            assert self._table.shared is not None
+            if not self._shared.find(absent % self._table.shared.n_keys, rows).all():
+                raise Damaged(f"table {self._table.name!r}: its manifest names no shard for some shared rows")
+        elif self._table.initial is not None:
+            rows[:] = initial_rows(self._table.initial, absent, self._table.dim)
+        else:
+            raise Damaged(f"table {self._table.name!r}: its manifest names no shard for row {absent[0]}")
+        out[missing] = rows
+
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        return self._rows.find(keys, None)
+
+    def keys(self) -> np.ndarray:
+        return self._rows.keys()
+
+
+class _InMemory:
+    """All shards in one array, in the order of their keys, which are left out where no row is missing."""
+
+    def __init__(self, store: Store, table: StoredTable, part: RowShards) -> None:
+        ends = np.cumsum([0, *(shard.n_rows for shard in part.shards)])
+        self._rows = np.empty((int(ends[-1]), table.dim), np.float32)
+        is_complete = part.n_keys == len(self._rows) and not any(shard.has_keys for shard in part.shards)
+        self._keys = None if is_complete else np.empty(len(self._rows), np.int64)
+        self._n = len(self._rows)
+
+        def read(number: int) -> None:
+            shard, here = part.shards[number], slice(ends[number], ends[number + 1])
+            keys, rows = shard_arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
+            self._rows[here] = rows
+            if self._keys is not None:
+                self._keys[here] = keys
+
+        with ThreadPoolExecutor(_READERS, "load-model") as pool:
+            list(pool.map(read, range(len(part.shards))))
+
+    def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        """Write the rows that are there into `out`; which are, bool [n]."""
+        if self._keys is None:
+            if out is not None:
+                np.take(self._rows, keys, axis=0, out=out)
+            return np.ones(len(keys), np.bool_)
+        if not self._n:
+            return np.zeros(len(keys), np.bool_)
+        at = np.minimum(np.searchsorted(self._keys, keys), self._n - 1)
+        found: np.ndarray = self._keys[at] == keys
+        if out is not None:
+            out[found] = self._rows[at[found]]
+        return found
+
+    def keys(self) -> np.ndarray:
+        return np.arange(self._n) if self._keys is None else self._keys
+
+
+class _Mapped:
+    """Shards as mapped files, opened when a row of theirs is first looked up."""
+
+    def __init__(self, table: StoredTable, part: RowShards, mapped: Path) -> None:
+        self._table, self._part, self._folder = table, part, mapped
+        self._shards = {shard.bucket: shard for shard in part.shards}
+        self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        part = self._part
+        buckets = keys // part.rows_per_bucket if part.rows_per_bucket else key_buckets(keys, part.bucket_bits)
+        found = np.zeros(len(keys), np.bool_)
+        order = np.argsort(buckets, kind="stable")
+        distinct, starts = np.unique(buckets[order], return_index=True)
+        for bucket, mine in zip(distinct.tolist(), np.split(order, starts[1:]), strict=True):
+            if bucket not in self._shards:
+                continue
+            there, rows = self._opened(bucket)
+            at = np.minimum(np.searchsorted(there, keys[mine]), len(there) - 1)
+            hit = there[at] == keys[mine]
+            found[mine] = hit
+            if out is not None:
+                out[mine[hit]] = rows[at[hit]]
+        return found
+
+    def keys(self) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int64), *(self._opened(bucket)[0] for bucket in self._shards)])
+
+    def _opened(self, bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:
+            if bucket not in self._open:
+                shard = self._shards[bucket]
+                path = self._folder / shard.name
+                try:
+                    data = np.memmap(path, np.uint8, "r")
+                except (OSError, ValueError) as error:  # (an empty file)
+                    raise Damaged(f"{path} cannot be mapped: {error}") from error
+                if len(data) != shard.n_bytes:
+                    raise Damaged(f"{path} is truncated or overwritten: {len(data)} bytes, {shard.n_bytes} were saved")
+                self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
+            return self._open[bucket]
+
+
+def shard_arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
+    """(keys int64 [n], rows float32 [n, dim]) of a shard's bytes; views."""
+    rows = np.frombuffer(data, "<f4", offset=shard.rows_at).reshape(shard.n_rows, table.dim)
+    if shard.has_keys:
+        return np.frombuffer(data, "<i8", shard.n_rows), rows
+    first = shard.bucket * part.rows_per_bucket
+    return np.arange(first, first + shard.n_rows), rows

@@ -1,0 +1,212 @@
+"""How a request becomes the input of a model: by fields, which an example of an input names.
+
+An input is a `Batch`, a tensor, a `Bag`, a mapping of these, or a tuple of positional arguments. Each tensor is a
+field: a column of a request. A tensor [B] is a column of numbers, one of more dimensions a column of lists, or the
+columns `field_0`, `field_1`, ... of a tensor [B, L]. A `Bag` is a column of lists of any length.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.batch import Bag, Batch
+from gba_hvd.errors import BadInput
+
+Spec = Mapping[str, Any]
+"""Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag), "batch" (ids, dense), "mapping" (parts by
+name), or "arguments" (parts)."""
+
+_DTYPES = {
+    str(dtype)[6:]: dtype
+    for dtype in (torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool)
+}
+
+
+def spec_of(example: Any, model: nn.Module) -> Spec:
+    """The fields of an input. Raises BadInput for one that has other parts, and two fields of one name."""
+    names = [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind < 3]
+    spec = _spec(example, names[0] if names else "x", names)
+    columns = [field["column"] for field in fields(spec)]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise BadInput(f"input_example has two fields called {twice[0]!r}: rename one")
+    return spec
+
+
+def _spec(value: Any, name: str, names: Sequence[str] = ()) -> Spec:
+    if isinstance(value, Batch):
+        ids = {key: _spec(one, key) for key, one in value.ids.items()}
+        dense = _spec(value.dense, "dense") if value.dense.ndim == 2 and value.dense.shape[1] else None
+        return {"kind": "batch", "ids": ids, "dense": dense}
+    if isinstance(value, tuple):
+        given = [*names, *(f"argument_{i}" for i in range(len(names), len(value)))]
+        return {"kind": "arguments", "parts": [_spec(one, given[i]) for i, one in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return {"kind": "mapping", "parts": {str(key): _spec(one, str(key)) for key, one in value.items()}}
+    is_bag = isinstance(value, Bag)
+    tensor = value.values if isinstance(value, Bag) else value
+    dtype = str(tensor.dtype)[6:] if isinstance(tensor, Tensor) else ""
+    if dtype not in _DTYPES or tensor.is_nested or not tensor.ndim or (is_bag and value.weights is not None):
+        what = f"{tensor.dtype} {list(tensor.shape)}" if dtype else type(value).__name__
+        raise BadInput(
+            f"input_example: {name} is a {what}; requests can be made for a Batch, tensors [B, ...] of numbers, Bags "
+            "without weights, mappings of these and tuples of arguments. Without input_example the model is saved, and "
+            "predicts for inputs that your own code makes"
+        )
+    shape = [] if is_bag else list(tensor.shape[1:])
+    return {"kind": "field", "column": name, "dtype": dtype, "shape": shape, "is_bag": is_bag}
+
+
+def fields(spec: Spec) -> Iterator[Spec]:
+    match spec["kind"]:
+        case "field":
+            yield spec
+        case "batch":
+            yield from spec["ids"].values()
+            yield from [] if spec["dense"] is None else [spec["dense"]]
+        case "mapping":
+            for part in spec["parts"].values():
+                yield from fields(part)
+        case "arguments":
+            for part in spec["parts"]:
+                yield from fields(part)
+
+
+def described(field: Spec) -> str:
+    """What a request has to give for a field, in words."""
+    of = "" if not (field["is_bag"] or field["shape"]) else "lists of " if field["is_bag"] else f"{field['shape']} of "
+    return f"{of}{field['dtype']}"
+
+
+def columns_of(spec: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]]:
+    """The columns of a request for which `input_of` gives this input."""
+    match spec["kind"]:
+        case "batch":
+            found: dict[str, Any] = {}
+            for key, part in spec["ids"].items():
+                found |= columns_of(part, value.ids[key])
+            return found if spec["dense"] is None else found | columns_of(spec["dense"], value.dense)
+        case "mapping":
+            return {k: v for key, part in spec["parts"].items() for k, v in columns_of(part, value[key]).items()}
+        case "arguments":
+            parts = zip(spec["parts"], value, strict=True)
+            return {k: v for part, one in parts for k, v in columns_of(part, one).items()}
+    if spec["is_bag"]:
+        cuts = [*value.offsets.tolist(), len(value.values)]
+        numbers = value.values.tolist()
+        return {spec["column"]: [numbers[a:b] for a, b in pairwise(cuts)]}
+    plain = value.detach().cpu()
+    plain = plain.float() if plain.dtype in (torch.bfloat16, torch.float16) else plain
+    return {spec["column"]: plain.numpy() if plain.ndim == 1 else plain.tolist()}
+
+
+def input_of(spec: Spec, request: Mapping[str, Any]) -> Any:
+    """The input of the model. request: by column, numbers or lists of B samples.
+
+    Raises BadInput naming the field that is missing, has another dtype or shape, or another number of samples.
+    """
+    read = {field["column"]: _read(field, request) for field in fields(spec)}
+    sizes = {name: len(one.offsets) if isinstance(one, Bag) else len(one) for name, one in read.items()}
+    if len(set(sizes.values())) > 1:
+        raise BadInput(f"the fields of a request need one number of samples, got {sizes}")
+    return _input(spec, read, next(iter(sizes.values()), 0))
+
+
+def _input(spec: Spec, read: Mapping[str, Tensor | Bag], n: int) -> Any:
+    match spec["kind"]:
+        case "batch":
+            dense = torch.empty(n, 0) if spec["dense"] is None else read[spec["dense"]["column"]]
+            assert isinstance(dense, Tensor)
+            return Batch({key: read[one["column"]] for key, one in spec["ids"].items()}, dense, torch.zeros(n))
+        case "mapping":
+            return {key: _input(part, read, n) for key, part in spec["parts"].items()}
+        case "arguments":
+            return tuple(_input(part, read, n) for part in spec["parts"])
+    return read[spec["column"]]
+
+
+def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
+    name, shape = field["column"], field["shape"]
+    if name in request:
+        values = request[name]
+    elif len(shape) == 1 and all(f"{name}_{i}" in request for i in range(shape[0])):
+        values = np.stack([_array(field, request[f"{name}_{i}"]) for i in range(shape[0])], axis=1)
+    else:
+        more = f", or {name}_0 to {name}_{shape[0] - 1}" if len(shape) == 1 else ""
+        raise BadInput(
+            f"field {name!r} is missing: the model needs {described(field)} in column {name!r}{more}; the request has "
+            f"{', '.join(map(str, request)) or 'no columns'}"
+        )
+    if field["is_bag"]:
+        lists = [_array(field, one) if len(one) else np.empty(0, np.int64) for one in _listed(field, values)]
+        lengths = np.array([len(one) for one in lists], np.int64)
+        flat = np.concatenate([np.empty(0, np.int64), *lists])
+        return Bag(_tensor(field, flat), torch.from_numpy(np.cumsum(lengths) - lengths))
+    array = _array(field, values)
+    if array.ndim == 1 and shape and not array.size:
+        array = array.reshape(0, *shape)
+    if list(array.shape[1:]) != shape or not array.ndim:
+        raise BadInput(
+            f"field {name!r}: expected [B, {', '.join(map(str, shape))}] of {field['dtype']}, got {list(array.shape)}"
+        )
+    return _tensor(field, array)
+
+
+def _listed(field: Spec, values: Any) -> list[Any]:
+    found = list(values)
+    if any(np.ndim(one) != 1 for one in found):
+        raise BadInput(
+            f"field {field['column']!r}: expected a list of {field['dtype']} for each sample, got {_kind(found)}"
+        )
+    return found
+
+
+def _array(field: Spec, values: Any) -> np.ndarray:
+    """Numbers of any type."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        found = np.asarray(values)
+        if found.dtype == object:  # a column of lists
+            found = np.array([np.asarray(one) for one in found])
+    except ValueError as error:
+        raise BadInput(
+            f"field {field['column']!r}: expected {described(field)}, got lists of different lengths"
+        ) from error
+    return found
+
+
+def _tensor(field: Spec, array: np.ndarray) -> Tensor:
+    name, dtype = field["column"], _DTYPES[field["dtype"]]
+    good = "iub" if dtype.is_floating_point or dtype == torch.bool else "iu"
+    good += "f" if dtype.is_floating_point else ""
+    if array.size and array.dtype.kind not in good:
+        hint = ""
+        if array.dtype.kind == "f":
+            hint = " (a column of whole numbers with missing values becomes one of floats)" * bool(
+                np.isnan(array).any()
+            )
+        raise BadInput(f"field {name!r}: expected {field['dtype']}, got {array.dtype}{hint}")
+    if dtype in (torch.int32, torch.int64) and array.size:
+        about = torch.iinfo(dtype)
+        if int(array.min()) < about.min or int(array.max()) > about.max:
+            raise BadInput(f"field {name!r}: {array.max()} does not fit into {field['dtype']}")
+    wide = np.float64 if array.dtype.kind == "f" else np.int64
+    return torch.from_numpy(np.ascontiguousarray(array.astype(wide))).to(dtype)
+
+
+def _kind(values: Sequence[Any]) -> str:
+    return type(next((one for one in values if np.ndim(one) != 1), None)).__name__
+
+
+def to_json(columns: Mapping[str, Any]) -> bytes:
+    """A request as JSON: columns of numbers or lists."""
+    plain = {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in columns.items()}
+    return json.dumps(plain, separators=(",", ":")).encode()

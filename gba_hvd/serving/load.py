@@ -1,0 +1,146 @@
+"""`load_for_inference` and `open_model`: a saved model as a module that predicts, in a process without a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.batch import Batch
+from gba_hvd.errors import BadInput, refuse_unknown
+from gba_hvd.serving import inputs
+from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.frozen_rows import StoredRows
+from gba_hvd.serving.manifest import ModelManifest, read_manifest
+from gba_hvd.serving.module import assemble, freeze, padding_rows_of
+from gba_hvd.serving.outputs import scores_of
+from gba_hvd.serving.stored_bytes import get_verified
+from gba_hvd.serving.tensor_file import decode_tensors
+from recovery.storage.local_store import LocalStore
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
+
+_WHERE = ("memory", "mmap")
+_BATCH = 4096
+
+
+class OpenModel:
+    """A saved model, open. Made by `open_model`.
+
+    module: in evaluation mode. manifest: what the version consists of. example: the columns of a request, or None
+    """
+
+    def __init__(
+        self, module: nn.Module, manifest: ModelManifest, example: Mapping[str, Any] | None, device: torch.device
+    ) -> None:
+        self.module, self.manifest, self.example, self._device = module, manifest, example, device
+
+    def predict(
+        self, request: Mapping[str, Any], *, batch: int = _BATCH, on_samples: Callable[[int], object] = lambda n: None
+    ) -> dict[str, np.ndarray]:
+        """Scores, float32 [n] by name, of samples in columns: a pandas `DataFrame`, or arrays and lists by name.
+
+        The names are `score` for one output, else those of the outputs. on_samples: called with how many more are done.
+        Raises BadInput naming the field that is missing or of another dtype, and an id that its table does not have.
+        """
+        if batch < 1:
+            raise BadInput(f"batch must be at least 1, got {batch}")
+        spec = self.manifest.input
+        if spec is None:
+            raise BadInput(
+                "this model was saved without input_example, so how a request becomes its input is not known: save it "
+                "with one, or call the module of gba_hvd.load_for_inference with inputs of your own"
+            )
+        columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+        n = max((len(column) for column in columns.values()), default=0)
+        parts = []
+        for start in range(0, max(n, 1), batch):
+            some = {name: column[start : start + batch] for name, column in columns.items()}
+            parts.append(scores_of(self._outputs(inputs.input_of(spec, some)), self.manifest.activation))
+            on_samples(min(batch, n - start))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _outputs(self, value: Any) -> Any:
+        value = self._moved(value)
+        with torch.inference_mode():
+            return self.module(*value) if isinstance(value, tuple) else self.module(value)
+
+    def _moved(self, value: Any) -> Any:
+        """On the device of the model; ids that `EmbeddingTables` look up stay on the CPU, where the rows are."""
+        if self._device.type == "cpu":
+            return value
+        if isinstance(value, Batch):
+            return Batch(value.ids, value.dense.to(self._device), value.label)
+        if isinstance(value, tuple):
+            return tuple(self._moved(one) for one in value)
+        if isinstance(value, Mapping):
+            return {key: self._moved(one) for key, one in value.items()}
+        keeps = not self.manifest.converted and isinstance(value, Tensor) and not value.is_floating_point()
+        return value.to(self._device) if isinstance(value, Tensor) and not keeps else value
+
+
+def open_model(
+    url: str | Path,
+    *,
+    version: int | str = "newest",
+    device: str | torch.device = "cpu",
+    tables: str = "memory",
+    **storage_options: Any,
+) -> OpenModel:
+    """Open a saved model: its module, and `predict` for columns. Arguments and errors: as of `load_for_inference`."""
+    refuse_unknown("tables", tables, _WHERE)
+    store = open_store(url, **storage_options)
+    folder = _folder_of(store) if tables == "mmap" else None
+    manifest = read_manifest(store, version)
+    module = Builder.stored(store, manifest.builder).build()
+    dense = manifest.dense
+    values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
+    own = assemble(
+        module, {table.name: table for table in manifest.tables}, manifest.converted, values, padding_rows_of(values)
+    )
+    freeze(module, own, {table.name: StoredRows(store, table, folder) for table in manifest.tables})
+    example = manifest.example
+    columns = None
+    if example is not None:
+        columns = json.loads(bytes(get_verified(store, example.name, example.n_bytes, example.sha256)))
+    return OpenModel(module.to(device), manifest, columns, torch.device(device))
+
+
+def load_for_inference(
+    url: str | Path,
+    device: str | torch.device = "cpu",
+    tables: str = "memory",
+    *,
+    version: int | str = "newest",
+    **storage_options: Any,
+) -> nn.Module:
+    """The module of a saved model, in evaluation mode: its predictions are those of the model that was saved, bit for
+    bit in float32 on the CPU. Needs neither Horovod nor the script of the job, only what its builder imports.
+
+        model = gba_hvd.load_for_inference("s3://bucket/ctr")
+        logits = model(batch)
+
+    device: of the dense part; rows stay in the CPU's memory, and ids are looked up there.
+    tables: "memory": rows are read now, and verified. "mmap": files are mapped when rows of theirs are looked up, so
+    processes of a machine share them, and a model may be larger than the memory; for a local folder. Then sizes are
+    checked, and bytes by `gba-hvd model verify`.
+    version: "newest", or its number. storage_options: see `recovery.open_store`.
+
+    Opening a model runs its builder: open only those whose writer you trust.
+
+    Raises BadInput where there is no model, no such version, or its builder is missing or builds another one; Damaged
+    where an object is gone, truncated or altered; StoreError where the store fails.
+    """
+    return open_model(url, version=version, device=device, tables=tables, **storage_options).module
+
+
+def _folder_of(store: Store) -> Path:
+    inner = getattr(store, "store", store)
+    if not isinstance(inner, LocalStore):
+        raise BadInput(f"{store.url}: tables='mmap' needs a local folder: copy the model there, or use tables='memory'")
+    return inner.folder

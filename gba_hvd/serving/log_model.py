@@ -1,0 +1,117 @@
+"""`LogModel`: the model of a job in MLflow, as `MLflowCallback(log_model=...)` logs it.
+
+The chief writes it at the end of training into a folder beside the spool, in the format of `save_model`; the sender
+makes a pyfunc model of that folder, logs and registers it (`gba_hvd.tracking.mlflow_model`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gba_hvd.errors import BadInput
+from gba_hvd.serving import inputs
+from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.load import open_model
+from gba_hvd.serving.module import tables_in
+from gba_hvd.serving.row_sources import has_all_rows
+from gba_hvd.serving.save import export_model, save_model
+
+_CODE = Path(__file__).with_name("pyfunc_model.py")  # not imported here: it imports mlflow
+# What opening a model imports, at the versions of this environment. Horovod is not among them.
+_REQUIREMENTS = (
+    "gba-hvd", "torch", "numpy", "numba", "zstandard", "xxhash", "msgspec", "fsspec", "mlflow", "pandas", "cloudpickle",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LogModel:
+    """Log the trained model as an MLflow pyfunc model, with signature, input example and pinned requirements:
+
+        log_model = gba_hvd.LogModel(name="ctr", input_example=batch, build="model.py:make_model",
+                                     registered_model_name="ctr", alias="champion")
+        state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
+
+    name: of the logged model. input_example, build, arguments, tables, activation: as `save_model` takes them; an
+    input of few samples, since it is kept. registered_model_name: of the registry, which gets a new version; alias: of
+    that version. requirements: further ones, such as a package that `build` imports.
+
+    When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
+    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint. The
+    version has the tags `gba_hvd.step`, and of the newest checkpoint `gba_hvd.checkpoint`,
+    `gba_hvd.checkpoint_checksum` and `gba_hvd.checkpoint_step`. A model that cannot be written or logged is the event
+    `model_not_logged`, which says what to do; the training and its records are not affected.
+
+    Raises BadInput for an alias without a registered model and a name that MLflow refuses. Registering the callback
+    raises it where no builder or no request can be made.
+    """
+
+    name: str
+    input_example: Any
+    registered_model_name: str | None = None
+    alias: str | None = None
+    build: str | None = None
+    arguments: Mapping[str, Any] | None = None
+    tables: str = "all"
+    activation: str = "none"
+    requirements: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name or any(character in self.name for character in "/:.%\"'"):
+            raise BadInput(f"LogModel: name={self.name!r}: MLflow takes names without / : . % and quotes")
+        if self.alias and not self.registered_model_name:
+            raise BadInput(f"LogModel: alias={self.alias!r} needs registered_model_name, whose version it names")
+        if isinstance(self.requirements, str):
+            raise BadInput("LogModel: requirements must be a list, such as ['my-models==1.2']")
+
+    def check(self, model: nn.Module) -> None:
+        """Raises BadInput for what would be refused at the end of the training."""
+        inputs.spec_of(self.input_example, model)
+        Builder.of(self.build, self.arguments, model)
+
+    def write(self, model: nn.Module, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
+        """Write all that the sender needs into a new folder; returns its bytes.
+
+        checkpoint: the data of the job's newest event `checkpoint`; None: it has saved none.
+        """
+        how: dict[str, Any] = {
+            "build": self.build, "arguments": self.arguments, "tables": self.tables, "activation": self.activation,
+            "input_example": self.input_example,
+        }  # fmt: skip
+        tags = {"gba_hvd.step": str(step)}
+        if checkpoint is not None:
+            place = f"{str(checkpoint.get('url', '')).rstrip('/')}/{checkpoint.get('manifest', '')}"
+            tags |= {
+                "gba_hvd.checkpoint": place,
+                "gba_hvd.checkpoint_checksum": str(checkpoint.get("checksum", "")),
+                "gba_hvd.checkpoint_step": str(checkpoint.get("saved_step", "")),
+            }
+        if has_all_rows(tables_in(model)):
+            saved = save_model(model, folder / "model", source=tags, **how)
+        else:
+            if checkpoint is None or not checkpoint.get("url"):
+                raise BadInput(
+                    "the rows of the model are on several hosts, and the job has saved no checkpoint to make it from: "
+                    "register a CheckpointCallback"
+                )
+            build = Builder.of(self.build, self.arguments, model)
+            how["build"] = self.build or build.target
+            saved = export_model(str(checkpoint["url"]), folder / "model", **how)
+        opened = open_model(folder / "model", tables="mmap")
+        assert opened.example is not None
+        scores = opened.predict(opened.example)
+        shutil.copyfile(_CODE, folder / _CODE.name)
+        facts = {
+            "name": self.name, "registered_model_name": self.registered_model_name, "alias": self.alias, "step": step,
+            "tags": tags, "columns": opened.example, "outputs": {name: one.tolist() for name, one in scores.items()},
+            "requirements": [*(f"{name}=={version(name)}" for name in _REQUIREMENTS), *self.requirements],
+        }  # fmt: skip
+        (folder / "log.json").write_text(json.dumps(facts))
+        return saved.n_bytes

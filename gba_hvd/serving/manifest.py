@@ -1,0 +1,263 @@
+"""What a saved model consists of, as a JSON document. It is written last and makes a version visible.
+
+Names in the store: `versions/000001.json` is a version, `rows/ab/SHA256` a shard of rows, `files/SHA256.KIND` all else.
+A document has its own checksum, computed without it. What it says is checked before it is used; whether the bytes of
+its objects are right is not decided here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gba_hvd.errors import BadInput
+from recovery.errors import Damaged, NotFound
+from recovery.storage.store import Store
+
+FORMAT = 1
+ALIGNMENT = 64  # of the rows in a shard that has keys
+_VERSION = re.compile(r"versions/(\d{6})\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object of the store. sha256: of its bytes, hexadecimal."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of one bucket, in ascending order of their keys: an object `rows/ab/SHA256`.
+
+    has_keys: the keys (int64 [n], little-endian, padded with zeros to a multiple of ALIGNMENT bytes) come before the
+    rows (float32 [n, dim]); otherwise the rows are those of all keys of the bucket.
+    """
+
+    bucket: int
+    n_rows: int
+    has_keys: bool
+    n_bytes: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.sha256)
+
+    @property
+    def rows_at(self) -> int:
+        """The byte at which the rows start."""
+        return rows_at(self.n_rows) if self.has_keys else 0
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """Rows by key, cut in buckets.
+
+    rows_per_bucket: bucket b has the keys from b * rows_per_bucket on; 0: keys are any int64, and bucket b has those
+    whose upper `bucket_bits` bits, plus 2^(bucket_bits - 1), are b. n_keys: keys are below it; 0: any int64.
+    """
+
+    shards: tuple[Shard, ...]
+    rows_per_bucket: int = 0
+    bucket_bits: int = 0
+    n_keys: int = 0
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How a row that is not stored is computed: normal(0, std), a function of (seed, row, column) (`kernels`)."""
+
+    seed: int
+    std: float
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """One table.
+
+    keys: "numbered": the key of an id is the id, from 0 to n_rows - 1. "hash64": it is `recovery.hashed_ids` of the id,
+    and a key without a row has row key mod `shared.n_keys` of `shared`.
+    initial: of rows that are not stored; None: all are.
+    """
+
+    name: str
+    dim: int
+    keys: str
+    n_rows: int
+    rows: RowShards
+    shared: RowShards | None = None
+    initial: Initial | None = None
+
+    @property
+    def is_hashed(self) -> bool:
+        return self.keys == "hash64"
+
+    @property
+    def parts(self) -> tuple[RowShards, ...]:
+        return (self.rows,) if self.shared is None else (self.rows, self.shared)
+
+
+@dataclass(frozen=True)
+class ConvertedModule:
+    """A module that `gba_hvd.convert` has made a lookup: its path, and the names of its feature and table."""
+
+    path: str
+    feature: str
+    table: str
+
+
+@dataclass(frozen=True)
+class BuilderRecord:
+    """What builds the module: `target` is "package.module:callable", or with `code` the callable of that file."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    code: StoredObject | None = None
+
+
+@dataclass(frozen=True)
+class ModelManifest:
+    """One version of a model.
+
+    dense: parameters, buffers and the padding rows of converted modules, as safetensors. example: an input, the same.
+    input: how requests become inputs (`inputs`). activation: of predictions, "none" or "sigmoid".
+    source: plain JSON: where it comes from (step, checkpoint, its checksum).
+    versions: of the packages it was saved with.
+    """
+
+    version: int
+    saved_unix_s: float
+    builder: BuilderRecord
+    tables: tuple[StoredTable, ...]
+    dense: StoredObject
+    converted: tuple[ConvertedModule, ...] = ()
+    input: Mapping[str, Any] | None = None
+    example: StoredObject | None = None
+    activation: str = "none"
+    source: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return version_name(self.version)
+
+    def shards(self) -> Iterator[tuple[StoredTable, Shard]]:
+        for table in self.tables:
+            for part in table.parts:
+                yield from ((table, shard) for shard in part.shards)
+
+    def files(self) -> Iterator[StoredObject]:
+        """All objects but shards."""
+        yield from (one for one in (self.dense, self.builder.code, self.example) if one is not None)
+
+    def objects(self) -> Iterator[StoredObject]:
+        """Every object, shards first."""
+        for _, shard in self.shards():
+            yield StoredObject(shard.name, shard.n_bytes, shard.sha256)
+        yield from self.files()
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all objects, each once."""
+        return sum({one.name: one.n_bytes for one in self.objects()}.values())
+
+
+def shard_name(sha256: str) -> str:
+    return f"rows/{sha256[:2]}/{sha256}"
+
+
+def version_name(version: int) -> str:
+    return f"versions/{version:06d}.json"
+
+
+def rows_at(n_keys: int) -> int:
+    """The byte at which rows start behind so many keys."""
+    return -(-8 * n_keys // ALIGNMENT) * ALIGNMENT
+
+
+def to_json(manifest: ModelManifest) -> bytes:
+    """Raises BadInput when it is not plain JSON."""
+    try:
+        return _document(msgspec.to_builtins(manifest), FORMAT)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{manifest.name}: what describes the model must be plain JSON, without NaN: {error}") from error
+
+
+def from_json(data: bytes, name: str) -> ModelManifest:
+    """Raises Damaged when it is not what was written, BadInput when another version of this program wrote it."""
+    try:
+        document = json.loads(data)
+        found = _document(document["model"], document["format"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
+    if found != data:
+        raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
+    if document["format"] != FORMAT:
+        raise BadInput(
+            f"{name} has format version {document['format']}, this program reads version {FORMAT}: install the version "
+            "of gba-hvd that saved it, or save the model again with this one"
+        )
+    try:
+        manifest = msgspec.convert(document["model"], ModelManifest)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"{name} makes no sense: {error}") from error
+    for flaw in _flaws(manifest, name):
+        raise Damaged(f"{name} makes no sense: {flaw}")
+    return manifest
+
+
+def versions(store: Store) -> list[int]:
+    """Of all manifests, ascending."""
+    return sorted(int(found[1]) for name in store.names("versions/") if (found := _VERSION.fullmatch(name)))
+
+
+def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
+    """Raises BadInput where there is no model, or not this version; Damaged and StoreError."""
+    there = versions(store)
+    if not there:
+        raise BadInput(f"{store.url} has no model: gba_hvd.save_model and `gba-hvd model export` write one")
+    if version != "newest" and version not in there:
+        raise BadInput(f"{store.url} has no version {version!r}; it has {', '.join(map(str, there))}")
+    name = version_name(there[-1] if version == "newest" else int(version))
+    try:
+        return from_json(store.get(name), name)
+    except NotFound as error:
+        raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
+
+
+def _document(model: Any, format_version: Any) -> bytes:
+    body = {"format": format_version, "model": model}
+    checksum = hashlib.sha256(_canonical(body)).hexdigest()
+    return _canonical({**body, "sha256": checksum})
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _flaws(manifest: ModelManifest, name: str) -> Iterator[str]:
+    if manifest.name != name:
+        yield f"it is {manifest.name}, in the place of another"
+    names = [table.name for table in manifest.tables]
+    if len(set(names)) != len(names):
+        yield "two tables of one name"
+    for one in manifest.objects():
+        if not _SHA256.fullmatch(one.sha256) or one.n_bytes < 0:
+            yield f"{one.name!r} has the checksum {one.sha256!r} and {one.n_bytes} bytes"
+    for table in manifest.tables:
+        if table.dim < 1 or table.keys not in ("numbered", "hash64") or table.is_hashed != (table.shared is not None):
+            yield f"table {table.name!r}: dim {table.dim}, keys {table.keys!r}"
+        for part in table.parts:
+            for shard in part.shards:
+                if shard.n_rows < 1 or shard.n_bytes != shard.rows_at + 4 * table.dim * shard.n_rows:
+                    yield f"{shard.name}: {shard.n_bytes} bytes for {shard.n_rows} rows of {table.dim}"

@@ -1,0 +1,138 @@
+"""The module of a model: which tables it looks up, what of it is not a row, and how one is put together again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.convert import convert_without_rows, is_converted
+from gba_hvd.embedding.initial_rows import InitialRows
+from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.errors import BadInput
+from gba_hvd.serving.frozen_rows import FrozenRows, RowReader
+from gba_hvd.serving.manifest import ConvertedModule, StoredTable
+
+_PADDING_ROW = "padding_row of "
+
+
+def tables_in(model: nn.Module) -> list[EmbeddingTables]:
+    """The `EmbeddingTables` among the modules of a model, and those of its converted modules, each once."""
+    found: dict[int, EmbeddingTables] = {}
+    for module in model.modules():
+        tables = module if isinstance(module, EmbeddingTables) else getattr(module, "tables", None)
+        if isinstance(tables, EmbeddingTables) and (tables is module or is_converted(module)):
+            found[id(tables)] = tables
+    return list(found.values())
+
+
+def converted_in(model: nn.Module) -> tuple[ConvertedModule, ...]:
+    found = []
+    for path, module in model.named_modules():
+        if is_converted(module):
+            feature, tables = cast(Any, module).feature, cast(Any, module).tables
+            found.append(ConvertedModule(path, feature, tables.features[feature].table))
+    return tuple(found)
+
+
+def dense_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of `state_dict()`, and the padding rows of converted modules."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise BadInput(f"{name} of the model's state_dict() is a {type(value).__name__}, expected a tensor")
+        found[name] = value
+    for path, module in model.named_modules():
+        row = getattr(module, "padding_row", None) if is_converted(module) else None
+        if isinstance(row, Tensor):
+            found[_PADDING_ROW + path] = row
+    return found
+
+
+def padding_rows_of(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By path of the module, of what `dense_of` gave."""
+    return {name.removeprefix(_PADDING_ROW): row for name, row in dense.items() if name.startswith(_PADDING_ROW)}
+
+
+def assemble(
+    model: nn.Module,
+    stored: Mapping[str, StoredTable],
+    converted: tuple[ConvertedModule, ...],
+    dense: Mapping[str, Tensor],
+    padding_rows: Mapping[str, Tensor] | None,
+) -> list[EmbeddingTables]:
+    """Give a module that was just built the dense part, and make the modules lookups that the saved model's are.
+
+    padding_rows: see `convert_without_rows`. Returns its tables, which have no rows yet. Raises BadInput, naming what
+    does not fit.
+    """
+    state = {name: value for name, value in dense.items() if not name.startswith(_PADDING_ROW)}
+    by_path = dict(model.named_modules())
+    missing = [one for one in converted if not is_converted(by_path.get(one.path, nn.Identity()))]
+    if missing:
+        convert_without_rows(model, {one.path: (one.feature, one.table) for one in missing}, padding_rows)
+    _take_dtype(model, state)
+    mine = model.state_dict()
+    for name in sorted(mine.keys() | state.keys()):
+        if name not in mine or name not in state:
+            where = "the built module has no such tensor" if name in state else "the saved model has no such tensor"
+            raise BadInput(f"{name}: {where}: another class, or other arguments, build the model")
+        if mine[name].shape != state[name].shape:
+            raise BadInput(
+                f"{name} is {list(state[name].shape)} in the saved model, and {list(mine[name].shape)} in the built one"
+            )
+    model.load_state_dict(state)
+    tables = tables_in(model)
+    _check_tables(tables, stored)
+    return tables
+
+
+def freeze(model: nn.Module, tables: list[EmbeddingTables], readers: Mapping[str, RowReader]) -> None:
+    """Let the tables look up rows of these readers, and the model predict: evaluation mode, no gradients."""
+    for one in tables:
+        one.memory = cast(Any, FrozenRows(one.layout, readers))
+        one.initial_rows = InitialRows(one.tables, one.layout.init_std)  # values that a builder assigned are of no use
+        one.is_frozen = True
+    model.eval()
+    model.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
+    was = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in was.items():
+            module.training = training
+
+
+def _take_dtype(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """A model that was trained in bfloat16 computes in it."""
+    saved = {value.dtype for value in state.values() if value.is_floating_point()}
+    built = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
+    if len(saved) == 1 and saved != built:
+        model.to(saved.pop())
+
+
+def _check_tables(tables: list[EmbeddingTables], stored: Mapping[str, StoredTable]) -> None:
+    mine = {name: (one, table) for one in tables for name, table in one.tables.items()}
+    if more := sorted(stored.keys() - mine.keys()):
+        raise BadInput(f"the saved model has a table {more[0]!r}, the built module has {', '.join(mine) or 'none'}")
+    for name, (_, table) in mine.items():
+        if name not in stored:
+            raise BadInput(f"table {name!r} is missing in the saved model, which has {', '.join(stored) or 'none'}")
+        about = stored[name]
+        shapes = [f"{n if n else 'hashed'} x {dim}" for n, dim in ((table.n_rows, table.dim), _shape(about))]
+        if shapes[0] != shapes[1]:
+            raise BadInput(f"table {name!r} is {shapes[0]} in the built module, and {shapes[1]} in the saved model")
+
+
+def _shape(table: StoredTable) -> tuple[int, int]:
+    return (0 if table.is_hashed else table.n_rows), table.dim

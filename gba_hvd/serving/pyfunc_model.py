@@ -1,0 +1,27 @@
+"""The code of a logged model: MLflow copies this file with it and runs it where the model is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlflow
+import pandas
+from mlflow.pyfunc.model import PythonModel, PythonModelContext
+
+
+class SavedModel(PythonModel):
+    """Scores of a data frame, by the model in the artifact `model`."""
+
+    def load_context(self, context: PythonModelContext) -> None:
+        from gba_hvd.serving.load import open_model
+
+        self._model = open_model(context.artifacts["model"])
+
+    def predict(
+        self, context: PythonModelContext, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
+    ) -> pandas.DataFrame:
+        return pandas.DataFrame(self._model.predict(model_input))
+
+
+if not __name__.startswith("gba_hvd."):  # (run by MLflow, as a copy)
+    mlflow.models.set_model(SavedModel())

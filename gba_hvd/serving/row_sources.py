@@ -1,0 +1,117 @@
+"""The rows of a model that is saved, `TableRows` of each table: from the memory of a job, or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.errors import BadInput
+from gba_hvd.serving.manifest import Initial
+from gba_hvd.shm.layout import Group, table_seed
+from gba_hvd.shm.shard_memory import ShardMemory
+from recovery.hashed_ids import ids_of, keys_of_ids
+from recovery.restore.open_checkpoint import OpenCheckpoint
+
+
+class LiveRows:
+    """Of a job that this process is a worker of. Also a `frozen_rows.RowReader`."""
+
+    def __init__(self, tables: EmbeddingTables, name: str) -> None:
+        about, self._tables = tables.tables[name], tables
+        self.name, self.dim, self.n_rows = name, about.dim, about.n_rows
+        self.capacity, self.initial = about.capacity or 0, initial_of(tables, name)
+
+    def numbered(self, start: int, stop: int) -> np.ndarray:
+        return self._tables.rows(self.name, np.arange(start, stop))
+
+    def keys(self) -> np.ndarray:
+        return np.sort(keys_of_ids(self._tables.vocabulary(self.name)))
+
+    def of_keys(self, keys: np.ndarray) -> np.ndarray:
+        return self._tables.rows(self.name, ids_of(keys))
+
+    def shared(self) -> np.ndarray:
+        memory, group = self._memory()
+        vocabulary = memory.vocabulary(group)
+        assert vocabulary is not None
+        n = vocabulary.spec.fallback * memory.layout.n_shards
+        out = np.empty((n, self.dim), np.float32)
+        rows = np.arange(vocabulary.n_own_rows, vocabulary.n_own_rows + n)
+        kernels.gather_rows(memory.flat, memory.layout.record_starts(rows, group), 0, out)
+        return out
+
+    def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._tables.rows(self.name, keys if self.n_rows else ids_of(keys))
+
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        return self._tables.admitted(self.name, ids_of(keys))
+
+    def _memory(self) -> tuple[ShardMemory, Group]:
+        whole = whole_of(self._tables)
+        assert whole.memory is not None
+        return whole.memory, whole.layout.groups[whole.layout.place_of_table[self.name][0]]
+
+
+class CheckpointRows:
+    """Of a checkpoint. tables: of the built module, which say how rows start; None: not known."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, name: str, tables: EmbeddingTables | None) -> None:
+        about, self._checkpoint = checkpoint.tables[name], checkpoint
+        self.name, self.dim = name, about.dim
+        self.n_rows = 0 if about.is_hashed else about.n_rows
+        self.capacity = about.n_rows - about.shared_rows if about.is_hashed else 0
+        self.initial = None if tables is None else initial_of(tables, name)
+
+    def numbered(self, start: int, stop: int) -> np.ndarray:
+        return self._checkpoint.rows(self.name, np.arange(start, stop))
+
+    def keys(self) -> np.ndarray:
+        return np.sort(keys_of_ids(self._checkpoint.ids(self.name)))
+
+    def of_keys(self, keys: np.ndarray) -> np.ndarray:
+        return self._checkpoint.rows(self.name, ids_of(keys))
+
+    def shared(self) -> np.ndarray:
+        return self._checkpoint.shared_rows(self.name)
+
+
+def live_rows(tables: Sequence[EmbeddingTables]) -> dict[str, LiveRows]:
+    """By table. Raises BadInput where this process has not all rows."""
+    for one in tables:
+        whole = whole_of(one)
+        memory = cast(Any, whole.memory)
+        if memory is None:
+            raise BadInput(
+                "the tables have no rows yet: save the model inside the training function, after the first batch or "
+                "state.sync(); when it has returned, the memory is gone"
+            )
+        if len(memory.ready()) < whole.layout.n_shards:
+            raise BadInput(
+                f"this host has {len(memory.ready())} of the {whole.layout.n_shards} shards of the tables, the others "
+                "are on other hosts: save a checkpoint, and export the model from it (`gba-hvd model export`)"
+            )
+    return {name: LiveRows(one, name) for one in tables for name in one.tables}
+
+
+def has_all_rows(tables: Sequence[EmbeddingTables]) -> bool:
+    """Whether this host has all shards."""
+    return all(
+        whole.memory is not None and len(whole.memory.ready()) == whole.layout.n_shards
+        for whole in map(whole_of, tables)
+    )
+
+
+def whole_of(tables: EmbeddingTables) -> EmbeddingTables:
+    """The tables that have the memory: several of one model share one."""
+    return tables._joined[0] if tables._joined else tables
+
+
+def initial_of(tables: EmbeddingTables, name: str) -> Initial | None:
+    """Where rows start that no step has changed; None where that is no normal distribution."""
+    about = tables.tables[name]
+    std = None if about.keys else tables.initial_rows.std(name)
+    return None if std is None else Initial(table_seed(tables.layout.seed, name), float(np.float32(std)))

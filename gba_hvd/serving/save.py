@@ -1,0 +1,227 @@
+"""`save_model` and `export_model`: a model of a job, or of a checkpoint, written for predictions.
+
+Order: shards of rows, dense tensors, code, then the manifest, which makes the version visible. A save that ends before
+leaves the versions that were there, and objects that the next save uses or that nothing refers to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.convert import is_converted
+from gba_hvd.errors import BadInput, refuse_unknown
+from gba_hvd.serving import inputs
+from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.manifest import (
+    BuilderRecord,
+    ConvertedModule,
+    Initial,
+    ModelManifest,
+    RowShards,
+    StoredTable,
+    to_json,
+    versions,
+)
+from gba_hvd.serving.module import (
+    assemble,
+    converted_in,
+    dense_of,
+    evaluating,
+    freeze,
+    padding_rows_of,
+    tables_in,
+)
+from gba_hvd.serving.outputs import same_outputs
+from gba_hvd.serving.row_shards import ShardWriter, TableRows, Written
+from gba_hvd.serving.row_sources import CheckpointRows, live_rows
+from gba_hvd.serving.stored_bytes import put_file
+from gba_hvd.serving.tensor_file import encode_tensors
+from recovery.errors import StoreError
+from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
+
+TABLES = ("all", "touched")
+ACTIVATIONS = ("none", "sigmoid")
+_PACKAGES = ("gba-hvd", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """One version. url: of the store, without credentials. new_shards, new_bytes: of rows, that were not there yet."""
+
+    url: str
+    version: int
+    n_rows: int
+    n_bytes: int
+    new_shards: int
+    new_bytes: int
+
+
+def save_model(
+    model: nn.Module,
+    url: str | Path,
+    *,
+    tables: str = "all",
+    input_example: Any = None,
+    build: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    activation: str = "none",
+    shard_bytes: int | None = None,
+    source: Mapping[str, Any] | None = None,
+    on_bytes: Callable[[int], object] = lambda n: None,
+    **storage_options: Any,
+) -> SavedModel:
+    """Write a model for predictions as a new version at a URL; `load_for_inference` opens it without Horovod.
+
+        saved = gba_hvd.save_model(model, "s3://bucket/ctr", build="model.py:make_model", arguments={"dim": 16},
+                                   input_example=batch)
+
+    Call it on one worker, where you would evaluate: inside the training function, between two epochs. Training is not
+    changed. Rows that a version at this URL has already are not written again.
+
+    build: what makes the module: "package.module:callable", imported where the model is opened, or "file.py:callable",
+    whose file is copied with the model; called with `arguments`, plain JSON. Default: the model's class. It may return
+    the model before or after `gba_hvd.convert`.
+    tables: "all" rows; or "touched": those that training has changed. Others are then computed from the seed where the
+    model is opened, with the same bits on a processor of the same kind.
+    input_example: an input as the model takes it (a tuple: positional arguments), of few samples. It describes the
+    fields of a request, and the built module is compared with the model on it, bit for bit.
+    activation: "sigmoid": what `predict` applies to the model's outputs; "none".
+    shard_bytes: size of a shard of rows. Default: a 1024th of the table, at least 16 KiB.
+    source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
+
+    Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
+    from a checkpoint); StoreError where the store fails. The versions before stay as they are.
+    """
+    _check(tables, activation)
+    own = tables_in(model)
+    rows = live_rows(own)
+    if not rows:
+        raise BadInput(
+            f"{type(model).__name__} has no EmbeddingTables among its modules, and no converted module: make the "
+            "tables an attribute of the model (self.tables = tables) and look up in its forward()"
+        )
+    builder = Builder.of(build, arguments, model)
+    spec = None if input_example is None else inputs.spec_of(input_example, model)
+    dense, converted = dense_of(model), converted_in(model)
+    fresh = builder.build()
+    assembled = assemble(fresh, _stand_ins(list(rows.values())), converted, dense, padding_rows_of(dense))
+    if input_example is not None:
+        freeze(fresh, assembled, rows)
+        with evaluating(model), torch.no_grad():
+            same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
+    store = open_store(url, **storage_options)
+    writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
+    stored = tuple(writer.table(one) for one in rows.values())
+    example = None if spec is None else inputs.columns_of(spec, input_example)
+    return _commit(store, builder, stored, dense, converted, spec, example, activation, source or {}, writer.written)
+
+
+def export_model(
+    checkpoint: str | Path | OpenCheckpoint,
+    url: str | Path,
+    *,
+    step: int | str = "newest",
+    tables: str = "all",
+    input_example: Any = None,
+    build: str,
+    arguments: Mapping[str, Any] | None = None,
+    activation: str = "none",
+    shard_bytes: int | None = None,
+    on_bytes: Callable[[int], object] = lambda n: None,
+    **storage_options: Any,
+) -> SavedModel:
+    """As `save_model`, from a checkpoint: `build` makes the model whose job saved it.
+
+    checkpoint: its URL, or what `recovery.open_checkpoint` returned; step: see there. A table of a converted model has
+    the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
+    input_example: describes the fields of a request; there is no model to compare with.
+
+    Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
+    """
+    _check(tables, activation)
+    opened = checkpoint
+    if not isinstance(opened, OpenCheckpoint):
+        opened = open_checkpoint(opened, step, **storage_options)
+    builder = Builder.of(build, arguments, None)
+    fresh, dense = builder.build(), opened.dense()
+    converted = _converted_by(fresh, opened)
+    names = list(opened.tables)
+    stand_ins = _stand_ins([CheckpointRows(opened, name, None) for name in names])
+    assembled = assemble(fresh, stand_ins, converted, dense, None)
+    dense = dense_of(fresh)  # with padding rows, which no checkpoint has
+    spec = None if input_example is None else inputs.spec_of(input_example, fresh)
+    owner = {} if converted else {name: one for one in assembled for name in one.tables}
+    store = open_store(url, **storage_options)
+    writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
+    stored = tuple(writer.table(CheckpointRows(opened, name, owner.get(name))) for name in names)
+    source = {
+        "checkpoint": opened.name, "checkpoint_url": opened.url, "checkpoint_checksum": opened.checksum,
+        "step": opened.step, "samples": opened.samples,
+    }  # fmt: skip
+    example = None if spec is None else inputs.columns_of(spec, input_example)
+    return _commit(store, builder, stored, dense, converted, spec, example, activation, source, writer.written)
+
+
+def _check(tables: str, activation: str) -> None:
+    refuse_unknown("tables", tables, TABLES)
+    refuse_unknown("activation", activation, ACTIVATIONS)
+
+
+def _outputs(model: nn.Module, example: Any) -> Any:
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def _stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:
+    """Tables without shards: what a built module is checked against before anything is written."""
+    return {
+        one.name: StoredTable(
+            one.name, one.dim, "numbered" if one.n_rows else "hash64", one.n_rows, RowShards(()),
+            None if one.n_rows else RowShards(()), Initial(0, 0.0),
+        )
+        for one in rows
+    }  # fmt: skip
+
+
+def _converted_by(fresh: nn.Module, checkpoint: OpenCheckpoint) -> tuple[ConvertedModule, ...]:
+    """The modules that the job's `convert` has made lookups: those whose path, or whose weight's, is a table."""
+    by_weight: dict[int, str] = {}
+    found = []
+    for path, module in fresh.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_converted(module):
+            continue
+        feature = path or "embedding"
+        first = by_weight.setdefault(id(module.weight), feature)
+        tables = [name for name in (first, f"{first}.weight") if name in checkpoint.tables]  # (`of_optimizer`: weights)
+        if tables:
+            found.append(ConvertedModule(path, feature, tables[0]))
+    return tuple(found)
+
+
+def _commit(
+    store: Store, builder: Builder, stored: tuple[StoredTable, ...], dense: Mapping[str, Tensor],
+    converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
+    activation: str, source: Mapping[str, Any], written: Written,
+) -> SavedModel:  # fmt: skip
+    record: BuilderRecord = builder.put(store)
+    dense_file = put_file(store, encode_tensors(dense), "safetensors")
+    example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
+    number = max(versions(store), default=0) + 1
+    manifest = ModelManifest(
+        number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation, source,
+        {name: version(name) for name in _PACKAGES},
+    )  # fmt: skip
+    data = to_json(manifest)
+    store.put(manifest.name, [data])
+    if store.get(manifest.name) != data:  # (a store that overwrites)
+        raise StoreError(f"{store.url}: another process saved version {number} at the same time; save again")
+    return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)

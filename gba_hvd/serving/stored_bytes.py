@@ -1,0 +1,42 @@
+"""Objects that are named by the SHA-256 of their bytes: written once, verified when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from gba_hvd.serving.manifest import StoredObject
+from recovery.errors import Damaged, NotFound
+from recovery.storage.store import Store, read
+
+
+def sha256_of(pieces: Sequence[bytes | memoryview]) -> str:
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def put_file(store: Store, pieces: Sequence[bytes], ending: str) -> StoredObject:
+    """Write `files/SHA256.ending`, unless it is there."""
+    sha256, n_bytes = sha256_of(pieces), sum(map(len, pieces))
+    name = f"files/{sha256}.{ending}"
+    if store.names(name).get(name) != n_bytes:
+        store.put(name, pieces)
+    return StoredObject(name, n_bytes, sha256)
+
+
+def get_verified(store: Store, name: str, n_bytes: int, sha256: str) -> memoryview:
+    """All bytes of an object. Raises Damaged when it is gone, or not what was saved."""
+    try:
+        data = read(store, name, 0, n_bytes + 1)
+    except NotFound as error:
+        raise Damaged(f"{store.url}: {name} is gone") from error
+    if len(data) != n_bytes:
+        raise Damaged(
+            f"{store.url}: {name} is truncated or overwritten: it has "
+            f"{'more' if len(data) > n_bytes else f'{len(data):,} bytes'}, {n_bytes:,} were saved"
+        )
+    if (found := sha256_of([data])) != sha256:
+        raise Damaged(f"{store.url}: {name} is not what was saved: its SHA-256 is {found}")
+    return data

@@ -1,0 +1,62 @@
+"""A model that a worker has written, as a logged and a registered model of MLflow. All calls may raise.
+
+The worker's folder (`NAME.model` beside the spool) has `model`, what is logged as the artifact of this name;
+`pyfunc_model.py`, the code; and `log.json`: name, registered_model_name, alias, step, tags, columns and outputs of an
+example, requirements.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "log.json").read_text())
+    return found
+
+
+def log_model(uri: str, run_id: str, folder: Path) -> str:
+    """Log the model of a folder with a run; returns its URI, `models:/ID`."""
+    facts = read_facts(folder)
+    mlflow.set_tracking_uri(uri)
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of MLflow's own imports; of whole numbers, which `predict` checks itself
+        import pandas
+        from mlflow import pyfunc  # slow, and senders without a model have no use for it
+        from mlflow.models import Model, infer_signature
+
+        example, outputs = pandas.DataFrame(facts["columns"]), pandas.DataFrame(facts["outputs"])
+        signature = infer_signature(example, outputs.astype("float32"))
+        info = Model.log(
+            artifact_path=None,
+            flavor=pyfunc,
+            name=facts["name"],
+            run_id=run_id,
+            python_model=str(folder / "pyfunc_model.py"),
+            artifacts={"model": str(folder / "model")},
+            signature=signature,
+            input_example=example,
+            pip_requirements=facts["requirements"],
+            step=facts["step"],
+            tags=facts["tags"],
+        )
+    return str(info.model_uri)
+
+
+def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:
+    """Register a logged model; returns the version."""
+    mlflow.set_tracking_uri(uri)
+    name = facts["registered_model_name"]
+    version = mlflow.register_model(model_uri, name, tags=facts["tags"]).version
+    if facts["alias"]:
+        MlflowClient(tracking_uri=uri).set_registered_model_alias(name, facts["alias"], version)
+    return str(version)

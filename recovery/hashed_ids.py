@@ -1,0 +1,35 @@
+"""The keys of a hashed table: its 64-bit ids, mixed by a bijection that spreads them over the shards.
+
+A checkpoint of a hashed table, a keyed one (`recovery.rows`), has these keys. The mix is splitmix64's finaliser, with
+the sign bit flipped before and after, so that NO_KEY stays what it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64's finaliser, and what undoes them
+_BACK_1, _BACK_2 = pow(_MIX_1, -1, 2**64), pow(_MIX_2, -1, 2**64)
+_SIGN = np.uint64(2**63)
+
+
+def keys_of_ids(ids: np.ndarray) -> np.ndarray:
+    """int64 [n], the keys of a hashed table's ids (int64 [n]): a bijection, under which NO_KEY stays what it is."""
+    x = ids.astype(np.int64).view(np.uint64) ^ _SIGN
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX_1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX_2)
+    x ^= x >> np.uint64(31)
+    return (x ^ _SIGN).view(np.int64)
+
+
+def ids_of(keys: np.ndarray) -> np.ndarray:
+    """int64 [n], the ids of a hashed table's keys: the inverse of `keys_of_ids`."""
+    x = keys.astype(np.int64).view(np.uint64) ^ _SIGN
+    x ^= x >> np.uint64(31) ^ x >> np.uint64(62)
+    x *= np.uint64(_BACK_2)
+    x ^= x >> np.uint64(27) ^ x >> np.uint64(54)
+    x *= np.uint64(_BACK_1)
+    x ^= x >> np.uint64(30) ^ x >> np.uint64(60)
+    return (x ^ _SIGN).view(np.int64)

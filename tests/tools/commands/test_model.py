@@ -1,0 +1,171 @@
+"""`gba-hvd model`: from a checkpoint to a file of scores, what is damaged, and what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from gba_hvd_tools.cli import main
+from torch import nn
+
+import gba_hvd
+from gba_hvd.serving.manifest import read_manifest
+from gba_hvd.tracking import find_run
+from recovery.storage.open import open_store
+from tests.unit.conftest import _no_keeper as _no_keeper
+from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
+from tests.unit.serving.conftest import job_memory as job_memory
+from tests.unit.serving.conftest import trained as trained
+from tests.unit.serving.test_export import checkpoint
+
+Trained = Callable[..., nn.Module]
+EXAMPLE = CODE.replace("make_model", "example")
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> str:
+    assert main(["model", *map(str, args)]) == status
+    out, err = capsys.readouterr()
+    return out if status == 0 or out else err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> Any:
+    return json.loads(said(capsys, *args, "--json", status=status))
+
+
+@pytest.fixture
+def exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[nn.Module, Path]:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    text = said(capsys, "export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--example", EXAMPLE)
+    assert "version 1 of manifests/000001-00000001.json (step 5), 64 rows" in text
+    return model, tmp_path / "m"
+
+
+def frame_of(one: gba_hvd.Batch) -> pd.DataFrame:
+    history = one.ids["history"]
+    cuts = [*history.offsets.tolist(), len(history.values)]
+    return pd.DataFrame({
+        "user": one.ids["user"].numpy(), "item": one.ids["item"].numpy(), "dense": one.dense.tolist(),
+        "history": [history.values[a:b].tolist() for a, b in pairwise(cuts)],
+        "request": [f"r{i}" for i in range(len(one))],
+    })  # fmt: skip
+
+
+def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model, url), one = exported, batch(30)
+    frame_of(one).to_parquet(tmp_path / "in.parquet")
+    text = said(capsys, "predict", url, tmp_path / "in.parquet", "--out", tmp_path / "out.parquet", "--keep", "request")
+    assert text == f"{tmp_path}/out.parquet: scores of 30 samples, by version 1\n"
+    found = pd.read_parquet(tmp_path / "out.parquet")
+    assert list(found.columns) == ["request", "score"]
+    assert np.array_equal(found["score"].to_numpy(), evaluated(model, one).numpy())
+    how = ["--out", tmp_path / "out.csv", "--batch", 7, "--mmap", "--version", 1]
+    assert as_json(capsys, "predict", url, tmp_path / "in.parquet", *how)["samples"] == 30
+    assert np.allclose(pd.read_csv(tmp_path / "out.csv")["score"], found["score"], atol=1e-6)
+
+
+def test_a_csv_file_has_a_column_for_each_number(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, one = trained(), batch(20)
+    flat = gba_hvd.Batch({**one.ids, "history": torch.arange(40).view(20, 2) % 9}, one.dense, one.label)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=flat)
+    frame = frame_of(one).drop(columns=["dense", "history"])
+    for name, values in (("dense", one.dense), ("history", flat.ids["history"])):
+        frame[[f"{name}_0", f"{name}_1"]] = values.numpy()
+    frame.to_csv(tmp_path / "in.csv", index=False)
+    said(capsys, "predict", tmp_path / "m", tmp_path / "in.csv", "--out", tmp_path / "out.parquet")
+    found = pd.read_parquet(tmp_path / "out.parquet")["score"]
+    assert np.allclose(found, evaluated(model, flat).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"user": [0.5] * 30}, "samples 0 to 29: field 'user': expected int64, got double|float64"),
+        ({"user": [50] * 30}, "table 'user' has rows 0 to 49, got id 50"),
+        ({"item": None}, "field 'item' is missing"),
+    ],
+)
+def test_bad_samples_are_named_and_nothing_is_written(
+    exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    frame = frame_of(batch(30))
+    for name, values in change.items():
+        frame = frame.drop(columns=[name]) if values is None else frame.assign(**{name: values})
+    frame.to_parquet(tmp_path / "in.parquet")
+    how = ["predict", exported[1], tmp_path / "in.parquet", "--out", tmp_path / "out.parquet"]
+    text = said(capsys, *how, status=1)
+    assert any(word in text for word in words.split("|"))
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_files_that_cannot_be(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frame_of(batch(3)).to_parquet(tmp_path / "in.parquet")
+    for source, more, words in (
+        ("in.json", [], "expected a name that ends in .parquet or .csv"),
+        ("none.csv", [], "none.csv"),
+        ("in.parquet", ["--keep", "age"], "has no column 'age'; it has user"),
+        ("in.parquet", ["--out", tmp_path / "in.parquet"], "is the file that is read"),
+    ):
+        how = [exported[1], tmp_path / source, "--out", tmp_path / "o.csv", *more]
+        assert words in said(capsys, "predict", *how, status=1)
+
+
+def test_verify_names_what_is_damaged(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url = exported[1]
+    assert "bytes ok" in said(capsys, "verify", url)
+    shard = url / read_manifest(open_store(url)).tables[1].rows.shards[0].name
+    shard.write_bytes(shard.read_bytes()[:-1])
+    found = as_json(capsys, "verify", url, status=1)
+    assert not found["ok"]
+    assert len(found["flaws"]) == 1 and "truncated" in found["flaws"][0]
+    assert "1 objects are DAMAGED" in said(capsys, "verify", url, status=1)
+
+
+def test_diff_counts_rows_and_names_tensors(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, url = exported
+    change_rows(model, "user", np.arange(10, 13), seed=99)
+    model.mlp[0].bias.data += 0.5
+    gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
+    found = as_json(capsys, "diff", url, 1)
+    assert [(t["table"], t["changed"], t["added"], t["removed"], t["new_shards"]) for t in found["tables"]] == [
+        ("user", 3, 0, 0, 1), ("item", 0, 0, 0, 0), ("word", 0, 0, 0, 0),
+    ]  # fmt: skip
+    assert found["tensors"] == {"mlp.0.bias": "changed, by 0.5 at most"}
+    assert found["other"] == []
+    text = said(capsys, "diff", url, 1, 2)
+    assert "version 1 to 2" in text and "mlp.0.bias: changed" in text
+    assert "has no version 7" in said(capsys, "diff", url, 7, status=1)
+
+
+def test_diff_of_hashed_tables(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = {"build": CODE, "arguments": {"users": 300, "hashed": True}, "tables": "touched"}
+    model = trained(users=300, hashed=True)
+    gba_hvd.save_model(model, tmp_path / "m", **how)
+    change_rows(model, "user", np.array([5, 6]))
+    gba_hvd.save_model(model, tmp_path / "m", **how)
+    user = as_json(capsys, "diff", tmp_path / "m", 1)["tables"][0]
+    assert (user["changed"], user["added"], user["removed"], user["shared"]) == (0, 2, 0, 0)
+
+
+def test_the_checkpoints_of_a_run(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    events = [{"event": "checkpoint", "step": 5, "data": {"url": str(tmp_path / "c"), "manifest": "m"}}]
+    monkeypatch.setattr(find_run, "read", lambda run, uri: SimpleNamespace(events=events if run == "ctr-1" else []))
+    found = as_json(capsys, "export", "ctr-1", tmp_path / "m", "--build", CODE)
+    assert (found["version"], found["step"]) == (1, 5)
+    assert "has saved no checkpoint" in said(capsys, "export", "ctr-2", tmp_path / "m", "--build", CODE, status=1)
+    how = ["export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--arguments", "[1]"]
+    assert "--arguments must be one JSON object" in said(capsys, *how, status=1)

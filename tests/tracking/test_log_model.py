@@ -1,0 +1,329 @@
+"""The trained model in MLflow: logged, registered, opened where there is no Horovod; and a registry that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from gba_hvd_tools import cli
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.callbacks import Event
+from gba_hvd.tracking import MLflowCallback
+from gba_hvd.tracking.spool import model_path
+from tests.tools.commands.test_model import frame_of
+from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, port_of_our_own, step, wait_until
+from tests.unit.conftest import _no_keeper as _no_keeper
+from tests.unit.serving import model_code
+from tests.unit.serving.conftest import CODE, batch, evaluated
+from tests.unit.serving.conftest import job_memory as job_memory
+from tests.unit.serving.conftest import trained as trained
+from tests.unit.serving.test_export import checkpoint
+from tests.unit.test_without_horovod import BLOCKED
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+Trained = Callable[..., nn.Module]
+patient = functools.partial(MLflowCallback, flush_timeout_s=FLUSH_S, system_metrics=False)
+SAVED = {
+    "url": "file:///jobs/ctr",
+    "manifest": "manifests/000001-00000003.json",
+    "checksum": "ab" * 16,
+    "saved_step": 3,
+}
+
+
+def run_job(callback: MLflowCallback, model: nn.Module, job_id: str, status: str = "FINISHED") -> None:
+    callback.on_model(model)
+    callback.on_job(job(job_id))
+    for k in range(1, 4):
+        callback.on_step(step(k))
+    callback.on_event(Event("checkpoint", 3, "saved", SAVED))
+    callback.on_end(status, None)
+
+
+def logged_models(uri: str, job_id: str) -> list[Any]:
+    outputs = only_run(uri, job_id).outputs
+    return [client(uri).get_logged_model(one.model_id) for one in (outputs.model_outputs if outputs else ())]
+
+
+def log_model(**how: Any) -> gba_hvd.LogModel:
+    return gba_hvd.LogModel(**{"name": "ctr", "input_example": batch(3), "build": CODE, **how})
+
+
+PREDICT = (
+    BLOCKED
+    + """
+import mlflow, pandas, warnings
+warnings.simplefilter("ignore")
+mlflow.set_tracking_uri(sys.argv[1])
+found = mlflow.pyfunc.load_model(sys.argv[2]).predict(pandas.read_parquet("in.parquet"))
+found.to_parquet("out.parquet")
+assert not [name for name in sys.modules if name.split(".")[0] == "horovod"]
+"""
+)
+
+
+def predicted(uri: str, model_uri: str, one: gba_hvd.Batch, folder: Path) -> np.ndarray:
+    """By a process that cannot import Horovod."""
+    frame_of(one).to_parquet(folder / "in.parquet")
+    done = subprocess.run(
+        [sys.executable, "-c", PREDICT, uri, model_uri], cwd=folder, capture_output=True, text=True, timeout=500,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: np.ndarray = pd.read_parquet(folder / "out.parquet")["score"].to_numpy()
+    return found
+
+
+def test_the_model_is_logged_registered_and_predicts_without_horovod(
+    trained: Trained, database: str, tmp_path: Path
+) -> None:
+    model, one = trained(), batch(30)
+    how = {"registered_model_name": "ctr", "alias": "champion", "requirements": ["my-models==1.2"]}
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how))
+    run_job(callback, model, "logs")
+    assert only_run(database, "logs").info.status == "FINISHED"
+    registered = client(database).get_model_version_by_alias("ctr", "champion")
+    assert registered.tags["gba_hvd.checkpoint_checksum"] == SAVED["checksum"]
+    assert registered.tags["gba_hvd.checkpoint"] == f"{SAVED['url']}/{SAVED['manifest']}"
+    assert (registered.tags["gba_hvd.step"], registered.tags["gba_hvd.checkpoint_step"]) == ("3", "3")
+    assert not (tmp_path / "spool").exists()
+    assert np.array_equal(predicted(database, "models:/ctr@champion", one, tmp_path), evaluated(model, one).numpy())
+    (logged,) = logged_models(database, "logs")
+    files = Path(logged.artifact_location.removeprefix("file://"))
+    signature = yaml.safe_load((files / "MLmodel").read_text())["signature"]
+    assert [one["name"] for one in json.loads(signature["inputs"])] == ["user", "item", "history", "dense"]
+    assert [(one["name"], one["type"]) for one in json.loads(signature["outputs"])] == [("score", "float")]
+    requirements = (files / "requirements.txt").read_text().splitlines()
+    assert not [one for one in requirements if "horovod" in one]
+    assert {f"torch=={version('torch')}", "my-models==1.2", f"gba-hvd=={version('gba-hvd')}"} <= set(requirements)
+    assert (files / "input_example.json").exists()
+
+
+class Samples:
+    """Batches of `conftest.batch`, of any samples."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
+        made = batch(len(rows), seed=int(rows[0]))
+        return gba_hvd.Batch(made.ids, made.dense, torch.from_numpy((rows % 2).astype(np.float32)))
+
+
+def test_a_job_logs_the_model_that_it_has_trained(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path / "shm"))
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "trains")
+    (tmp_path / "shm").mkdir()
+    model = model_code.make_model()
+    optimizer: Any = gba_hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.tables, global_batch=8, micro_batch=4
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    how = {"registered_model_name": "trained", "alias": "newest", "tables": "touched", "activation": "sigmoid"}
+    state.register_callbacks([patient(
+        *["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how)
+    )])  # fmt: skip
+    found = {}
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        for samples in gba_hvd.batches(Samples(), state):
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(samples), samples.label).backward()
+            optimizer.step()
+        found["scores"] = torch.sigmoid(evaluated(model, batch(30)))
+
+    train(state)
+    assert state.step == 3
+    scores = predicted(database, "models:/trained@newest", batch(30), tmp_path)
+    assert np.array_equal(scores, found["scores"].numpy())
+
+
+def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_path: Path) -> None:
+    model, one = trained(), batch(5)
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
+    run_job(callback, model, "served")
+    (logged,) = logged_models(database, "served")
+    port = port_of_our_own()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", logged.model_uri, "--env-manager", "local"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by its name
+    settings = {"MLFLOW_TRACKING_URI": database, "MLFLOW_DISABLE_TELEMETRY": "true", "PATH": path}
+    with (tmp_path / "log").open("wb") as log:
+        served = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], env=os.environ | settings, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+
+        def answer(path: str, data: bytes | None = None) -> tuple[int, bytes]:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as found:
+                    return found.status, found.read()
+            except urllib.error.HTTPError as error:
+                return error.code, error.read()
+            except OSError:
+                return 0, b""
+
+        def is_up() -> bool:
+            assert served.poll() is None, (tmp_path / "log").read_text()
+            return answer("ping")[0] == 200
+
+        wait_until("the model is served", is_up)
+        frame = frame_of(one).drop(columns=["request"])
+        status, text = answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())
+        assert status == 200, text
+        scores = [row["score"] for row in json.loads(text)["predictions"]]
+        assert np.array_equal(np.array(scores, np.float32), evaluated(model, one).numpy())
+        frame.loc[0, "user"] = 50
+        status, text = answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())
+        assert status >= 400
+        assert b"table 'user' has rows 0 to 49, got id 50" in text
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and the test fails
+            os.killpg(served.pid, signal.SIGTERM)
+        served.wait(60)
+
+
+def test_a_job_that_failed_logs_no_model(trained: Trained, database: str, tmp_path: Path) -> None:
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
+    run_job(callback, trained(), "fails", "FAILED")
+    assert only_run(database, "fails").info.status == "FAILED"
+    assert not logged_models(database, "fails")
+
+
+def test_a_model_that_cannot_be_written_is_an_event_and_the_run_ends(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    build = CODE.replace("make_model", "forgetful")
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(build=build))
+    run_job(callback, model, "wrong")
+    run = only_run(database, "wrong")
+    assert run.info.status == "FINISHED"
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    (found,) = [one for one in events if one["event"] == "model_not_logged"]
+    assert found["level"] == "warning"
+    assert "differs from the model's on input_example" in found["message"]
+    assert f"`gba-hvd model export` makes it from the checkpoint {SAVED['url']}/" in found["message"]
+    assert "the model was not logged" in capsys.readouterr().err
+
+
+def test_a_server_or_store_that_is_down_keeps_the_model_until_it_is_sent(
+    trained: Trained,
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, one, spool_dir = trained(), batch(30), tmp_path / "spool"
+    callback = MLflowCallback(
+        *["m"], tracking_uri=server.uri, spool_dir=spool_dir, log_model=log_model(registered_model_name="later"),
+        flush_timeout_s=3, system_metrics=False,
+    )  # fmt: skip
+    server.kill()
+    run_job(callback, model, "down")
+    assert f"gba-hvd mlflow send {callback.spool}" in capsys.readouterr().err
+    assert callback.spool is not None
+    assert (model_path(callback.spool) / "log.json").exists()
+
+    server.start()
+    fails: list[Path] = []
+
+    def refuse(uri: str, run_id: str, folder: Path) -> str:
+        fails.append(folder)
+        raise OSError("the artifact store is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gba_hvd.tracking.mlflow_model.log_model", refuse)
+        assert cli.main(["mlflow", "send", str(spool_dir), "--timeout", "3"]) == 1
+    assert fails
+    assert only_run(server.uri, "down").info.status == "FINISHED"
+    events = artifact(server.uri, only_run(server.uri, "down"), "events.jsonl", tmp_path / "a")
+    assert "model_not_logged" in events
+    assert f"the artifact store is full; send it with: gba-hvd mlflow send {callback.spool}" in events
+
+    assert cli.main(["mlflow", "send", str(spool_dir)]) == 0
+    assert client(server.uri).get_model_version("later", "1").tags["gba_hvd.step"] == "3"
+    assert "model_logged" in artifact(server.uri, only_run(server.uri, "down"), "events.jsonl", tmp_path / "b")
+    assert not spool_dir.exists()
+    assert np.array_equal(predicted(server.uri, "models:/later/1", one, tmp_path), evaluated(model, one).numpy())
+
+
+def test_a_registry_that_refuses_costs_the_version_only(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = {"registered_model_name": "not/allowed: name"}
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how))
+    run_job(callback, trained(), "refused")
+    run = only_run(database, "refused")
+    assert run.info.status == "FINISHED"
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    (found,) = [one for one in events if one["event"] == "model_not_logged"]
+    assert re.search(r"is logged as models:/\S+ and was not registered: call mlflow.register_model", found["message"])
+    assert found["message"] in capsys.readouterr().err
+    (logged,) = logged_models(database, "refused")
+    assert logged.name == "ctr"
+
+
+# --- what is refused before the training -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"name": "a/b"}, "MLflow takes names without"),
+        ({"alias": "best"}, "alias='best' needs registered_model_name"),
+        ({"requirements": "my-models"}, "requirements must be a list"),
+    ],
+)
+def test_settings_that_cannot_be(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        log_model(**how)
+
+
+def test_what_would_fail_at_the_end_is_refused_at_the_start(trained: Trained, tmp_path: Path) -> None:
+    model = trained()
+    for how, words in (({"build": "nowhere.py:f"}, "cannot be read"), ({"input_example": "text"}, "batch is a str")):
+        callback = MLflowCallback(log_model=log_model(**how), spool_dir=tmp_path)
+        with pytest.raises(BadInput, match=words):
+            callback.on_model(model)
+
+
+def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(20)
+    checkpoint(model, model.tables, tmp_path / "c")
+    expected = evaluated(model, one)
+    model.tables.memory.set_absent(0)
+    with pytest.raises(BadInput, match="are on several hosts, and the job has saved no checkpoint"):
+        log_model().write(model, tmp_path / "none", 5, None)
+    (tmp_path / "w").mkdir()
+    log_model().write(model, tmp_path / "w", 5, {"url": str(tmp_path / "c"), "saved_step": 5})
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "w" / "model")(one), expected)

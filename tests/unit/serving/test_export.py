@@ -1,0 +1,132 @@
+"""A checkpoint becomes a model that predicts as the job's did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.serving.manifest import read_manifest
+from gba_hvd.serving.row_sources import CheckpointRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
+from recovery.config import Config
+from recovery.restore.open_checkpoint import open_checkpoint
+from recovery.selection.selector import Selection
+from recovery.state_codec import encode
+from recovery.storage.open import open_store
+from recovery.write.multipart import SaveTarget, commit_parts, save_part
+from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
+from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
+
+
+def checkpoint(model: nn.Module, tables: gba_hvd.EmbeddingTables, url: Path) -> None:
+    """One that a job would make of this model."""
+    rows, store, config = ShardRows(tables.memory), open_store(url), Config()
+    selection = Selection(rows, config)
+    target = SaveTarget(1, 1, "full", None, 5, 500, rows.schema)
+    state = encode({"model": dict(model.state_dict())})
+    commit_parts(store, selection, target, [save_part(rows, selection, store, target, config)], lambda parts: state)
+
+
+@pytest.mark.parametrize("stored", ["all", "touched"])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hashed: bool, stored: str) -> None:
+    arguments = {"users": 100, "hashed": hashed}
+    model = trained(touched=20, **arguments)
+    checkpoint(model, model.tables, tmp_path / "c")
+    one = raw_users(batch(40), model) if hashed else batch(40, 100)
+    saved = gba_hvd.export_model(
+        tmp_path / "c", tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(2)
+    )
+    assert saved.n_rows == 9 + 5 + (40 + 16 if hashed else 20 if stored == "touched" else 100)
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+    source = read_manifest(open_store(tmp_path / "m")).source
+    assert (source["step"], source["checkpoint"]) == (5, "manifests/000001-00000001.json")
+    assert source["checkpoint_checksum"] == open_checkpoint(tmp_path / "c").checksum
+    # The same rows, saved from memory, are the same shards.
+    again = gba_hvd.save_model(model, tmp_path / "m", build=CODE, arguments=arguments, tables=stored)
+    assert (again.version, again.new_shards) == (2, 0)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
+    trained: Trained, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"users": 3000, "hashed": hashed}
+    model = trained(**arguments)
+    if hashed:
+        change_rows(model, "user", np.arange(2500))
+    how = {"build": CODE, "arguments": arguments, "shard_bytes": 4096}
+    whole = gba_hvd.save_model(model, tmp_path / "m", **how)
+    checkpoint(model, model.tables, tmp_path / "c")
+    reads = []
+    read = CheckpointRows.of_keys if hashed else CheckpointRows.numbered
+
+    def counted(self: CheckpointRows, *args: Any) -> np.ndarray:
+        reads.append(self.name)
+        return read(self, *args)
+
+    monkeypatch.setattr(CheckpointRows, "of_keys" if hashed else "numbered", counted)
+    monkeypatch.setattr("gba_hvd.serving.row_shards._BLOCK_BYTES", 16 << 10)
+    again = gba_hvd.export_model(tmp_path / "c", tmp_path / "m", **how)
+    assert whole.new_shards > 10
+    assert again.new_shards == 0
+    assert 1 < reads.count("user") <= 5
+
+
+def test_a_converted_model(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Converted()
+    tables = gba_hvd.convert(model, gba_hvd.SGD(lr=0.1))
+    job_memory(tables)
+    checkpoint(model, tables, tmp_path / "c")
+    build = f"{Converted.__module__}:{Converted.__qualname__}"
+    gba_hvd.export_model(tmp_path / "c", tmp_path / "m", build=build)
+    x = converted_batch(20)
+    with torch.no_grad():
+        assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(*x), model(*x))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"arguments": {"users": 51}}, "table 'user' is 51 x 4 in the built module, and 50 x 4 in the saved model"),
+        (
+            {"build": "torch.nn:Linear", "arguments": {"in_features": 2, "out_features": 1}},
+            "bias: the saved model has no such tensor",
+        ),
+        ({"step": 6}, "no whole checkpoint of step 6: it has steps 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(trained: Trained, tmp_path: Path, how: dict[str, Any], words: str) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.export_model(tmp_path / "c", tmp_path / "m", **{"build": CODE, **how})
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_rows_of_a_chain_of_saves_are_the_newest(trained: Trained, tmp_path: Path) -> None:
+    """Partial saves: rows are those that a restore would bring back."""
+    model = trained()
+    rows, store, config = ShardRows(model.tables.memory), open_store(tmp_path / "c"), Config(policy="delta")
+    selection, parent = Selection(rows, config), None
+    state = encode({"model": dict(model.state_dict())})
+    for number in (1, 2):
+        kind = "delta" if parent else "full"
+        target = SaveTarget(1, number, kind, parent, number, number, rows.schema)
+        commit_parts(store, selection, target, [save_part(rows, selection, store, target, config)], lambda _: state)
+        parent = target.manifest_name
+        change_rows(model, "user", np.arange(10), seed=number)
+        memory, group = model.tables.memory, model.tables.layout.groups[0]
+        memory.count_changed(memory.record_starts(np.arange(10), group), group)
+    opened = open_checkpoint(tmp_path / "c")
+    change_rows(model, "user", np.arange(10), seed=1)
+    assert np.array_equal(opened.rows("user"), model.tables.rows("user", np.arange(50)))

@@ -1,0 +1,110 @@
+"""Requests become inputs by their fields, and what is wrong with a field is said with its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.serving import inputs
+from gba_hvd.serving.outputs import scores_of
+from tests.unit.serving.conftest import batch
+
+
+class Model(nn.Module):
+    def forward(self, x: Any, y: Any = None) -> Any: ...
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, gba_hvd.Batch):
+        return same(a.dense, b.dense) and same(dict(a.ids), dict(b.ids))
+    if isinstance(a, gba_hvd.Bag):
+        return same(a.values, b.values) and same(a.offsets, b.offsets)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+INPUTS = {
+    "batch": batch(5),
+    "matrix": torch.randn(4, 3),
+    "mapping": {"item": torch.arange(3), "shown": torch.arange(6).view(3, 2).int(), "flag": torch.ones(3).bool()},
+    "arguments": (torch.randn(3, 2), {"item": torch.arange(3)}),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_columns_of_an_input_give_that_input(name: str) -> None:
+    value = INPUTS[name]
+    spec = inputs.spec_of(value, Model())
+    columns = inputs.columns_of(spec, value)
+    assert same(inputs.input_of(spec, columns), value)
+    frame = pd.DataFrame({key: list(one) for key, one in columns.items()})
+    assert same(inputs.input_of(spec, frame), value)
+
+
+def test_a_matrix_may_come_in_columns_of_numbers() -> None:
+    spec = inputs.spec_of(torch.randn(4, 2), Model())
+    found = inputs.input_of(spec, {"x_0": [1.0, 2.0], "x_1": [3, 4]})
+    assert torch.equal(found, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+
+
+GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.0], [1.0, 2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"user": None}, "field 'user' is missing: the model needs int64 in column 'user'; the request has item"),
+        ({"dense": None}, r"field 'dense' is missing: the model needs \[2\] of float32 in column 'dense', or dense_0"),
+        ({"user": [0.5, 1.0]}, "field 'user': expected int64, got float64"),
+        ({"user": [1.0, np.nan]}, "field 'user': expected int64, got float64 .a column of whole numbers with missing"),
+        ({"user": ["a", "b"]}, "field 'user': expected int64, got <U1"),
+        ({"user": [1, 2, 3]}, "need one number of samples, got"),
+        ({"user": [[1, 2], [3, 4]]}, r"field 'user': expected \[B, \] of int64, got \[2, 2\]"),
+        ({"user": np.array([1, 2**63], np.uint64)}, "field 'user': 9223372036854775808 does not fit into int64"),
+        ({"history": [1, 2]}, "field 'history': expected a list of int64 for each sample, got int"),
+        ({"history": [["a"], []]}, "field 'history': expected int64, got"),
+        ({"dense": [[1.0], [2.0, 3.0]]}, r"field 'dense': expected \[2\] of float32, got lists of different lengths"),
+        ({"dense": [[1.0], [2.0]]}, r"field 'dense': expected \[B, 2\] of float32, got \[2, 1\]"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(change: dict[str, Any], words: str) -> None:
+    spec = inputs.spec_of(batch(3), Model())
+    inputs.input_of(spec, GOOD)
+    request = {name: one for name, one in {**GOOD, **change}.items() if one is not None}
+    with pytest.raises(BadInput, match=words):
+        inputs.input_of(spec, request)
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ("text", "x is a str"),
+        (torch.tensor(1.0), r"x is a torch.float32 \[\]"),
+        ({"a": gba_hvd.Bag(torch.arange(3), torch.tensor([0]), torch.ones(3))}, "Bags without weights"),
+        (({"a": torch.ones(1)}, {"a": torch.ones(1)}), "two fields called 'a'"),
+    ],
+)
+def test_an_example_that_no_request_can_be_made_for(example: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        inputs.spec_of(example, Model())
+
+
+def test_outputs_are_columns() -> None:
+    one, two = torch.tensor([0.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert set(scores_of(one[:, None], "none")) == {"score"}
+    assert scores_of(one, "sigmoid")["score"][0] == 0.5
+    assert {k: v.tolist() for k, v in scores_of(two, "none").items()} == {"score_0": [1, 3], "score_1": [2, 4]}
+    assert set(scores_of({"click": one, "buy": two}, "none")) == {"click", "buy_0", "buy_1"}
+    assert set(scores_of((one, one), "none")) == {"score_0", "score_1"}
+    with pytest.raises(BadInput, match="scores are tensors"):
+        scores_of("no", "none")

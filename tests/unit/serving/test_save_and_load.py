@@ -1,0 +1,367 @@
+"""A model that was saved predicts as the one that was trained, where it is opened, in memory or mapped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.serving.manifest import from_json, read_manifest, to_json
+from recovery.errors import Damaged, StoreError
+from recovery.storage.open import open_store
+from tests.recovery.stores import Crash, FaultyStore
+from tests.unit.serving import model_code
+from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated, objects
+from tests.unit.test_without_horovod import BLOCKED
+
+Trained = Callable[..., nn.Module]
+
+
+def raw_users(one: gba_hvd.Batch, model: nn.Module) -> gba_hvd.Batch:
+    """Half of the users have a row of their own."""
+    known = model.tables.vocabulary("user")
+    unknown = np.random.default_rng(1).integers(-(2**62), 2**62, len(one))
+    users = np.where(np.arange(len(one)) % 2, known[: len(one)], unknown)
+    return gba_hvd.Batch({**one.ids, "user": torch.from_numpy(users)}, one.dense, one.label)
+
+
+@pytest.mark.parametrize("tables", ["memory", "mmap"])
+@pytest.mark.parametrize("stored", ["all", "touched"])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_predictions_are_those_of_the_trained_model(
+    trained: Trained, tmp_path: Path, hashed: bool, stored: str, tables: str
+) -> None:
+    model = trained(users=100, hashed=hashed, touched=20)
+    one = raw_users(batch(40), model) if hashed else batch(40, 100)
+    was = [module.training for module in model.modules()]
+    arguments = {"users": 100, "hashed": hashed}
+    saved = gba_hvd.save_model(
+        model, tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(4)
+    )
+    assert [module.training for module in model.modules()] == was
+    assert saved.n_rows == (40 + 16 + 9 + 5 if hashed else (20 + 9 + 5 if stored == "touched" else 100 + 9 + 5))
+    opened = gba_hvd.load_for_inference(tmp_path / "m", tables=tables)
+    assert torch.equal(opened(one), evaluated(model, one))
+    assert not opened.training
+    assert not opened(one).requires_grad
+    assert not opened.tables.captured  # nothing is kept for a backward pass
+
+
+@pytest.mark.processes
+def test_a_model_opens_where_horovod_cannot_be_imported(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(30)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(4))
+    torch.save(evaluated(model, one), tmp_path / "expected")
+    np.savez(tmp_path / "ids.npz", **{k: v for k, v in one.ids.items() if k != "history"}, dense=one.dense,
+             values=one.ids["history"].values, offsets=one.ids["history"].offsets)  # fmt: skip
+    code = (
+        BLOCKED
+        + """
+import numpy as np
+model = gba_hvd.load_for_inference("m")
+a = {k: torch.from_numpy(v) for k, v in np.load("ids.npz").items()}
+ids = {"user": a["user"], "item": a["item"], "history": gba_hvd.Bag(a["values"], a["offsets"])}
+assert torch.equal(model(gba_hvd.Batch(ids, a["dense"], torch.zeros(30))), torch.load("expected", weights_only=True))
+assert not [name for name in sys.modules if name.split(".")[0] in ("horovod", "mlflow", "zmq")], "imported"
+print("equal")
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("equal\n", "")
+
+
+class Converted(nn.Module):
+    """nn.Embedding modules; two share a weight, one has a padding row that is not zero, one stays as it is."""
+
+    def __init__(self, rows: int = 30) -> None:
+        super().__init__()
+        self.item, self.shown = nn.Embedding(rows, 4, padding_idx=0), nn.Embedding(rows, 4, padding_idx=0)
+        self.shown.weight = self.item.weight
+        self.bag, self.kept = nn.EmbeddingBag(7, 3, mode="max"), nn.Embedding(5, 2)
+        self.out = nn.Linear(4 + 4 + 3 + 2, 1)
+
+    def forward(self, item: torch.Tensor, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = [self.item(item), self.shown(x["shown"]).mean(1), self.bag(x["bag"]), self.kept(x["kept"])]
+        return self.out(torch.cat(rows, dim=1))
+
+
+def converted_batch(n: int, seed: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda high, *shape: torch.randint(0, high, shape, generator=g)  # noqa: E731
+    return draw(30, n), {"shown": draw(30, n, 3), "bag": draw(7, n, 2), "kept": draw(5, n)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_converted_model_is_converted_again(job_memory: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Converted()
+    nn.init.normal_(model.item.weight)
+    model.to(dtype)
+    job_memory(gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), keep=["kept"], prefix="tower"))
+    gba_hvd.save_model(model, tmp_path / "m", input_example=converted_batch(3))
+    opened, x = gba_hvd.load_for_inference(tmp_path / "m"), converted_batch(20)
+    with torch.no_grad():
+        expected = model(*x)
+    assert torch.equal(opened(*x), expected)
+    assert opened(*x).dtype == dtype
+    scores = gba_hvd.open_model(tmp_path / "m").predict(
+        {"item": x[0].numpy(), **{k: v.tolist() for k, v in x[1].items()}}
+    )
+    assert np.array_equal(scores["score"], expected[:, 0].float().numpy())
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_writes_the_shards_that_have_changed(trained: Trained, tmp_path: Path) -> None:
+    model, url = trained(users=100_000), tmp_path / "m"
+    first = gba_hvd.save_model(model, url, build=CODE, arguments={"users": 100_000})
+    before = objects(url)
+    change_rows(model, "user", np.arange(40_500, 41_500))  # 1 %
+    second = gba_hvd.save_model(model, url, build=CODE, arguments={"users": 100_000})
+    assert (first.version, second.version) == (1, 2)
+    assert 0 < second.new_bytes < 0.05 * first.new_bytes
+    assert sum(objects(url).values()) - sum(before.values()) < 0.05 * sum(before.values())
+    third = gba_hvd.save_model(model, url, build=CODE, arguments={"users": 100_000})
+    assert (third.new_shards, third.new_bytes) == (0, 0)
+    one = batch(30, 100_000)
+    assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
+
+
+def test_an_object_store_does_as_a_folder_does(trained: Trained) -> None:
+    model, one, url = trained(), batch(20), f"memory://{uuid.uuid4().hex}"
+    first = gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
+    change_rows(model, "item", np.arange(9), seed=9)
+    second = gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
+    assert (first.version, second.version, second.new_shards) == (1, 2, 1)
+    assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
+
+
+def test_a_shard_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    path = tmp_path / "m" / read_manifest(open_store(tmp_path / "m")).tables[0].rows.shards[0].name
+    path.write_bytes(path.read_bytes()[:-4])
+    assert gba_hvd.save_model(model, tmp_path / "m", build=CODE).new_shards == 1
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+
+
+def test_rows_of_a_table_with_rows_of_its_own_to_begin_with_are_all_stored(job_memory: Any, tmp_path: Path) -> None:
+    model = model_code.make_model()
+    model.tables.assign("word", np.arange(5), np.ones((5, 3), np.float32))
+    job_memory(model.tables)
+    saved = gba_hvd.save_model(model, tmp_path / "m", build=CODE, tables="touched", input_example=batch(2))
+    assert saved.n_rows == 5 + 1  # and the padding row of the items, which is zeros
+    opened = gba_hvd.load_for_inference(tmp_path / "m")
+    for name, n in (("user", 50), ("item", 9), ("word", 5)):
+        assert np.array_equal(opened.tables.rows(name, np.arange(n)), model.tables.rows(name, np.arange(n)))
+
+
+def test_an_old_version_stays_what_it_was(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    expected = evaluated(model, one)
+    change_rows(model, "user", np.arange(50), seed=9)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m", version=1)(one), expected)
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+    with pytest.raises(BadInput, match="has no version 3; it has 1, 2"):
+        gba_hvd.load_for_inference(tmp_path / "m", version=3)
+
+
+def test_a_vocabulary_that_grows_keeps_its_shards(trained: Trained, tmp_path: Path) -> None:
+    arguments = {"users": 3200, "hashed": True}
+    model = trained(**arguments)
+    change_rows(model, "user", np.arange(2000))
+    how = {"build": CODE, "arguments": arguments, "shard_bytes": 4096}
+    first = gba_hvd.save_model(model, tmp_path / "m", **how)
+    change_rows(model, "user", np.array([123456]))
+    second = gba_hvd.save_model(model, tmp_path / "m", **how)
+    assert first.new_shards > 8
+    assert second.new_shards == 1
+
+
+@pytest.mark.parametrize("dies_at", range(1, 6))  # three shards, the dense part, the manifest
+def test_a_save_that_dies_leaves_the_version_before(
+    trained: Trained, tmp_path: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    expected = evaluated(model, one)
+    change_rows(model, "user", np.arange(50), seed=9)
+    change_rows(model, "item", np.arange(9), seed=9)
+    change_rows(model, "word", np.arange(5), seed=9)
+    model.mlp[0].weight.data += 1
+    faulty = FaultyStore(open_store(tmp_path / "m")).dies_before("put", dies_at)
+    monkeypatch.setattr("gba_hvd.serving.save.open_store", lambda url: faulty)
+    with pytest.raises(Crash):
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    assert faulty.fired == faulty.planned
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
+
+
+def test_a_full_disk_leaves_the_version_before(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    expected = evaluated(model, one)
+    change_rows(model, "user", np.arange(50), seed=9)
+    full = FaultyStore(open_store(tmp_path / "m")).fails("put", 1, StoreError("the disk is full: free space"))
+    monkeypatch.setattr("gba_hvd.serving.save.open_store", lambda url: full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    assert full.fired == full.planned
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"build": "make_model"}, "expected 'package.module:callable', or 'file.py:callable'"),
+        ({"build": "nowhere.py:make"}, "nowhere.py cannot be read"),
+        ({"build": "no_such_package:make"}, "no_such_package is not installed here"),
+        ({"build": "tests.unit.serving.model_code:nothing"}, "there is no callable 'nothing'"),
+        ({"build": "builtins:dict"}, "returned a dict, expected an nn.Module"),
+        ({"build": CODE, "arguments": {"users": 51}}, "table 'user' is 51 x 4 in the built module, and 50 x 4"),
+        ({"build": CODE, "arguments": {"width": 7}}, r"mlp.3.weight is \[1, 6\] in the saved model, and \[1, 7\]"),
+        ({"build": CODE, "arguments": {"users": (1,)}}, "arguments must be plain JSON"),
+        ({"build": CODE.replace("make_model", "forgetful")}, "differs from the model's on input_example"),
+        ({"build": CODE, "tables": "some"}, "tables 'some' is not known"),
+        ({"build": CODE, "activation": "softmax"}, "activation 'softmax' is not known"),
+        ({"build": CODE, "shard_bytes": 1}, "shard_bytes must be at least 4096"),
+        ({"build": CODE, "input_example": [1]}, "batch is a list"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    trained: Trained, tmp_path: Path, how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.save_model(trained(), tmp_path / "m", **{"input_example": batch(4), **how})
+    assert not (tmp_path / "m" / "versions").exists()
+
+
+def test_a_class_that_nothing_can_import_needs_a_builder(job_memory: Any, tmp_path: Path) -> None:
+    class Local(Converted):
+        pass
+
+    model = Local()
+    job_memory(gba_hvd.convert(model, gba_hvd.SGD(lr=0.1)))
+    with pytest.raises(BadInput, match="so nothing can build the model elsewhere: build="):
+        gba_hvd.save_model(model, tmp_path / "m")
+
+
+def test_a_model_without_tables_or_rows(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="has no EmbeddingTables among its modules"):
+        gba_hvd.save_model(nn.Linear(2, 2), tmp_path)
+    model = Converted()
+    gba_hvd.convert(model, gba_hvd.SGD(lr=0.1))
+    with pytest.raises(BadInput, match="the tables have no rows yet"):
+        gba_hvd.save_model(model, tmp_path)
+
+
+def test_rows_of_other_hosts_are_not_here(trained: Trained, tmp_path: Path) -> None:
+    model = trained()
+    model.tables.memory.set_absent(0)
+    with pytest.raises(BadInput, match="15 of the 16 shards of the tables, the others are on other hosts"):
+        gba_hvd.save_model(model, tmp_path, build=CODE)
+
+
+# --- what was saved is not what is there -----------------------------------------------------------------------------
+
+
+def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("gba_hvd.serving.manifest.FORMAT", 2)
+        gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    with pytest.raises(BadInput, match="has format version 2, this program reads version 1: install"):
+        gba_hvd.load_for_inference(tmp_path / "m")
+
+
+@pytest.mark.parametrize("tables", ["memory", "mmap"])
+@pytest.mark.parametrize("how", ["truncated", "longer", "gone"])
+def test_a_shard_that_is_not_what_was_saved(trained: Trained, tmp_path: Path, tables: str, how: str) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    path = tmp_path / "m" / read_manifest(open_store(tmp_path / "m")).tables[0].rows.shards[0].name
+    if how == "gone":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes(data[:-4] if how == "truncated" else data + b"more")
+    words = "gone|cannot be mapped" if how == "gone" else "truncated or overwritten"
+    with pytest.raises(Damaged, match=words):
+        gba_hvd.load_for_inference(tmp_path / "m", tables=tables)(batch())
+
+
+@pytest.mark.parametrize("part", ["rows", "files"])
+def test_a_flipped_bit_is_found(trained: Trained, tmp_path: Path, part: str) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    manifest = read_manifest(open_store(tmp_path / "m"))
+    path = tmp_path / "m" / (manifest.tables[0].rows.shards[0].name if part == "rows" else manifest.dense.name)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="is not what was saved: its SHA-256 is"):
+        gba_hvd.load_for_inference(tmp_path / "m")
+
+
+@pytest.mark.parametrize("change", ["cut", "edited"])
+def test_a_manifest_that_was_changed(trained: Trained, tmp_path: Path, change: str) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    path = tmp_path / "m" / "versions" / "000001.json"
+    text = path.read_text()
+    path.write_text(text[:-10] if change == "cut" else text.replace('"activation":"none"', '"activation":"other"'))
+    with pytest.raises(Damaged, match="cut off" if change == "cut" else "altered"):
+        gba_hvd.load_for_inference(tmp_path / "m")
+
+
+def test_a_table_that_is_missing(trained: Trained, tmp_path: Path) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    path = tmp_path / "m" / "versions" / "000001.json"
+    manifest = from_json(path.read_bytes(), "versions/000001.json")
+    path.write_bytes(to_json(type(manifest)(**{**vars(manifest), "tables": manifest.tables[1:]})))
+    with pytest.raises(BadInput, match="table 'user' is missing in the saved model, which has item, word"):
+        gba_hvd.load_for_inference(tmp_path / "m")
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="has no model"):
+        gba_hvd.load_for_inference(tmp_path)
+    with pytest.raises(BadInput, match="tables='mmap' needs a local folder"):
+        gba_hvd.load_for_inference("memory://somewhere", tables="mmap")
+    with pytest.raises(BadInput, match="tables 'disk' is not known"):
+        gba_hvd.load_for_inference(tmp_path, tables="disk")
+
+
+def test_an_id_out_of_range_and_slots(trained: Trained, tmp_path: Path) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    model, one = gba_hvd.load_for_inference(tmp_path / "m"), batch()
+    with pytest.raises(BadInput, match="table 'user' has rows 0 to 49, got id 50 at position 0"):
+        model(gba_hvd.Batch({**one.ids, "user": one.ids["user"] + 50 - one.ids["user"][0]}, one.dense, one.label))
+    with pytest.raises(BadInput, match="no slots of an optimizer"):
+        model.tables.rows("user", [1], "sum")
+
+
+def test_the_manifest_is_json_with_its_own_checksum(trained: Trained, tmp_path: Path) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, source={"step": 7})
+    document = json.loads((tmp_path / "m" / "versions" / "000001.json").read_text())
+    assert document["format"] == 1
+    assert document["model"]["source"] == {"step": 7}
+    assert set(document["model"]["versions"]) == {"gba-hvd", "torch", "numpy"}

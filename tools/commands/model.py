@@ -1,0 +1,193 @@
+"""`gba-hvd model`: make a model that predicts from a checkpoint, score files with it, check and compare versions.
+
+What a model consists of is in `gba_hvd.serving`; the terminal is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.store_argument import options_of, store_of
+from ..checkpoint.terminal_report import print_table, progress
+
+if TYPE_CHECKING:
+    from gba_hvd.serving.manifest import ModelManifest
+    from recovery.storage.store import Store
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    model = subparsers.add_parser("model", help="export a model from a checkpoint, predict, verify, compare versions")
+    commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
+    export.add_argument(
+        "source", metavar="SOURCE", help="URL of the checkpoints of a job, or its MLflow run (id, name)"
+    )
+    export.add_argument("url", metavar="URL", help="where the model goes")
+    export.add_argument("--build", required=True, metavar="WHAT", help="package.module:callable, or file.py:callable")
+    export.add_argument("--arguments", default="{}", metavar="JSON", help="what it is called with, as one JSON object")
+    export.add_argument("--example", metavar="WHAT", help="a callable as in --build that returns an input of the model")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
+    export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
+    export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
+    export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
+    export.set_defaults(run=run_export)
+    predict = _add(commands, "predict", "write the scores of the samples in a Parquet or CSV file")
+    predict.add_argument("url", metavar="URL", help="of the model")
+    predict.add_argument("input", type=Path, metavar="INPUT", help="FILE.parquet or FILE.csv")
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
+    predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
+    predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
+    predict.add_argument("--mmap", action="store_true", help="map the rows of a local folder instead of reading all")
+    _add_version(predict)
+    predict.set_defaults(run=run_predict)
+    verify = _add(commands, "verify", "read every byte of a version and compare checksums; names all that is damaged")
+    verify.add_argument("url", metavar="URL")
+    _add_version(verify)
+    verify.set_defaults(run=run_verify)
+    diff = _add(commands, "diff", "which rows and tensors differ between two versions")
+    diff.add_argument("url", metavar="URL")
+    diff.add_argument("old", type=int, metavar="OLD", help="number of a version")
+    diff.add_argument("new", type=int, metavar="NEW", nargs="?", help="default: the newest")
+    diff.set_defaults(run=run_diff)
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, does: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".")
+    option = "for the store, as endpoint_url=http://...; may be given several times"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", type=int, metavar="N", help="default: the newest")
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
+    from gba_hvd.serving.builder import Builder
+    from gba_hvd.serving.save import export_model
+    from recovery.restore.open_checkpoint import open_checkpoint
+
+    try:
+        arguments = json.loads(args.arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"it is {type(arguments).__name__}")
+    except ValueError as error:
+        raise BadInput(f"--arguments must be one JSON object, such as '{{\"dim\": 16}}': {error}") from error
+    example = None if args.example is None else Builder.of(args.example, {}, None).call()
+    opened = open_checkpoint(
+        store_of(_checkpoints_of(args.source, args.tracking_uri), args.option),
+        "newest" if args.step is None else args.step,
+    )
+    total = sum(4 * about.n_rows * about.dim for about in opened.tables.values())
+    with progress("exporting", total) as on_bytes:
+        saved = export_model(
+            opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
+            activation=args.activation, on_bytes=on_bytes, **options_of(args.option),
+        )  # fmt: skip
+    if args.json:
+        print(json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step}, indent=2))
+        return 0
+    print(
+        f"{saved.url}: version {saved.version} of {opened.name} (step {opened.step:,}), {saved.n_rows:,} rows, "
+        f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
+    )
+    return 0
+
+
+def run_predict(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.load import open_model
+    from gba_hvd.serving.score_file import n_samples, score_file
+
+    model = open_model(
+        args.url, version=_version(args), tables="mmap" if args.mmap else "memory", **options_of(args.option)
+    )
+    with progress("predicting", n_samples(args.input), "samples") as on_samples:
+        n = score_file(model, args.input, args.out, keep=args.keep, batch=args.batch, on_samples=on_samples)
+    if args.json:
+        print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
+    else:
+        print(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.compare import verify_model
+
+    store, manifest = _opened(args, _version(args))
+    with progress("checking", manifest.n_bytes) as on_bytes:
+        flaws = verify_model(store, manifest, on_bytes)
+    if args.json:
+        print(json.dumps({"url": store.url, "version": manifest.version, "ok": not flaws, "flaws": flaws}, indent=2))
+        return int(bool(flaws))
+    for flaw in flaws:
+        print(flaw)
+    found = f"{len(flaws)} objects are DAMAGED" if flaws else f"{manifest.n_bytes:,} bytes ok"
+    print(f"version {manifest.version}: {found}")
+    return int(bool(flaws))
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.compare import diff_models
+    from gba_hvd.serving.manifest import read_manifest
+
+    store, old = _opened(args, args.old)
+    new = read_manifest(store, "newest" if args.new is None else args.new)
+    found = diff_models(store, old, new)
+    if args.json:
+        tables = [vars(table) for table in found.tables]
+        about: dict[str, Any] = {"from": old.version, "to": new.version, "tables": tables}
+        print(json.dumps({**about, "tensors": found.tensors, "other": list(found.other)}, indent=2))
+        return 0
+    print(f"version {old.version} to {new.version}")
+    rows = [
+        (
+            t.table,
+            *(f"{n:,}" for n in (t.n_rows, t.changed, t.added, t.removed, t.shared)),
+            f"{t.new_shards} of {t.n_shards}",
+            f"{t.new_bytes:,}",
+            t.note,
+        )
+        for t in found.tables
+    ]
+    headings = ("table", "rows", "changed", "added", "removed", "shared changed", "new shards", "bytes", "")
+    print_table(headings, rows, left=(0, 8))
+    for name, text in found.tensors.items():
+        print(f"{name}: {text}")
+    for line in found.other:
+        print(line)
+    return 0
+
+
+def _version(args: argparse.Namespace) -> int | str:
+    return "newest" if args.version is None else int(args.version)
+
+
+def _opened(args: argparse.Namespace, version: int | str) -> tuple[Store, ModelManifest]:
+    from gba_hvd.serving.manifest import read_manifest
+
+    store = store_of(args.url, args.option)
+    return store, read_manifest(store, version)
+
+
+def _checkpoints_of(source: str, tracking_uri: str | None) -> str:
+    """The URL of checkpoints, or that where a run saved its newest one."""
+    from gba_hvd.errors import BadInput
+
+    if "://" in source or "/" in source or Path(source).exists():
+        return source
+    from gba_hvd.tracking.find_run import read
+    from gba_hvd.tracking.recovery_records import pointers
+    from gba_hvd.tracking.sender_process import prepare_process
+
+    prepare_process()
+    saved = pointers(read(source, tracking_uri).events)
+    if not saved or not saved[-1]["url"]:
+        raise BadInput(f"run {source!r} has saved no checkpoint: a CheckpointCallback makes them")
+    return str(saved[-1]["url"])
