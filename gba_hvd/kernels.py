@@ -223,6 +223,33 @@ def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
             to[p + j] = flat[base + j]
 
 
+@_compiled(
+    "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], float32[:, ::1])"
+)
+def gather_stored(
+    keys: Any, start: int, first_key: Any, first_bucket: Any, bits: Any, words: Any, memory: Any, out: Any
+) -> int:
+    """out[i] = the row of keys[i], from `start` on; returns the first i whose bucket is in no memory, or -1.
+
+    Tables stand one after the other: table t has the keys from first_key[t] on, the last of which is of no table, and
+    the buckets from first_bucket[t] on, of 2 ** bits[t] rows each. words: where each bucket starts in `memory`, or -1
+    """
+    dim, t, n_tables = out.shape[1], 0, len(first_key) - 1
+    for i in range(start, len(keys)):
+        key = keys[i]
+        while key < first_key[t] or key >= first_key[t + 1]:  # (usually the same or the next table)
+            t = t + 1 if t + 1 < n_tables else 0
+        row = key - first_key[t]
+        bucket = row >> bits[t]
+        at = words[first_bucket[t] + bucket]
+        if at < 0:
+            return i
+        at += (row - (bucket << bits[t])) * dim
+        for c in range(dim):
+            out[i, c] = memory[at + c]
+    return -1
+
+
 @_compiled("void(int64[::1], int64, int32[::1], int64[::1], int32[::1])")
 def order_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, order: Any) -> None:
     """Stable counting sort of positions by the owner of each key's shard.

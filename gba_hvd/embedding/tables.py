@@ -335,6 +335,9 @@ class EmbeddingTables(FollowsDtype):
         keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
         for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
+        if self.is_frozen and self.memory is not None:
+            by_sample = np.ascontiguousarray(keys.reshape(len(columns), batch).T).reshape(-1)
+            return self._frozen_rows(sources[0].group, by_sample).view(batch, len(columns), -1).to(self.dtype)
         cuts = [np.arange(batch + 1)] * len(columns)
         rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
         return stack(rows, index, len(columns), batch).to(self.dtype)
@@ -420,11 +423,13 @@ class EmbeddingTables(FollowsDtype):
             raise GbaError(
                 "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
             )
+        if self.is_frozen:
+            return self._frozen_rows(group_number, wanted), np.arange(len(wanted), dtype=np.int32)
         group = self.layout.groups[group_number]
         keys, index, _ = distinct(wanted)
         rows = torch.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
-        if train and not self.is_frozen:
+        if train:
             rows.requires_grad_()
             ids, samples = index[:0], np.empty(0, np.int64)
             if self.notes_samples:
@@ -433,6 +438,14 @@ class EmbeddingTables(FollowsDtype):
             accesses = np.bincount(index, minlength=len(keys)).astype(np.uint32) if self.counts_accesses else None
             self._passes.captured.append(Captured(group_number, keys, rows, ids, samples, n_samples, accesses))
         return rows, index
+
+    def _frozen_rows(self, group_number: int, keys: np.ndarray) -> Tensor:
+        """float32 [n, dim], of keys int64 [n] in any order: no gradient will be merged, so none is numbered."""
+        assert self.memory is not None
+        group = self.layout.groups[group_number]
+        rows = torch.empty(len(keys), group.dim)
+        self.memory.gather(keys, group, 0, rows.numpy())
+        return rows
 
     def _read_rows(self, group: Group, group_number: int, keys: np.ndarray, out: np.ndarray) -> None:
         assert self.memory is not None

@@ -72,6 +72,11 @@ class RowShards:
     bucket_bits: int = 0
     n_keys: int = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Every key below n_keys has a row, and no shard has keys of its own."""
+        return sum(one.n_rows for one in self.shards) == self.n_keys and not any(one.has_keys for one in self.shards)
+
 
 @dataclass(frozen=True)
 class Initial:
