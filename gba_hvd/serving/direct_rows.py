@@ -42,14 +42,10 @@ class DirectRows:
 
     def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
         """out[i] = the row of keys[i]. keys: int64 [n], each of a table; out: float32 [n, dim]"""
-        at = 0
-        while True:
-            at = kernels.gather_stored(
-                keys, at, self._first_key, self._first_bucket, self._bits, self._words, self._memory, out
-            )
-            if at < 0:
-                return
-            self._open(int(keys[at]))
+        at, missing = 0, np.empty(1, np.int64)
+        where = self._first_key, self._first_bucket, self._bits, self._words, self._memory
+        while (at := kernels.gather_stored(keys, at, *where, missing, out)) >= 0:
+            self._open(int(missing[0]))
 
     def _open(self, key: int) -> None:
         table = int(np.searchsorted(self._first_key[:-1], key, side="right")) - 1

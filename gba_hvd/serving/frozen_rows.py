@@ -18,7 +18,7 @@ import torch
 from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.direct_rows import Buckets, DirectRows
-from gba_hvd.serving.manifest import RowShards, Shard, StoredTable
+from gba_hvd.serving.manifest import ALIGNMENT, RowShards, Shard, StoredTable
 from gba_hvd.serving.row_shards import initial_rows, key_buckets
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
@@ -147,7 +147,7 @@ class _InMemory:
 
     def __init__(self, store: Store, table: StoredTable, part: RowShards) -> None:
         ends = np.cumsum([0, *(shard.n_rows for shard in part.shards)])
-        self._rows = np.empty((int(ends[-1]), table.dim), np.float32)
+        self._rows = _aligned(int(ends[-1]), table.dim)
         self._keys = None if part.is_complete else np.empty(len(self._rows), np.int64)
         self._n = len(self._rows)
 
@@ -181,6 +181,13 @@ class _InMemory:
 
     def keys(self) -> np.ndarray:
         return np.arange(self._n) if self._keys is None else self._keys
+
+
+def _aligned(n_rows: int, dim: int) -> np.ndarray:
+    """float32 [n_rows, dim] from a cache line on, so that a row is in as few of them as possible."""
+    memory = np.empty(n_rows * dim + ALIGNMENT // 4, np.float32)
+    skip = -memory.ctypes.data % ALIGNMENT // 4
+    return memory[skip : skip + n_rows * dim].reshape(n_rows, dim)
 
 
 class _Mapped:
@@ -224,7 +231,9 @@ class _Mapped:
                 try:
                     n_bytes = path.stat().st_size
                     if n_bytes != shard.n_bytes:
-                        raise Damaged(f"{path} is truncated or overwritten: {n_bytes} bytes, {shard.n_bytes} were saved")
+                        raise Damaged(
+                            f"{path} is truncated or overwritten: {n_bytes} bytes, {shard.n_bytes} were saved"
+                        )
                     # Not np.memmap, which keeps a file descriptor for each shard: a table has up to 1,024.
                     data = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8).numpy()
                 except (OSError, RuntimeError) as error:

@@ -11,6 +11,7 @@ from . import (
     quality,
     row_compression,
     server_start,
+    smoke,
     vocabulary,
 )
 from .allreduce import command as allreduce
@@ -28,7 +29,7 @@ from .switch import command as switch
 
 BENCHMARKS = (
     allreduce, checkpoint, cluster_load, compression, days, delay, gba, import_time, launcher, membership, ps, quality,
-    reader, recovery, row_compression, server_start, serving, model_averaging, switch, vocabulary,
+    reader, recovery, row_compression, server_start, serving, model_averaging, smoke, switch, vocabulary,
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ logits, or the run fails. Rows in the result file are kept and their runs not do
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence

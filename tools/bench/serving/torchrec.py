@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ def load(folder: Path, shape: Shape) -> nn.Module:
         model, torch.float, inplace=True, additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantizedCollection},
     )  # fmt: skip
-
 
 
 def input_of(shape: Shape, n: int, seed: int) -> tuple[KeyedJaggedTensor, Tensor]:

@@ -92,7 +92,7 @@ def _torchrec() -> System:
 
 def _mlflow() -> System:
     import mlflow.pyfunc
-    import mlflow.pytorch  # noqa: F401  # (that its import is no part of the loading)
+    import mlflow.pytorch  # (that its import is no part of the loading)
 
     def load(folder: Path, shape: Shape) -> Callable[[Any], Any]:
         return mlflow.pyfunc.load_model(str(folder / "mlflow")).predict  # type: ignore[no-any-return]
