@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from gba_hvd.reading.datasets import (
     MapDataset,
     OrderedDataset,
     SegmentedDataset,
+    ShardList,
     TakeRows,
     pinned,
     reads,
@@ -49,11 +50,24 @@ from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.job_state import Progress
 from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
 
 _SLOW_COUNT_S = 5.0  # a wait for the counts of a segment that is reported
+_OF_SAMPLES = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
+_OF_SHARDS = {
+    "n_shards": "shards",
+    "in_segment": "shards in a segment",
+    "shards": "digest of their names",
+    "seed": "seed",
+    "shuffle": "shuffle",
+}
+_WAY_OUT = (
+    "what is done and what is not cannot be determined any more. Use the same data, or start over (resume=False, or "
+    "another url for checkpoints)"
+)
 
 
 def batches(
@@ -153,7 +167,10 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
     """The segments of an epoch of unknown length, from the one that the job is in."""
     engine, model = state.engine, state.engine.model
     n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
-    first, n = cursor.segment if cursor.epoch == epoch else 0, dataset.n_segments(n_micro)
+    shards = dataset.shard_list(n_micro)
+    first, n = cursor.segment if cursor.epoch == epoch else 0, shards.n_segments
+    if first or (cursor.epoch == epoch and cursor.steps_done):
+        _refuse_other_shards(engine.progress, EpochOrder(0, how.seed, epoch, how.shuffle, 0, first, **vars(shards)), n)
     n_samples = 0
     with contextlib.ExitStack() as reading:
         reading.callback(dataset.end_reading)
@@ -178,7 +195,7 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
                 if steps_together:
                     following.count_ahead(*at)
             if sum(sizes):
-                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
+                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number, shards)
     if first == 0 and not n_samples:
         warnings.warn(f"epoch {epoch}: no shard of the {type(dataset).__name__} has a sample", stacklevel=3)
 
@@ -194,9 +211,15 @@ def _report_slow_count(engine: Engine, where: str, sizes: list[int], began_s: fl
 
 
 def _run(
-    dataset: Dataset | MapDataset, read: TakeRows, state: TorchState, how: _How, epoch: int, segment: int = 0
+    dataset: Dataset | MapDataset,
+    read: TakeRows,
+    state: TorchState,
+    how: _How,
+    epoch: int,
+    segment: int = 0,
+    shards: ShardList | None = None,
 ) -> Generator[Any, None, None]:
-    """The batches of an epoch of known length, or of a segment."""
+    """The batches of an epoch of known length, or of a segment; then `shards` are those of the whole epoch."""
     engine = state.engine
     model, progress = engine.model, engine.progress
     cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
@@ -206,13 +229,17 @@ def _run(
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
-        agree_on(
-            engine.world, "epoch", {**facts, "segment": segment, "step of the epoch": first, "step": progress.step}
-        )
+        facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
+        if shards is not None:
+            facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
+        agree_on(engine.world, "epoch", facts)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
-    order = EpochOrder(len(dataset), how.seed, epoch, how.shuffle, own, segment)
-    if first:
-        _refuse_another_order(progress.order, order, first)
+    order = EpochOrder(
+        len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))
+    )
+    begun = progress.order
+    if first and begun is not None and (begun.epoch, begun.segment) == (epoch, segment):
+        _refuse_another_order(begun, order, _OF_SAMPLES, f"step {first}")
     progress.order = order
     _trace(engine, order)
     if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
@@ -408,16 +435,23 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
     )  # fmt: skip
 
 
-def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
-    if begun is None or (begun.epoch, begun.segment) != (order.epoch, order.segment) or begun == order:
-        return
-    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
+def _refuse_other_shards(progress: Progress, order: EpochOrder, n_segments: int) -> None:
+    """Before a segment is counted: segments before it were trained, of these shards. order: of this segment."""
+    begun, cursor = progress.order, progress.cursor
+    if begun is not None and begun.epoch == order.epoch and begun.shards:  # orders of older versions have none
+        _refuse_another_order(begun, order, _OF_SHARDS, f"step {cursor.steps_done} of segment {order.segment}")
+    if order.segment >= n_segments:
+        raise StateMismatch(
+            f"epoch {order.epoch} stands in segment {order.segment}, and the dataset has segments 0 to "
+            f"{n_segments - 1} here, of {order.n_shards} shards with {order.in_segment} in each: {_WAY_OUT}"
+        )
+
+
+def _refuse_another_order(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str) -> None:
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
     found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
-    raise StateMismatch(
-        f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
-        "cannot be determined any more. Use the same data, or start over (resume=False, or another url for checkpoints)"
-    )
+    if found:
+        raise StateMismatch(f"epoch {order.epoch} stands at {at} of what was begun with {found}: {_WAY_OUT}")
 
 
 def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:

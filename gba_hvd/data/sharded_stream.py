@@ -19,7 +19,7 @@ from gba_hvd.data.group_cache import GroupCache
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import SEGMENTS, EpochPlan
 from gba_hvd.errors import BadInput
-from gba_hvd.reading.datasets import Block
+from gba_hvd.reading.datasets import Block, ShardList
 from gba_hvd.shm.layout import digest, table_seed
 
 _OF_A_LANE = 4  # shards in a segment, where nothing else is asked for
@@ -86,12 +86,13 @@ class ShardedStream:
         vars(self).update(state)
         self._samples = GroupCache(self._decoded)
 
-    def n_segments(self, n_micro: int) -> int:
-        """Of an epoch, with so many micro-batches in a step. Raises BadInput when there are too many."""
-        n = -(-len(self._shards) // self._in_segment(n_micro))
-        if n > SEGMENTS:
+    def shard_list(self, n_micro: int) -> ShardList:
+        """Of an epoch, with so many micro-batches in a step. Raises BadInput when there are too many segments."""
+        found = ShardList(len(self._shards), self._in_segment(n_micro), digest({"shards": self._shards}))
+        if found.n_segments > SEGMENTS:
+            n = found.n_segments
             raise BadInput(f"ShardedStream: {n:,} segments, at most {SEGMENTS:,} are possible: raise segment")
-        return n
+        return found
 
     def segment(self, number: int, seed: int, epoch: int, n_micro: int, shuffle: bool) -> Segment:
         """One of an epoch, from 0; not counted yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
 import threading
@@ -173,6 +174,72 @@ def test_a_segment_that_has_changed_is_not_resumed(training: Callable[..., Any])
     shards.sizes = [40, 41]
     with pytest.raises(gba_hvd.StateMismatch, match="samples 80, here 81"):
         next(gba_hvd.batches(ShardedStream(shards.names, shards.read), job.state))
+
+
+def stopped(training: Callable[..., Any], steps_done: int) -> Any:
+    """A job that has trained two segments of 4 of 16 shards, and so many steps of the third."""
+    job, shards = training(epoch=0), Shards([16] * 16)
+    batches = gba_hvd.batches(ShardedStream(shards.names, shards.read, segment=4), job.state, seed=4)
+    for _ in range(32 + 4):
+        step(job, next(batches))
+    batches.close()
+    progress = job.state.engine.progress
+    assert (progress.cursor.segment, progress.cursor.steps_done) == (2, 1)
+    progress.cursor.steps_done = steps_done  # 0: a coordinator has opened the ledger, and nothing is decided
+    return job
+
+
+@pytest.mark.parametrize("steps_done", [0, 1])
+@pytest.mark.parametrize("segment_of_order", [1, 2])  # in an asynchronous mode rank 0 may be behind
+@pytest.mark.parametrize(
+    ("n_shards", "segment", "how", "words"),
+    [
+        (16, 100, {}, "shards in a segment 4, here 100"),
+        (16, 2, {}, "shards in a segment 4, here 2"),
+        (8, 4, {}, "shards 16, here 8"),
+        (24, 4, {}, "shards 16, here 24"),
+        (16, 4, {"seed": 5}, "seed 4, here 5"),
+        (16, 4, {"shuffle": False}, "shuffle True, here False"),
+    ],
+)
+def test_an_epoch_is_not_resumed_with_other_shards(
+    training: Callable[..., Any], n_shards: int, segment: int, how: dict[str, Any], words: str,
+    segment_of_order: int, steps_done: int,
+):  # fmt: skip
+    job, shards = stopped(training, steps_done), Shards([16] * n_shards)
+    progress = job.state.engine.progress
+    progress.order = dataclasses.replace(progress.order, segment=segment_of_order)
+    with pytest.raises(
+        gba_hvd.StateMismatch,
+        match=f"epoch 0 stands at step {steps_done} of segment 2 of what was begun with.* {words}",
+    ):
+        train(job, ShardedStream(shards.names, shards.read, segment=segment), **{"seed": 4, **how})
+    assert shards.read_so_far == []
+
+
+def test_an_epoch_is_not_resumed_with_shards_in_another_order(training: Callable[..., Any]):
+    job, shards = stopped(training, 1), Shards([16] * 16)
+    with pytest.raises(gba_hvd.StateMismatch, match="digest of their names"):
+        train(job, ShardedStream(shards.names[::-1], shards.read, segment=4), seed=4)
+
+
+def test_a_position_beyond_the_last_segment_is_refused_without_a_record_of_the_shards(training: Callable[..., Any]):
+    job, shards = stopped(training, 1), Shards([16] * 16)
+    progress = job.state.engine.progress
+    progress.order = dataclasses.replace(progress.order, n_shards=0, in_segment=0, shards=0)  # of a version before
+    with pytest.raises(gba_hvd.StateMismatch, match="stands in segment 2, and the dataset has segments 0 to 1 here"):
+        train(job, ShardedStream(shards.names, shards.read, segment=8), seed=4)
+    found = train(job, ShardedStream(shards.names, shards.read, segment=4), seed=4)
+    assert len(found) == 16 * 16 - 9 * 16
+    assert job.state.samples.total == 16 * 16
+
+
+def test_the_next_epoch_may_have_other_shards(training: Callable[..., Any]):
+    job = training(epoch=0)
+    for job.state.epoch, (n_shards, segment) in enumerate([(16, 4), (24, 4), (24, 5)]):
+        shards = Shards([16] * n_shards)
+        found = train(job, ShardedStream(shards.names, shards.read, segment=segment))
+        assert sorted(found) == shards.samples
 
 
 def test_a_shard_with_another_number_of_samples_than_counted_is_refused(training: Callable[..., Any]):
