@@ -127,7 +127,7 @@ def batches(
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
-    progress.n_evaluated, progress.epoch_over = 0, False
+    progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
     if isinstance(dataset, SegmentedDataset):
         yield from _segments(dataset, state, how, epoch)
     else:
