@@ -376,10 +376,7 @@ class GBACallback(Callback):
         together: micro-batches that were one batch. is_sample: usually they are more; this step was to measure how
         long single ones take. Until there was one, nothing is decided.
         """
-        shared = shares(n_micro, len(seconds), together)
         self._trained_s += step_s
-        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
-        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if is_sample:
             usual = [self._recent.median(worker) for worker in range(len(seconds))]
             gain = self._batch_gain
@@ -389,6 +386,9 @@ class GBACallback(Callback):
             if found:
                 self._batch_gains.append(median(found))
             return
+        shared = shares(n_micro, len(seconds), together)
+        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
+        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if together > 1 and not self._batch_gains:
             self._recent.add(seconds)  # as they come, until it is known what single ones take
             return
