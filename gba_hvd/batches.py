@@ -189,6 +189,8 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
             sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
             _report_slow_count(engine, where, sizes, began_s)
             part.counted(sizes)
+            if not steps_together:
+                dataset.end_reading()  # of what was counted ahead before a switch, too
             n_samples += sum(sizes)
             if number + 1 < n:
                 following = dataset.segment(number + 1, how.seed, epoch, n_micro, how.shuffle)
@@ -295,7 +297,8 @@ class _Epoch:
         if order.own and order.shuffle and isinstance(dataset, LanedDataset):
             announce = processes.will_read if settings.num_workers else _announce_to(dataset)
             reading.callback(dataset.end_reading)
-            self._reader_of = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce).reader_of
+            lanes = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce)
+            self._reader_of, takers = lanes.reader_of, [partial(_of_lanes, lanes, take) for take in takers]
         self._read = partial(self._read_here, takers[0])
         if settings.depth:
             self._ahead = reading.enter_context(ReadAhead(takers, settings.depth, self._reader_of))
@@ -392,6 +395,11 @@ class _Epoch:
 
 def _announce_to(dataset: LanedDataset) -> Announce:
     return lambda reader, now, after: dataset.will_read(now, after)
+
+
+def _of_lanes(lanes: LaneReaders, take: Callable[[Share], Any], share: Share) -> Any:
+    lanes.will_read(share)
+    return take(share)
 
 
 def _pinned(read: Callable[[Share], Any], share: Share) -> Any:

@@ -45,8 +45,8 @@ class ShardedStream:
     M being the micro-batches of a step
     window: shards of a lane whose samples are shuffled together; left out: 1
 
-    The samples of at least two windows of each of its lanes are in a worker's memory, and without `count` those of
-    its shards of two segments. `evaluate` needs a dataset of known length.
+    The samples of two windows of each of its lanes and one more shard are in a worker's memory, and without `count`
+    those of its shards of two segments. `evaluate` needs a dataset of known length.
 
     Raises BadInput for settings that cannot be used, and, when it is read, for a shard that has another number of
     samples than was counted.
@@ -179,17 +179,24 @@ class Segment:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """The samples of these numbers, in this order."""
-        return [self[number] for number in numbers]
+        wanted = np.asarray(numbers, dtype=np.int64)
+        at = np.searchsorted(self._ends, wanted, side="right")
+        inside = wanted - (self._ends - self._sizes)[at]
+        shards = {one: self._samples_of(one) for one in np.unique(at).tolist()}
+        return [shards[one][number] for one, number in zip(at.tolist(), inside.tolist(), strict=True)]
 
     def __getitem__(self, number: int) -> Any:
-        at = int(np.searchsorted(self._ends, number, side="right"))
+        (sample,) = self.__getitems__([number])
+        return sample
+
+    def _samples_of(self, at: int) -> list[Any]:
         samples, expected = self._stream._samples.get(self.shards[at]), int(self._sizes[at])
         if len(samples) != expected:
             raise BadInput(
                 f"ShardedStream: shard {self._stream._shards[self.shards[at]]!r} has {len(samples)} samples, and "
                 f"{expected} were counted: read() has to give the same samples each time, and count() their number"
             )
-        return samples[number - (int(self._ends[at]) - expected)]
+        return samples
 
     def order(self, seed: int, epoch: int, plan: EpochPlan) -> RowGroupOrder:
         return RowGroupOrder(self._sizes, seed, epoch, plan, self._stream._window or 1, shuffle_groups=False)

@@ -277,6 +277,42 @@ def test_only_datasets_of_known_length_are_evaluated(training: Callable[..., Any
         gba_hvd.evaluate(job.model, stream, job.state)  # type: ignore[arg-type]
 
 
+def test_shards_that_were_counted_ahead_are_given_up_after_a_switch(training: Callable[..., Any]):
+    job, shards = training(epoch=0), Shards([16] * 48)
+    data = ShardedStream(shards.names, shards.read, segment=12)
+    found, n_kept = [], dict[int, int]()
+    for batch in gba_hvd.batches(data, job.state):
+        found += step(job, batch)
+        segment = job.state.engine.progress.cursor.segment
+        n_kept[segment] = max(n_kept.get(segment, 0), len(data._samples._kept))
+        job.state.engine.mode.steps_together = segment == 0  # as in a mode with servers
+    assert sorted(found) == shards.samples
+    assert n_kept[0] > 12 and max(n_kept[2], n_kept[3]) <= 9  # of 4 lanes 2 windows each, and one more shard
+
+
+@pytest.mark.parametrize("size", [6, 10, 16, 40])
+@pytest.mark.parametrize("how", [{}, {"prefetch": 6}])
+def test_a_shard_is_kept_until_what_is_read_ahead_of_it_is_read(
+    training: Callable[..., Any], how: dict[str, Any], size: int
+):
+    """With one lane, batches of several windows are read ahead, and three shards are kept."""
+    job, shards = training(epoch=0, micro_batch=16), Shards([size] * 24)
+    train(job, ShardedStream(shards.names, shards.read, count=shards.count, segment=24), **how)
+    assert set(Counter(shards.read_so_far).values()) == {1}
+
+
+def test_each_shard_of_a_batch_is_looked_up_once(monkeypatch: pytest.MonkeyPatch):
+    shards = Shards([40, 40])
+    part = ShardedStream(shards.names, shards.read).segment(0, 0, 0, 4, False)
+    part.counted([40, 40])
+    looked_up, get = Counter[int](), part._stream._samples.get
+    monkeypatch.setattr(part._stream._samples, "get", lambda shard: looked_up.update([shard]) or get(shard))
+    numbers = [79, 3, 40, 4, 39]
+    assert [one["row"] for one in part.__getitems__(numbers)] == [(1, 39), (0, 3), (1, 0), (0, 4), (0, 39)]
+    assert looked_up == {0: 1, 1: 1}
+    assert [one["row"] for one in part] == shards.samples
+
+
 def test_leaving_the_loop_ends_what_reads_ahead(training: Callable[..., Any]):
     shards = Shards([20] * 16)
     batches = gba_hvd.batches(ShardedStream(shards.names, shards.read, segment=4), training(epoch=0).state)
