@@ -92,6 +92,20 @@ def test_what_was_announced_and_does_not_come_is_thrown_away_also_while_it_is_re
     assert set(read.read) <= set(shares(0, 1, 2, 5, 7, 8))
 
 
+def test_what_is_announced_first_is_read_before_what_was_announced_earlier():
+    """A lease that was not expected does not wait for those that were."""
+    read = Recorder()
+    read.held[0, 1] = threading.Event()
+    with ReadAhead([read], depth=4) as ahead:
+        ahead.expect(shares(0, 1, 2, 3))
+        assert read.begun.acquire(timeout=60)
+        ahead.expect(shares(9, 1, 2, 3))
+        read.held[0, 1].set()
+        assert ahead.read((9, 1)) == ("batch", (9, 1))
+        assert [ahead.read((i, 1)) for i in (1, 2, 3)] == [("batch", (i, 1)) for i in (1, 2, 3)]
+    assert read.read == shares(0, 9, 1, 2, 3)
+
+
 def test_what_is_announced_again_in_the_same_order_is_read_once():
     read = Recorder()
     with ReadAhead([read], depth=3) as ahead:
