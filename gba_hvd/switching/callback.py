@@ -303,11 +303,9 @@ class GBACallback(Callback):
         return idle(modes, self._arguments, {name: parameters[name].default for name in self._arguments})
 
     def _refuse_idle_options(self) -> None:
-        """Of a job that names no asynchronous mode, any may be meant for a mode that an operator requests."""
+        """Of a job that names no asynchronous mode, any may be meant for what an operator requests: auto, or a mode."""
         named = [self.mode, *self.switch_at.values()]
         found = self.idle_options(named if self.modes_to_come else SETTINGS)
-        if not self.modes_to_come:
-            found |= {name: why for name, why in self.idle_options(named).items() if name in asdict(self.options)}
         for name, why in found.items():
             modes = ", ".join(map(repr, dict.fromkeys(named)))
             raise BadInput(
