@@ -27,7 +27,7 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
-from gba_hvd.reading.batch_size import check_n_samples
+from gba_hvd.reading.batch_size import check_n_samples, n_samples_of
 from gba_hvd.reading.datasets import (
     Dataset,
     LanedDataset,
@@ -83,6 +83,7 @@ def batches(
     collate_fn: Collate | None = None,
     pin_memory: bool = False,
     worker_init_fn: Callable[[int], None] | None = None,
+    n_samples: Callable[[Any], int] | None = None,
 ) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
@@ -108,12 +109,14 @@ def batches(
     collate_fn: makes a batch of a list of samples of a map-style dataset; torch's `default_collate` when left out.
     pin_memory: copy the tensors of each batch to pinned memory, for GPUs. worker_init_fn: called with 0 ..
     num_workers - 1 in each reader process before it reads.
+    n_samples: how many samples a batch was made of, where the first dimension of its label, its ids or all its tensors
+    is another number: where `collate_fn` adds negatives, or time comes first.
 
     Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
     with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
     have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
-    these has ended; BadInput for a batch that has another number of samples than were asked for, where its label, its
-    ids or all its tensors show that; and what reading a batch raises.
+    these has ended; BadInput for a batch that has another number of samples than were asked for, by `n_samples`, or
+    where its label, its ids or all its tensors show that; and what reading a batch raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
@@ -122,7 +125,7 @@ def batches(
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     engine = state.engine
     keys = BatchKeys(engine.model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
-    how = _How(seed, shuffle, settings, keys)
+    how = _How(seed, shuffle, settings, keys, n_samples)
     epoch = _epoch_of(state, dataset)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
@@ -146,6 +149,7 @@ class _How:
     shuffle: bool
     settings: ReadSettings
     keys: BatchKeys
+    n_samples: Callable[[Any], int] | None
 
 
 def _epoch_of(state: TorchState, dataset: Dataset | MapDataset | SegmentedDataset) -> int:
@@ -250,7 +254,7 @@ def _run(
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
     with contextlib.ExitStack() as reading:
-        run = _Epoch(len(dataset), state, order, cut, how.keys)
+        run = _Epoch(len(dataset), state, order, cut, how)
         if not finished:
             run.open(dataset, read, how.settings, reading)
         while not finished:
@@ -270,11 +274,11 @@ class _Epoch:
         state: TorchState,
         order: EpochOrder,
         cut: EpochPlan,
-        keys: BatchKeys,
+        how: _How,
     ) -> None:
         self.cut, self.epoch, self.segment, self.n_samples = cut, order.epoch, order.segment, n_samples
         self.order_digest = digest(dataclasses.asdict(order))
-        self._state, self._order, self._keys = state, order, keys
+        self._state, self._order, self._keys, self._count = state, order, how.keys, how.n_samples
         self._rows_at: Callable[[int, int], np.ndarray] = order.rows
         cursor = state.engine.progress.cursor
         self._moved = dict(cursor.moved) if cursor.is_in(order.epoch, order.segment) else {}
@@ -315,7 +319,10 @@ class _Epoch:
         micros = range(index, index + n_micro)
         n_samples = sum(self.cut.samples_of_micro(self._micro_of(micro)) for micro in micros)
         where = f"{self._name}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
-        check_n_samples(batch, n_samples, where, self._keys.ids_by_function(batch))
+        if self._count is not None:
+            check_n_samples(self._count(batch), n_samples, where)
+        else:
+            check_n_samples(n_samples_of(batch, lambda: self._keys.ids_by_function(batch)), n_samples, where)
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch

@@ -216,6 +216,43 @@ def test_how_many_samples_a_batch_has_is_found_where_it_can_be_known(batch: Any,
     assert n_samples_of(batch) == found
 
 
+def with_negatives(samples: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate(samples * 5)
+    return {**batch, "label": torch.cat([batch["label"][: len(samples)], torch.zeros(4 * len(samples))])}
+
+
+def time_first(samples: list[Any]) -> Any:
+    return torch.zeros(7, len(samples)), torch.zeros(7, len(samples))
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "n_samples"),
+    [
+        (with_negatives, lambda batch: len(batch["label"]) // 5),
+        (time_first, lambda batch: batch[0].size(1)),
+    ],
+)
+def test_how_many_samples_a_batch_was_made_of_may_be_given(
+    training: Callable[..., Any], collate_fn: Any, n_samples: Callable[[Any], int]
+):
+    def first(**how: Any) -> Any:
+        return next(gba_hvd.batches(Samples(), training().state, collate_fn=collate_fn, **how))
+
+    with pytest.raises(gba_hvd.BadInput, match=r"and 4 were to be read.* pass n_samples=lambda batch: \.\.\."):
+        first()
+    assert n_samples(first(n_samples=n_samples)) == 4
+    with pytest.raises(gba_hvd.BadInput, match="the batch has 5 samples, and 4 were to be read"):
+        first(n_samples=lambda batch: n_samples(batch) + 1)
+
+
+def test_ids_are_looked_for_only_where_no_label_shows_how_many_samples_there_are(training: Callable[..., Any]):
+    asked: list[Any] = []
+    next(
+        gba_hvd.batches(Samples(), training().state, ids=lambda batch: asked.append(batch) or batch["ids"], prefetch=0)
+    )
+    assert asked == []
+
+
 def test_ids_that_a_function_finds_are_looked_at(training: Callable[..., Any]):
     job, batch = training(), (torch.zeros(4), torch.zeros(9))
     dataset = type("Packed", (Samples,), {"take": lambda self, rows: batch})()
