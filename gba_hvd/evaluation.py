@@ -205,7 +205,8 @@ def evaluate(
 
     assert engine.mode is not None
     keys = BatchKeys(engine.model.tables, model, ids, forward).of
-    with open_reader(engine, dataset, batch, keys, read_settings(num_workers, prefetch, collate_fn)) as samples:
+    settings = read_settings(num_workers, prefetch, collate_fn)
+    with engine.loop_time.apart(), open_reader(engine, dataset, batch, keys, settings) as samples:
         found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
     if tasks is None and metrics is None:
         return Scores(**found[0])

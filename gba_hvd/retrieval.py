@@ -116,7 +116,7 @@ def evaluate_retrieval(
         return Queries(vectors, _lists(relevant(loaded), n, "relevant", padding), excluded)
 
     takes_both = hasattr(items, "take") and hasattr(queries, "take")  # then there is nothing to collate: refused
-    with contextlib.ExitStack() as stack:
+    with engine.loop_time.apart(), contextlib.ExitStack() as stack:
 
         def opened(dataset: Dataset | MapDataset, find: Callable[[Any], Tensor]) -> SampleReader:
             collate = None if hasattr(dataset, "take") and not takes_both else collate_fn

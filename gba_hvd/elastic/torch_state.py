@@ -161,8 +161,9 @@ class TorchState:
 
     def report(self, **metrics: float) -> None:
         """Report metrics of the current step to the callbacks."""
-        for callback in self.engine.callbacks:
-            callback.on_metrics(self.step, metrics)
+        with self.engine.loop_time.apart():
+            for callback in self.engine.callbacks:
+                callback.on_metrics(self.step, metrics)
 
     def ensure_synced(self) -> None:
         """Sync now if the loop has not (a loop without `elastic.run`). A collective."""
