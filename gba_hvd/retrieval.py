@@ -99,6 +99,13 @@ def evaluate_retrieval(
     """
     engine = ready_engine(state, "evaluate_retrieval()")
     lengths = _checked((k,) if isinstance(k, int) else tuple(k))
+    given = {"query_vectors": query_vectors, "item_vectors": item_vectors, "relevant": relevant, "seen": seen}
+    for name, function in {**given, "item_ids": item_ids}.items():
+        if function is not None and not callable(function):
+            raise BadInput(
+                f"evaluate_retrieval(): {name} must be a function that gets a batch, such as lambda b: b.{name}, got "
+                f"{type(function).__name__}"
+            )
 
     def items_of(loaded: Any, first: int) -> Items:
         vectors = _vectors(item_vectors(loaded), "item_vectors")

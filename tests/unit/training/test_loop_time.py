@@ -1,4 +1,4 @@
-"""What the loop does beside forward pass, backward pass and step counts as the micro-batch's; the job's own work does not."""
+"""What the loop does beside forward, backward and step is time of the micro-batch; work of the job is not."""
 
 from __future__ import annotations
 
