@@ -140,7 +140,6 @@ class Engine:
         return self._micro
 
     def check_stepped(self) -> None:
-        """The loop asks for its next batch."""
         self.loop_time.resumed()
         if self._micro is not None:
             raise GbaError(
@@ -169,6 +168,7 @@ class Engine:
             raise GbaError(
                 "optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)"
             )
+        self.reports.gradient(self._micro.index)
         self.mode.submit(self.detach_micro_batch(), loss)
         self.loop_time.stepped()
 

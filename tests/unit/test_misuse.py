@@ -135,3 +135,15 @@ def test_an_evaluation_says_how_to_tell_it_how_the_model_is_called(job: Any) -> 
     asks = torch.nn.EmbeddingBag(4, 2)  # gets a batch, and wants a tensor
     with pytest.raises(BadInput, match=r"batch of type Batch, failed \(.*forward=lambda batch: model"):
         gba_hvd.evaluate(asks, Numbers(), state)
+
+
+def test_a_step_without_a_backward_pass_is_warned_of_once(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, state = job
+    for number, batch in enumerate(gba_hvd.batches(Numbers(), state)):
+        optimizer.zero_grad()
+        loss = model(batch).mean()
+        if number not in (1, 2):
+            (loss * 0).backward()  # zeros, and meant
+        optimizer.step(loss=loss)
+    (warning,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
+    assert "micro-batch 1 has no gradient" in warning and "Call loss.backward()" in warning
