@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.batch import Bag
+from gba_hvd.data.hashing import hash_strings, is_text
 from gba_hvd.errors import BadInput
 
 _WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
@@ -32,13 +33,28 @@ def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
     return schema.field(column).type
 
 
-def check_ids(schema: pa.Schema, column: str, url: str) -> None:
+def check_ids(schema: pa.Schema, column: str, url: str, hashed: bool) -> None:
     kind = type_of(schema, column, url)
-    if not pa.types.is_integer(kind.value_type if is_list(kind) else kind):
+    value = kind.value_type if is_list(kind) else kind
+    if hashed and not is_text(value):
         raise BadInput(
-            f"ParquetStream: {url}: column {column!r} has {kind}, and ids are whole numbers (or lists of them) "
-            "below the rows of their table. gba-hvd data prepare makes ids of strings, by vocabulary or hash"
+            f"ParquetStream: {url}: column {column!r} of hashed= has {kind}, expected strings (or lists of them). "
+            "Whole numbers are ids as they are: leave it out of hashed"
         )
+    if not hashed and not pa.types.is_integer(value):
+        raise BadInput(
+            f"ParquetStream: {url}: column {column!r} has {kind}, and ids are whole numbers (or lists of them). "
+            f"{_instead(value, column)}"
+        )
+
+
+def _instead(kind: pa.DataType, column: str) -> str:
+    if is_text(kind):
+        return (
+            f"hashed=[{column!r}] makes 64-bit ids of strings, for a table with keys='hash64'; gba-hvd data prepare "
+            "makes ids below the rows of a table, by vocabulary or hash"
+        )
+    return "Write the column as int64"
 
 
 def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
@@ -53,7 +69,8 @@ def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
 def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
     """int64 [n]; of lists (values int64 [v], starts int64 [n + 1]), where a list that is null is empty.
 
-    An unsigned 64-bit id, as hashes are, is the signed one of the same bits. Raises BadInput for a null.
+    A string becomes its hash (`hash_strings`). An unsigned 64-bit id, as hashes are, is the signed one of the same
+    bits. Raises BadInput for a null.
     """
     if not is_list(column.type):
         return _int64(_without_nulls(column, where))
@@ -117,7 +134,7 @@ def _without_nulls(column: pa.ChunkedArray, where: str) -> pa.Array:
 
 
 def _int64(array: pa.Array) -> np.ndarray:
-    values: Any = array.to_numpy(zero_copy_only=False)
+    values: Any = hash_strings(array) if is_text(array.type) else array.to_numpy(zero_copy_only=False)
     signed: np.ndarray = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64)
     return signed
 
