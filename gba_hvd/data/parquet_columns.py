@@ -17,6 +17,8 @@ from gba_hvd.data.hashing import hash_strings, is_text
 from gba_hvd.errors import BadInput
 
 _WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
+_FILL_IN = "Fill them in, or use gba-hvd data prepare, which has a substitute for them"
+_WITHOUT_LABEL = "Leave these samples out, or use gba-hvd data prepare, which reports them as malformed"
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
 
@@ -54,6 +56,11 @@ def _instead(kind: pa.DataType, column: str) -> str:
             f"hashed=[{column!r}] makes 64-bit ids of strings, for a table with keys='hash64'; gba-hvd data prepare "
             "makes ids below the rows of a table, by vocabulary or hash"
         )
+    if pa.types.is_floating(kind):
+        return (
+            "pandas makes floats of whole numbers where some are missing: fill those in and write the column as int64 "
+            "(floats have changed numbers above 2**53), or use gba-hvd data prepare, where a missing id is id 0"
+        )
     return "Write the column as int64"
 
 
@@ -81,19 +88,26 @@ def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
 
 
 def floats_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null."""
-    values: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False).astype(np.float32)
+    """float32 [n]. Raises BadInput for a null, and for a value that is not finite in float32."""
+    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore"):
+        values = exact.astype(np.float32)
+    if len(bad := np.flatnonzero(~np.isfinite(values))):
+        raise BadInput(
+            f"{where}: {len(bad)} of {len(values)} values are NaN, infinite or beyond float32 (the first, at row "
+            f"{bad[0]} of the row group, is {exact[bad[0]]}), and so would be the loss. Replace them in the file; for "
+            "NaN gba-hvd data prepare has a substitute"
+        )
     return values
 
 
 def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
     """float32 [n]. Raises BadInput for a null, for NaN and for a whole number that float32 does not hold."""
-    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+    exact: np.ndarray = _without_nulls(column, where, _WITHOUT_LABEL).to_numpy(zero_copy_only=False)
     values = exact.astype(np.float32)
     if (n_nan := int(np.isnan(values).sum())) > 0:
         raise BadInput(
-            f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. Leave these samples "
-            "out, or use gba-hvd data prepare, which reports them as malformed"
+            f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. {_WITHOUT_LABEL}"
         )
     large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
     if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
@@ -123,13 +137,10 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
-def _without_nulls(column: pa.ChunkedArray, where: str) -> pa.Array:
+def _without_nulls(column: pa.ChunkedArray, where: str, what_to_do: str = _FILL_IN) -> pa.Array:
     array = _one_array(column)
     if array.null_count:
-        raise BadInput(
-            f"{where}: {array.null_count} of {len(array)} values are missing. Fill them in, or use gba-hvd data "
-            "prepare, which has a substitute for them"
-        )
+        raise BadInput(f"{where}: {array.null_count} of {len(array)} values are missing. {what_to_do}")
     return array
 
 

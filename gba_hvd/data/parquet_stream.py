@@ -64,8 +64,8 @@ class ParquetStream:
     `shuffle` each of them decodes all. Reads the footers of all files at once.
 
     Raises BadInput for a file that cannot be opened or is no Parquet, for columns that are missing or of another type,
-    and, when it is read, for a value that is missing, a label that float32 does not hold, and a file that has changed
-    since it was opened; `IndexError` for a sample outside.
+    and, when it is read, for a value that is missing or, in `dense`, not finite, a label that float32 does not hold,
+    and a file that has changed since it was opened; `IndexError` for a sample outside.
     """
 
     def __init__(
