@@ -105,7 +105,7 @@ class JobRun:
     def claim(self, stamp: str) -> None:
         """Become the process that reports for the run, unless a later chief already does; then the run is running.
 
-        Removes what the chief before said of its end and of its settings.
+        Removes the reason of the end and the changed settings that an earlier chief reported.
         """
         self._stamp = stamp
         run = self._client.get_run(self.run_id)
