@@ -160,7 +160,7 @@ class Sender:
             say(f"MLflow refused {what[0]!r}, dropped: {verdict.reason}")
             return 0
         if changed:
-            say(f"parameters keep the values the run was started with: {', '.join(changed)}")
+            say(f"parameters keep their first values, the new ones are tags gba_hvd.now.*: {', '.join(changed)}")
         return len(batch)
 
     def _call(self, call: Any, artifact: str | None = None) -> Any:
