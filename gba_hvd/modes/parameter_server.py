@@ -73,6 +73,7 @@ class ParameterServerMode:
             return given, batch, rows
 
         epoch.leases_begin()
+        self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
         self._leases = ahead = LeasePrefetcher(fetch)
         try:
@@ -168,7 +169,13 @@ class ParameterServerMode:
             self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers
         ordinal, run = progress.n_evaluated, run_number(progress.cursor.epoch, progress.cursor.segment)
         progress.n_evaluated += 1
-        return evaluation.by_leases(job, self.servers, 2 * run + progress.epoch_over, ordinal)
+        scores = evaluation.by_leases(job, self.servers, 2 * run + progress.epoch_over, ordinal)
+        self._note_pause()
+        return scores
+
+    def _note_pause(self) -> None:
+        for participant in self._engine.participants:
+            participant.paused()
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)
