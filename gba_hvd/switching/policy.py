@@ -157,8 +157,12 @@ class Stance:
         return self.allreduce if mode == "allreduce" else self.gba
 
     def in_mode(self, mode: str, step: int) -> Stance:
-        """When a mode is entered for another reason than a decision: nothing was promised."""
-        return Stance(mode, step, spent_s=self.spent_s, allreduce=self.allreduce, gba=self.gba)
+        """When a mode is entered for another reason than a decision: nothing was promised.
+
+        A trial that ends so has cost two switches at least; what its steps have cost nobody measured.
+        """
+        spent_s = self.spent_s + (2 * SWITCH_S if self.is_trial else 0.0)
+        return Stance(mode, step, spent_s=spent_s, allreduce=self.allreduce, gba=self.gba)
 
     def with_other_workers(self) -> Stance:
         """After a change of membership: ratios are a guess from now on, which the next stay replaces."""
