@@ -243,13 +243,15 @@ def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, flo
     return cost_s if stance.spent_s + cost_s <= options.trial_budget * rates.at_s else None
 
 
-def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
-    """The stance, with what the last switch shows of predictions. rates: by all steps since.
+def is_compared(stance: Stance, step: int, options: Options) -> bool:
+    """Whether there is more to learn from the last switch: what changes once the mode is not new has other causes."""
+    return stance.left is not None and options.patience <= step - stance.since_step <= N_RECENT
 
-    Only while the mode is new is it compared with what came before: what comes later need not be its doing.
-    """
+
+def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
+    """The stance, with what the last switch shows of predictions. rates: by all steps since."""
     left, here, other = stance.left, stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
-    if left is None or rates.achieved is None or not options.patience <= step - stance.since_step <= N_RECENT:
+    if left is None or rates.achieved is None or not is_compared(stance, step, options):
         return stance
     useful = _useful(stance, rates)
     assert useful is not None

@@ -19,6 +19,7 @@ from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
 from gba_hvd.switching import requests
 from gba_hvd.switching.decision_reports import DecisionReports
+from gba_hvd.switching.measurements import N_NEWEST, N_RECENT, RecentTimes
 from gba_hvd.switching.mode_limits import options_idle, row_average_idle
 from gba_hvd.switching.policy import Decision
 from gba_hvd.switching.predictions import Rates, expected_old_values
@@ -620,6 +621,22 @@ def test_a_switch_that_does_not_pay_is_undone_and_remembered_through_a_restart()
     for step in range(400, 500):
         successor.measured_allreduce(step, [0.1, 0.1], 0.36, 6)
     assert successor.last.allreduce == pytest.approx(6 / 0.36), "times of those that left are gone"
+
+
+def test_rates_over_all_steps_since_a_switch_are_worked_out_only_while_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callback, last = GBACallback(), list[int]()
+    for step in range(1, 100):
+        callback.measured_allreduce(step, EVEN, 0.26, 6)
+    callback.switched("gba", 100)
+    times = RecentTimes.times
+    monkeypatch.setattr(RecentTimes, "times", lambda own, n=N_RECENT: last.append(n) or times(own, n))
+    in_gba(callback, EVEN, N_RECENT, 101, per_step_s=0.2)
+    assert N_RECENT in last
+    last.clear()
+    in_gba(callback, EVEN, 20, 101 + N_RECENT, per_step_s=0.2)
+    assert set(last) == {N_NEWEST}
 
 
 def test_a_state_of_an_older_version_is_read() -> None:
