@@ -36,6 +36,7 @@ from gba_hvd.serving.module import (
     dense_of,
     evaluating,
     freeze,
+    padding_rows_in,
     padding_rows_of,
     tables_in,
 )
@@ -157,7 +158,7 @@ def export_model(
     converted = _converted_by(fresh, opened)
     names = list(opened.tables)
     stand_ins = _stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stand_ins, converted, dense, None)
+    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_in(opened))
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}

@@ -124,6 +124,25 @@ def test_a_converted_model_is_converted_again(job_memory: Any, tmp_path: Path, d
     assert np.array_equal(scores["score"], expected[:, 0].float().numpy())
 
 
+def converting(to: torch.dtype = torch.float32) -> nn.Module:
+    """A builder that converts; each call makes other rows of padding, of the tables too."""
+    model = Converted()
+    nn.init.normal_(model.item.weight)
+    gba_hvd.convert(model.to(to), gba_hvd.SGD(lr=0.1), prefix="tower")
+    return model
+
+
+def test_rows_of_padding_are_those_of_the_model_where_the_builder_converts(job_memory: Any, tmp_path: Path) -> None:
+    model, x = converting(), converted_batch(20)
+    job_memory(model.item.tables)
+    gba_hvd.save_model(model, tmp_path / "m", build=f"{__name__}:converting")
+    opened = gba_hvd.load_for_inference(tmp_path / "m")
+    padding = torch.zeros(1, dtype=torch.int64)
+    assert torch.equal(opened.item(padding), model.item(padding))
+    with torch.no_grad():
+        assert torch.equal(opened(*x), model(*x))
+
+
 # --- versions --------------------------------------------------------------------------------------------------------
 
 
