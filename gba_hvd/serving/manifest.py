@@ -1,15 +1,18 @@
 """What a saved model consists of, as a JSON document. It is written last and makes a version visible.
 
 Names in the store: `versions/000001.json` is a version, `rows/ab/SHA256` a shard of rows, `files/SHA256.KIND` all else.
+A writer takes the number of a version by `versions/000001-NONCE`, since a store may overwrite what has a name.
 A document has its own checksum, computed without it. What it says is checked before it is used; whether the bytes of
 its objects are right is not decided here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +20,13 @@ from typing import Any
 import msgspec
 
 from gba_hvd.errors import BadInput
-from recovery.errors import Damaged, NotFound
+from recovery.errors import Damaged, NotFound, StoreError
 from recovery.storage.store import Store
 
 FORMAT = 1
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
+_CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -71,6 +75,12 @@ class RowShards:
     rows_per_bucket: int = 0
     bucket_bits: int = 0
     n_keys: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Every key below n_keys has a row, and no shard has keys of its own."""
+        n_rows = sum(one.n_rows for one in self.shards)
+        return 0 < self.n_keys == n_rows and not any(one.has_keys for one in self.shards)
 
 
 @dataclass(frozen=True)
@@ -219,6 +229,31 @@ def from_json(data: bytes, name: str) -> ModelManifest:
 def versions(store: Store) -> list[int]:
     """Of all manifests, ascending."""
     return sorted(int(found[1]) for name in store.names("versions/") if (found := _VERSION.fullmatch(name)))
+
+
+@contextlib.contextmanager
+def next_version(store: Store) -> Iterator[int]:
+    """A number that no version has and no other writer gets: its manifest is to be written in this context.
+
+    Each writer writes a claim, then lists. Of two that take one number, the later to list sees the claim of the other,
+    or its version, which is written before its claim is deleted. What a crash leaves is a number that is not used.
+    Raises StoreError where another writer is at it.
+    """
+    number = 1 + max((int(found[1]) for name in store.names("versions/") if (found := _numbered(name))), default=0)
+    claim = f"versions/{number:06d}-{secrets.token_hex(8)}"
+    store.put(claim, [b"claimed"])
+    try:
+        claims = [name for name in store.names(f"versions/{number:06d}-") if _CLAIM.fullmatch(name)]
+        if claims != [claim] or number in versions(store):  # (versions are listed after the claims)
+            raise StoreError(f"{store.url}: another process saves version {number} at the same time; save again")
+        yield number
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete([claim])
+
+
+def _numbered(name: str) -> re.Match[str] | None:
+    return _VERSION.fullmatch(name) or _CLAIM.fullmatch(name)
 
 
 def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:

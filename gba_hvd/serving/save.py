@@ -27,8 +27,8 @@ from gba_hvd.serving.manifest import (
     ModelManifest,
     RowShards,
     StoredTable,
+    next_version,
     to_json,
-    versions,
 )
 from gba_hvd.serving.module import (
     assemble,
@@ -45,7 +45,6 @@ from gba_hvd.serving.row_shards import ShardWriter, TableRows, Written
 from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.tensor_file import encode_tensors
-from recovery.errors import StoreError
 from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
@@ -216,13 +215,10 @@ def _commit(
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
-    number = max(versions(store), default=0) + 1
-    manifest = ModelManifest(
-        number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation, source,
-        {name: version(name) for name in _PACKAGES},
-    )  # fmt: skip
-    data = to_json(manifest)
-    store.put(manifest.name, [data])
-    if store.get(manifest.name) != data:  # (a store that overwrites)
-        raise StoreError(f"{store.url}: another process saved version {number} at the same time; save again")
+    with next_version(store) as number:
+        manifest = ModelManifest(
+            number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
+            source, {name: version(name) for name in _PACKAGES},
+        )  # fmt: skip
+        store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)

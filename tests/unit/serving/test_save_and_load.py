@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import uuid
@@ -214,7 +215,7 @@ def test_a_vocabulary_that_grows_keeps_its_shards(trained: Trained, tmp_path: Pa
     assert second.new_shards == 1
 
 
-@pytest.mark.parametrize("dies_at", range(1, 6))  # three shards, the dense part, the manifest
+@pytest.mark.parametrize("dies_at", range(1, 7))  # three shards, the dense part, the claim of a number, the manifest
 def test_a_save_that_dies_leaves_the_version_before(
     trained: Trained, tmp_path: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +232,55 @@ def test_a_save_that_dies_leaves_the_version_before(
         gba_hvd.save_model(model, tmp_path / "m", build=CODE)
     assert faulty.fired == faulty.planned
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
+    monkeypatch.undo()
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+
+
+class Meanwhile:
+    """A store in which something else happens before its nth call of `names`, after which the call does its work."""
+
+    def __init__(self, store: Any, nth: int, do: Callable[[], object]) -> None:
+        self.store, self.url, self.left, self.do = store, store.url, nth, do
+
+    def names(self, prefix: str) -> Any:
+        found = self.store.names(prefix)
+        self.left -= prefix.startswith("versions/")
+        if not self.left and self.do:
+            do, self.do = self.do, None
+            do()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("nth", [1, 2])  # the other saves after the versions were listed, after the claims were
+def test_two_that_save_at_the_same_time_never_have_one_version(
+    trained: Trained, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, one, outcomes = f"memory://{uuid.uuid4().hex}", batch(), []
+    mine, other = trained(), trained()
+    mine.mlp[0].weight.data += 1
+
+    def save_other() -> None:
+        monkeypatch.undo()
+        try:
+            outcomes.append((other, gba_hvd.save_model(other, url, build=CODE).version))
+        except StoreError:
+            outcomes.append((other, None))
+
+    store = Meanwhile(open_store(url), nth, save_other)
+    monkeypatch.setattr("gba_hvd.serving.save.open_store", lambda url: store)
+    try:
+        outcomes.append((mine, gba_hvd.save_model(mine, url, build=CODE).version))
+    except StoreError as error:
+        assert "another process saves version" in str(error)
+    saved = {number: model for model, number in outcomes if number}
+    assert len(saved) == len([number for _, number in outcomes if number]) > 0
+    for number, model in saved.items():
+        assert torch.equal(gba_hvd.load_for_inference(url, version=number)(one), evaluated(model, one))
+    assert not [name for name in open_store(url).names("versions/") if not name.endswith(".json")]
 
 
 def test_a_full_disk_leaves_the_version_before(
@@ -303,6 +353,44 @@ def test_rows_of_other_hosts_are_not_here(trained: Trained, tmp_path: Path) -> N
         gba_hvd.save_model(model, tmp_path, build=CODE)
 
 
+@pytest.mark.parametrize("tables", ["memory", "mmap"])
+def test_a_hashed_table_that_has_admitted_no_id(job_memory: Any, tmp_path: Path, tables: str) -> None:
+    arguments = {"users": 100, "hashed": True}
+    model, one = model_code.make_model(**arguments), batch()
+    job_memory(model.tables)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, arguments=arguments)
+    opened = gba_hvd.load_for_inference(tmp_path / "m", tables=tables)
+    assert torch.equal(opened.tables(one.ids)["user"], model.tables(one.ids)["user"])
+    assert not len(opened.tables.vocabulary("user"))
+
+
+def test_mapped_shards_keep_no_file_open(trained: Trained, tmp_path: Path) -> None:
+    model = trained(users=5000)
+    how = {"build": CODE, "arguments": {"users": 5000}, "shard_bytes": 4096}
+    assert gba_hvd.save_model(model, tmp_path / "m", **how).new_shards > 16
+    opened = gba_hvd.load_for_inference(tmp_path / "m", tables="mmap")
+    before = len(os.listdir("/proc/self/fd"))
+    ids = np.arange(5000)
+    assert np.array_equal(opened.tables.rows("user", ids), model.tables.rows("user", ids))
+    assert len(os.listdir("/proc/self/fd")) < before + 4
+
+
+def test_a_shard_that_cannot_be_mapped_is_not_damaged(trained: Trained, tmp_path: Path) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    opened = gba_hvd.load_for_inference(tmp_path / "m", tables="mmap")
+    spare = os.open("/dev/null", os.O_RDONLY)
+    os.close(spare)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, limits[1]))  # no further file can be opened
+    try:
+        with pytest.raises(StoreError, match="cannot be mapped: .*Too many open files") as found:
+            opened(batch())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(found.value, Damaged)
+    opened(batch())
+
+
 # --- what was saved is not what is there -----------------------------------------------------------------------------
 
 
@@ -324,7 +412,7 @@ def test_a_shard_that_is_not_what_was_saved(trained: Trained, tmp_path: Path, ta
     else:
         data = path.read_bytes()
         path.write_bytes(data[:-4] if how == "truncated" else data + b"more")
-    words = "gone|cannot be mapped" if how == "gone" else "truncated or overwritten"
+    words = "is gone" if how == "gone" else "truncated or overwritten"
     with pytest.raises(Damaged, match=words):
         gba_hvd.load_for_inference(tmp_path / "m", tables=tables)(batch())
 
