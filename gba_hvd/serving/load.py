@@ -100,9 +100,8 @@ def open_model(
     module = Builder.stored(store, manifest.builder).build()
     dense = manifest.dense
     values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
-    own = assemble(
-        module, {table.name: table for table in manifest.tables}, manifest.converted, values, padding_rows_of(values)
-    )
+    stored = {table.name: table for table in manifest.tables}
+    own = assemble(module, stored, manifest.converted, values, padding_rows_of(values), manifest.lookup_dtypes)
     freeze(module, own, {table.name: StoredRows(store, table, folder) for table in manifest.tables})
     example = manifest.example
     columns = None

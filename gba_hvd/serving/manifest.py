@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +143,7 @@ class ModelManifest:
     dense: parameters, buffers and the padding rows of converted modules, as safetensors. example: an input, the same.
     input: how requests become inputs (`inputs`). activation: of predictions, "none" or "sigmoid".
     source: plain JSON: where it comes from (step, checkpoint, its checksum).
-    versions: of the packages it was saved with.
+    versions: of the packages it was saved with. lookup_dtypes: by path, of what modules that look up tables return.
     """
 
     version: int
@@ -156,6 +157,7 @@ class ModelManifest:
     activation: str = "none"
     source: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    lookup_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -257,17 +259,35 @@ def _numbered(name: str) -> re.Match[str] | None:
 
 
 def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
-    """Raises BadInput where there is no model, or not this version; Damaged and StoreError."""
+    """Raises BadInput where there is no model, or not this version; Damaged and StoreError.
+
+    The newest is the newest whose manifest is whole: a store without atomic writes, such as sftp, keeps the beginning
+    of one whose save was interrupted. It is passed over with a warning.
+    """
     there = versions(store)
     if not there:
         raise BadInput(f"{store.url} has no model: gba_hvd.save_model and `gba-hvd model export` write one")
     if version != "newest" and version not in there:
         raise BadInput(f"{store.url} has no version {version!r}; it has {', '.join(map(str, there))}")
-    name = version_name(there[-1] if version == "newest" else int(version))
+    numbers = there[::-1] if version == "newest" else [int(version)]
+    for name in map(version_name, numbers):
+        try:
+            data = store.get(name)
+        except NotFound as error:
+            raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
+        if name == version_name(numbers[-1]) or not _is_cut_off(data):
+            return from_json(data, name)
+        warnings.warn(f"{store.url}: {name} was not written to its end, the version before is used", stacklevel=2)
+    raise AssertionError("the last one is returned or raises")
+
+
+def _is_cut_off(data: bytes) -> bool:
+    """Whether it is the beginning of a document: none of these is JSON."""
     try:
-        return from_json(store.get(name), name)
-    except NotFound as error:
-        raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
+        json.loads(data)
+    except ValueError:
+        return data[:1] in (b"", b"{")
+    return False
 
 
 def _document(model: Any, format_version: Any) -> bytes:

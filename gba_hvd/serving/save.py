@@ -36,6 +36,7 @@ from gba_hvd.serving.module import (
     dense_of,
     evaluating,
     freeze,
+    lookup_dtypes_of,
     padding_rows_in,
     padding_rows_of,
     tables_in,
@@ -114,8 +115,11 @@ def save_model(
     spec = None if input_example is None else inputs.spec_of(input_example, model)
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
-    assembled = assemble(fresh, _stand_ins(list(rows.values())), converted, dense, padding_rows_of(dense))
+    stand_ins = _stand_ins(list(rows.values()))
+    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     if input_example is not None:
+        if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
+            fresh.to(devices.pop())
         freeze(fresh, assembled, rows)
         with evaluating(model), torch.no_grad():
             same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
@@ -123,7 +127,9 @@ def save_model(
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, dense, converted, spec, example, activation, source or {}, writer.written)
+    return _commit(
+        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written
+    )
 
 
 def export_model(
@@ -157,7 +163,7 @@ def export_model(
     converted = _converted_by(fresh, opened)
     names = list(opened.tables)
     stand_ins = _stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_in(opened))
+    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_in(opened), {})
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
@@ -169,7 +175,7 @@ def export_model(
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, dense, converted, spec, example, activation, source, writer.written)
+    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written)
 
 
 def _check(tables: str, activation: str) -> None:
@@ -208,7 +214,7 @@ def _converted_by(fresh: nn.Module, checkpoint: OpenCheckpoint) -> tuple[Convert
 
 
 def _commit(
-    store: Store, builder: Builder, stored: tuple[StoredTable, ...], dense: Mapping[str, Tensor],
+    store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     activation: str, source: Mapping[str, Any], written: Written,
 ) -> SavedModel:  # fmt: skip
@@ -218,7 +224,7 @@ def _commit(
     with next_version(store) as number:
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
-            source, {name: version(name) for name in _PACKAGES},
+            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model),
         )  # fmt: skip
         store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)
