@@ -464,6 +464,20 @@ def test_a_shard_that_cannot_be_mapped_is_not_damaged(trained: Trained, tmp_path
     opened(batch())
 
 
+def test_a_single_value_is_no_column_and_columns_that_are_not_needed_may_be_anything(
+    trained: Trained, tmp_path: Path
+) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(3))
+    opened = gba_hvd.open_model(tmp_path / "m")
+    request = dict(opened.example or {})
+    expected = opened.predict(request)["score"]
+    more = {"name": "a model", "n": 7, "long": list(range(99)), "np": np.array(1.0)}
+    assert np.array_equal(opened.predict(request | more, batch=2)["score"], expected)
+    for value in (7, np.array(7)):
+        with pytest.raises(BadInput, match="field 'user': expected a column of int64, got the single value"):
+            opened.predict(request | {"user": value})
+
+
 # --- what was saved is not what is there -----------------------------------------------------------------------------
 
 
