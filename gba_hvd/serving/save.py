@@ -148,7 +148,8 @@ def export_model(
 ) -> SavedModel:
     """As `save_model`, from a checkpoint: `build` makes the model whose job saved it.
 
-    checkpoint: its URL, or what `recovery.open_checkpoint` returned; step: see there. A table of a converted model has
+    checkpoint: its URL, or what `recovery.open_checkpoint` returned, which takes options for its store and the step;
+    step: of a URL, see there. storage_options: of the model's store. A table of a converted model has
     the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
     input_example: describes the fields of a request; there is no model to compare with.
 
@@ -157,7 +158,7 @@ def export_model(
     _check(tables, activation)
     opened = checkpoint
     if not isinstance(opened, OpenCheckpoint):
-        opened = open_checkpoint(opened, step, **storage_options)
+        opened = open_checkpoint(opened, step)
     builder = Builder.of(build, arguments, None)
     fresh, dense = builder.build(), opened.dense()
     converted = _converted_by(fresh, opened)

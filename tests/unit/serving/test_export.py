@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hash
     # The same rows, saved from memory, are the same shards.
     again = gba_hvd.save_model(model, tmp_path / "m", build=CODE, arguments=arguments, tables=stored)
     assert (again.version, again.new_shards) == (2, 0)
+
+
+def test_options_are_for_the_store_of_the_model(trained: Trained, tmp_path: Path) -> None:
+    """A checkpoint that needs some is opened with its own."""
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    url = f"memory://{uuid.uuid4().hex}"
+    assert gba_hvd.export_model(tmp_path / "c", url, build=CODE, asynchronous=False).version == 1
 
 
 @pytest.mark.parametrize("hashed", [False, True])
