@@ -55,7 +55,7 @@ class ParquetStream:
     window: row groups of a lane whose samples are shuffled together, see `row_group_order`; left out: the windows of
     all lanes have 8 together, each at least 1
     cached_groups: decoded row groups that are kept, by each process that reads; left out: two windows of each lane that
-    the process reads
+    the process reads, and one more row group
     storage_options: of the file system, as fsspec takes them
 
     An epoch that is shuffled decodes each row group about once, over all workers and reader processes; without

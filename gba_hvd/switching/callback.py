@@ -303,11 +303,9 @@ class GBACallback(Callback):
         return idle(modes, self._arguments, {name: parameters[name].default for name in self._arguments})
 
     def _refuse_idle_options(self) -> None:
-        """Of a job that names no asynchronous mode, any may be meant for a mode that an operator requests."""
+        """Of a job that names no asynchronous mode, any may be meant for what an operator requests: auto, or a mode."""
         named = [self.mode, *self.switch_at.values()]
         found = self.idle_options(named if self.modes_to_come else SETTINGS)
-        if not self.modes_to_come:
-            found |= {name: why for name, why in self.idle_options(named).items() if name in asdict(self.options)}
         for name, why in found.items():
             modes = ", ".join(map(repr, dict.fromkeys(named)))
             raise BadInput(
@@ -376,10 +374,7 @@ class GBACallback(Callback):
         together: micro-batches that were one batch. is_sample: usually they are more; this step was to measure how
         long single ones take. Until there was one, nothing is decided.
         """
-        shared = shares(n_micro, len(seconds), together)
         self._trained_s += step_s
-        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
-        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if is_sample:
             usual = [self._recent.median(worker) for worker in range(len(seconds))]
             gain = self._batch_gain
@@ -389,6 +384,9 @@ class GBACallback(Callback):
             if found:
                 self._batch_gains.append(median(found))
             return
+        shared = shares(n_micro, len(seconds), together)
+        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
+        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if together > 1 and not self._batch_gains:
             self._recent.add(seconds)  # as they come, until it is known what single ones take
             return

@@ -204,7 +204,7 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
             return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
-    finding = f"{_slowest(rates)}, {_prediction(other, gain, rates, options)}{_correction(now, other)}"
+    finding = f"{_slowest(rates)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
     if now.in_favour < options.patience:
         return stay("patience", f"{finding} for {now.in_favour} of {options.patience} steps")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
@@ -297,8 +297,10 @@ def _slowest(rates: Rates) -> str:
     times = rates.seconds_per_micro
     worker = max(range(len(times)), key=times.__getitem__)
     if len(times) == 2:  # their median is the mean of both: under 2x, however slow the one is
-        return f"worker {worker} takes {times[worker] / min(times):.1f}x the time of worker {1 - worker}"
-    return f"worker {worker} takes {times[worker] / median(times):.1f}x the median"
+        ratio, than = times[worker] / min(times), f"time of worker {1 - worker}"
+    else:
+        ratio, than = times[worker] / median(times), "median"
+    return f"worker {worker} takes {ratio:.1f}x the {than}, " if ratio >= 1.05 else ""
 
 
 def _multiple(mode: str, gain: float, rates: Rates) -> str:

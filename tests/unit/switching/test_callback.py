@@ -297,7 +297,7 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
         ({"staleness": "linear"}, "is of mode 'gba'"),
         ({"mode": "bsp", "tolerance": 2}, "is of mode 'gba'"),
         ({"mode": "gba", "enter_gain": 1.2}, "enter_gain=1.2 has no effect in mode 'gba': it is of mode 'auto'"),
-        ({"mode": "allreduce", "patience": 2}, "is of mode 'auto'"),
+        ({"mode": "allreduce", "switch_at": {9: "gba"}, "patience": 2}, "is of mode 'auto'"),
         ({"mode": "shadow", "min_stay": 2}, "is of mode 'auto'"),
         ({"mode": "gba", "every": 5}, "is of modes 'easgd', 'ma', 'bmuf'"),
         ({"mode": "gba", "elasticity": 0.5}, "is of modes 'shadow', 'easgd', 'ma', 'bmuf'"),
@@ -321,6 +321,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any]
     "settings",
     [
         {"mode": "allreduce", "tolerance": 2, "every": 5, "slack": 1},  # for what an operator requests
+        {"mode": "allreduce", "patience": 3, "min_stay": 9},  # the same, for "auto"
         {"mode": "gba", "switch_at": {9: "hop_bw"}, "tolerance": 2, "backups": 2},
         {"mode": "gba", "switch_at": {9: "auto"}, "enter_gain": 1.2},
         {"mode": "shadow", "sync": "bmuf", "block_rate": 0.8, "pause_s": 0.5, "elasticity": 0.3},
