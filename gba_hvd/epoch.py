@@ -73,6 +73,8 @@ class EpochOrder:
 
     own: 0, or the digest of the order that the dataset has of its own: then that one's `rows` count where they are
     shuffled, not these
+    n_shards, in_segment, shards: of an epoch in segments, its shards, those of a segment, and the digest of their
+    names; 0 of any other epoch
     """
 
     n_samples: int
@@ -81,6 +83,9 @@ class EpochOrder:
     shuffle: bool = True
     own: int = 0
     segment: int = 0
+    n_shards: int = 0
+    in_segment: int = 0
+    shards: int = 0
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """int64 [count]: the samples at positions first, first + 1, ..."""

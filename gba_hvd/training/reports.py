@@ -54,6 +54,8 @@ class Reports:
         """
         if TRACE is not None:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
+        if event.kind == "resumed":
+            self._full.clear()  # the warning is over: the table may have room now
         for callback in self.callbacks:
             callback.on_event(event)
         if event.level == "warning" and (only_here or self._world().rank == 0):
