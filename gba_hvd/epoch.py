@@ -25,9 +25,11 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < self.micro_batch or self.global_batch % self.micro_batch:
+            b = max(1, self.micro_batch)
+            nearest = b * max(1, (2 * self.global_batch + b - 1) // (2 * b))
             raise BadInput(
                 f"global_batch must be a multiple of micro_batch, got {self.global_batch} and {self.micro_batch}; "
-                f"the nearest is {max(1, self.global_batch // max(1, self.micro_batch)) * max(1, self.micro_batch)}"
+                f"the nearest is {nearest}"
             )
         if self.n_samples < 1:
             raise BadInput("the dataset has no samples")

@@ -147,3 +147,11 @@ def test_a_step_without_a_backward_pass_is_warned_of_once(job: Any, caplog: pyte
         optimizer.step(loss=loss)
     (warning,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
     assert "micro-batch 1 has no gradient" in warning and "Call loss.backward()" in warning
+
+
+def test_a_hash_in_a_plain_table_is_pointed_to_a_hashed_one(job: Any) -> None:
+    train(*job)
+    with pytest.raises(BadInput, match=r"got id 1099511627776 .* such as hashes, with gba_hvd\.Table\(keys='hash64'\)"):
+        job[0].tables({"a": torch.tensor([2**40])})
+    with pytest.raises(BadInput, match=r"got id 32 .*data prepare does\)$"):
+        job[0].tables({"a": torch.tensor([32])})
