@@ -159,7 +159,7 @@ class Stance:
     def in_mode(self, mode: str, step: int) -> Stance:
         """When a mode is entered for another reason than a decision: nothing was promised.
 
-        A trial that ends so has cost two switches at least; what its steps have cost nobody measured.
+        A trial that ends so has cost two switches at least; the cost of its steps was not measured.
         """
         spent_s = self.spent_s + (2 * SWITCH_S if self.is_trial else 0.0)
         return Stance(mode, step, spent_s=spent_s, allreduce=self.allreduce, gba=self.gba)
