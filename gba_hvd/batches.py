@@ -21,6 +21,7 @@ from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
+from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
@@ -120,7 +121,7 @@ def batches(
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
-    state.ensure_synced()
+    checked_state(state, "batches()").ensure_synced()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     engine = state.engine

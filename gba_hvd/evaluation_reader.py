@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.elastic import TorchState
+from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.reading.datasets import Dataset, MapDataset, reads
 from gba_hvd.reading.read_ahead import Share
@@ -21,10 +22,10 @@ from gba_hvd.training.mode import SampleReader
 
 
 def ready_engine(state: TorchState, caller: str) -> Engine:
-    """The engine of a job that has a world. Raises GbaError within a step, where workers with uneven shares would wait
-    for each other.
+    """The engine of a job that has a world. Raises BadInput for another kind of state, and GbaError within a step,
+    where workers with uneven shares would wait for each other.
     """
-    state.ensure_synced()
+    checked_state(state, caller).ensure_synced()
     if state.engine.is_within_step:
         raise GbaError(f"{caller} only between steps: workers with uneven shares would wait for each other")
     return state.engine

@@ -182,7 +182,8 @@ class AllreduceMode:
             progress.cursor = Cursor(at[0], 0, segment=at[1])
         self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
         self._rows = [[] for _ in model.tables.layout.groups]
-        self._not_finite, self._seconds, self._traced, self._began_s = "", [], [], time.perf_counter()
+        self._not_finite, self._seconds, self._traced = "", [], []
+        self._began_s = time.perf_counter() - self._engine.loop_time.pending_s
         self._engine.forget_micro_batch()
         model.dense.clear_total_()
         model.tables.drop_gradients()

@@ -73,6 +73,7 @@ class ParameterServerMode:
             return given, batch, rows
 
         epoch.leases_begin()
+        self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
         self._leases = ahead = LeasePrefetcher(fetch)
         try:
@@ -165,7 +166,13 @@ class ParameterServerMode:
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:
             self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers
-        return evaluation.by_leases(job, self.servers, *self._engine.progress.begin_evaluation())
+        scores = evaluation.by_leases(job, self.servers, *self._engine.progress.begin_evaluation())
+        self._note_pause()
+        return scores
+
+    def _note_pause(self) -> None:
+        for participant in self._engine.participants:
+            participant.paused()
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)

@@ -30,7 +30,7 @@ from gba_hvd.switching.measurements import (
     mean_times,
     neighbours,
 )
-from gba_hvd.switching.policy import Decision, Options, Stance, decide, learned, leaving
+from gba_hvd.switching.policy import Decision, Options, Stance, decide, is_compared, learned, leaving
 from gba_hvd.switching.predictions import Rates, expected_drops, expected_old_values
 from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
@@ -428,7 +428,7 @@ class GBACallback(Callback):
         if self._stance.mode != current:
             self._stance = self._stance.in_mode(current, step)
         if (
-            self._stance.left is not None
+            is_compared(self._stance, step, self.options)
             and (full := self._rates(current, shared, n_micro, gain, N_RECENT)) is not None
         ):
             self._stance = learned(self._stance, step, full, self.options)

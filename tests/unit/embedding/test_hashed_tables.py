@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
+from gba_hvd.callbacks import Event
 from gba_hvd.shm import job_board
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
@@ -337,6 +338,9 @@ def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_
     assert shown is not None and shown["vocabulary"]["user"] == last
     words = f"{last['size']} of 48 rows taken on this host, 0 evicted, {last['no_room']:,} times no room; "
     assert ("ids of user", words + f"{last['missed_share']:.1%} of lookups without a row") in facts(shown)
+    job.state.engine.emit(Event("resumed", 5, "which ends the warning"))
+    job.state.engine.reports.vocabularies(now=True)
+    assert len(log.of("table_full")) == 2  # the table is still full
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
