@@ -57,7 +57,7 @@ class OpenModel:
                 "with one, or call the module of gba_hvd.load_for_inference with inputs of your own"
             )
         columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
-        # Of columns that the model does not need only the names count: they are said where one is missing.
+        # Of columns that the model does not need only the names count: an error lists them where one is missing.
         lengths = inputs.lengths_of(spec, columns)
         n = max(lengths.values(), default=0)
         parts = []

@@ -257,7 +257,7 @@ class MLflowCallback(Callback):
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
         end = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
         self._write(end | ({"model": True} if logs_model else {}))
-        if logs_model:  # after the end: the run has its status, whatever becomes of this process
+        if logs_model:  # after the end: the run has its status also if this process is killed now
             self._write({"kind": "model", "written": self._write_model()})
         self._writer.close()
         self._wait_for_sender(status)
