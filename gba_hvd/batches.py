@@ -43,7 +43,7 @@ from gba_hvd.reading.datasets import (
 )
 from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
-from gba_hvd.reading.reader_processes import ReaderProcesses
+from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
@@ -292,24 +292,19 @@ class _Epoch:
         if order.own and order.shuffle:
             own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
             self._rows_at = own.rows
-        takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
-        if settings.num_workers:
-            processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, settings.worker_init_fn)
-            reading.enter_context(processes)
-            takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
+        readers = Readers(dataset, read, settings, self._rows, self._seed, reading)
+        takers = readers.take
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
         if order.own and order.shuffle and isinstance(dataset, LanedDataset):
-            announce = processes.will_read if settings.num_workers else _announce_to(dataset)
+            announce = _announce_to(dataset) if readers.processes is None else readers.processes.will_read
             reading.callback(dataset.end_reading)
             lanes = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce)
             self._reader_of, takers = lanes.reader_of, [partial(_of_lanes, lanes, take) for take in takers]
         self._read = partial(self._read_here, takers[0])
-        if settings.depth:
-            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth, self._reader_of))
+        self._ahead = readers.ahead(takers, self._reader_of)
+        if self._ahead is not None:
             self._read = self._ahead.read
-        if settings.num_workers:
-            reading.callback(processes.close)  # first, so that no thread waits for a process that hangs
 
     def expect(self, coming: Iterable[range]) -> None:
         if self._ahead is not None:
@@ -339,9 +334,6 @@ class _Epoch:
         if self._reader_of is not None:
             self._reader_of(share)
         return take(share)
-
-    def _read_there(self, processes: ReaderProcesses, number: int, share: Share) -> Any:
-        return processes.take(number, self._rows(share), self._seed(share))
 
     def _rows(self, share: Share) -> np.ndarray:
         """int64 [n]: the samples of some neighbouring micro-batches."""

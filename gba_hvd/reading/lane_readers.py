@@ -46,7 +46,7 @@ class LaneReaders:
         return reader
 
     def will_read(self, share: Share) -> None:
-        """Announce what a batch needs, right before it is read: blocks of its lanes that end then."""
+        """Announce what a batch needs, right before it is read: blocks of its lanes before these are released then."""
         for reader, now, after in self._to_announce.pop(share, ()):
             self._announce(reader, now, after)
 
