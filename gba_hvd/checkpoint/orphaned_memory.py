@@ -126,7 +126,7 @@ def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
 
 def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
     """Whether a memory of this model is in a folder that no process lives in. Waits for a server's final save."""
-    deadline, is_told = time.monotonic() + timeout_s, False
+    deadline, is_announced = time.monotonic() + timeout_s, False
     while True:
         try:
             if no_process_lives(folder):
@@ -135,9 +135,9 @@ def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
             return False
         if not any(folder.glob(MARK)) or time.monotonic() > deadline:
             return False
-        if not is_told:
+        if not is_announced:
             _report_wait(folder, timeout_s)
-            is_told = True
+            is_announced = True
         time.sleep(_LOOK_S)
 
 
