@@ -314,7 +314,7 @@ def test_a_job_that_went_on_from_memory_is_reported_in_a_word() -> None:
     assert metrics_of("resumed", 8, event.data)[1][RESUMED_FROM] == 8
 
 
-def test_the_choice_between_full_and_partial_recovery_is_announced():
+def test_the_choice_between_full_and_partial_recovery_is_told():
     full = {"rows_restored": 500, "strategy": "full", "samples_redone": 1288, "pls": 0.0, "pls_total": 0.0}
     redone = "full recovery, 1,288 samples trained again"
     words = f"resumed at step 8: 500 rows restored, {redone}, PLS 0.0000 (0.0000 so far)"

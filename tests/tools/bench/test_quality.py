@@ -123,7 +123,7 @@ def test_a_protocol_that_is_none_is_refused_with_those_there_are(
     assert "choose one of sync, gba" in capsys.readouterr().err
 
 
-def test_who_asks_for_the_protocol_of_days_is_announced_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_who_asks_for_the_protocol_of_days_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["bench", "quality", "--out", str(tmp_path / "q.json"), "--protocols", "days"])
     assert "gba-hvd bench quality-days" in capsys.readouterr().err

@@ -196,7 +196,7 @@ def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_
     assert (untouched.first_epoch, len(place.events)) == (3, 1)
 
 
-def test_a_part_that_failed_is_announced_also_where_an_earlier_world_had_higher_numbers(tmp_path: Path) -> None:
+def test_a_part_that_failed_is_told_also_where_an_earlier_world_had_higher_numbers(tmp_path: Path) -> None:
     events: list[Event] = []
     server = SimpleNamespace(is_ready=lambda: True, saved=None)
     engine: Any = SimpleNamespace(

@@ -162,7 +162,7 @@ def test_what_a_change_cost_is_reported_piece_by_piece() -> None:
 CHOSEN = RecoveryDecision("partial", "partial: it costs less", "auto", 0.02, 0.01, 0.001)
 
 
-def test_the_choice_of_partial_recovery_is_announced_with_the_rows() -> None:
+def test_the_choice_of_partial_recovery_is_told_with_the_rows() -> None:
     _, (_, back) = reported(replace(CHANGED, rows_restored=25, decision=CHOSEN), checkpoints=True)
     assert back.message.endswith("; partial: it costs less")
     assert {name: back.data[name] for name in CHOSEN.event_data()} == {
@@ -173,7 +173,7 @@ def test_the_choice_of_partial_recovery_is_announced_with_the_rows() -> None:
     assert lost.message.endswith("; partial: it costs less") and lost.data["strategy"] == "partial"
 
 
-def test_full_recovery_is_announced_once_as_a_return_to_a_checkpoint() -> None:
+def test_full_recovery_is_told_once_as_a_return_to_a_checkpoint() -> None:
     facts = {"manifest": "m-3", "rows_restored": 50, "rows_lost": 0, "seconds": 0.2, "from_step": 12, "skipped": []}
     facts |= {
         "samples_redone": 480,
