@@ -188,7 +188,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
 def test_an_evaluation_beside_servers_is_a_pause_for_those_that_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("gba_hvd.modes.evaluation.by_leases", lambda *_: said.append("evaluated"))
-    progress = SimpleNamespace(n_evaluated=0, epoch_over=False, cursor=SimpleNamespace(epoch=0, segment=0))
+    progress = SimpleNamespace(begin_evaluation=lambda: (0, 0))
     measures = SimpleNamespace(paused=lambda: said.append("paused"))
     engine: Any = SimpleNamespace(progress=progress, participants=[measures])
     servers: Any = SimpleNamespace(name="gba", session=SimpleNamespace(rule="none"))
