@@ -238,8 +238,7 @@ def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
 
 
 @_compiled(
-    "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], int64[::1],"
-    "float32[:, ::1])"
+    "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], int64[::1],float32[:, ::1])"
 )
 def gather_stored(
     keys: Any,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from recovery.config import Config
-from recovery.errors import BadInput
+from recovery.errors import BadInput, refuse_unknown
 from recovery.old_names import accepts
 from recovery.policies import is_lossless
 from recovery.schedule.adaptive import FIRST_INTERVAL_S, PLANNED_POLICY, Goals
@@ -68,6 +69,9 @@ class CheckpointCallback:
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        known = (*signature(CheckpointCallback).parameters, *signature(Config).parameters, "r", "puts")
+        for name in settings:
+            refuse_unknown("CheckpointCallback: setting", name, known)
         if (every_s is not None and not every_s > 0) or (every_steps is not None and every_steps < 1):
             raise BadInput(f"every_s and every_steps must be positive, got {every_s} and {every_steps}")
         # A relative folder is of this process's working directory, and other processes save there.

@@ -22,7 +22,7 @@ from gba_hvd.serving.manifest import ALIGNMENT, RowShards, Shard, StoredTable
 from gba_hvd.serving.row_shards import initial_rows, key_buckets
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
-from recovery.errors import Damaged
+from recovery.errors import Damaged, StoreError
 from recovery.hashed_ids import ids_of
 from recovery.storage.store import Store
 
@@ -234,10 +234,12 @@ class _Mapped:
                         raise Damaged(
                             f"{path} is truncated or overwritten: {n_bytes} bytes, {shard.n_bytes} were saved"
                         )
-                    # Not np.memmap, which keeps a file descriptor for each shard: a table has up to 1,024.
+                    # Not np.memmap, which keeps a file descriptor of each shard, and a table has up to 1,024.
                     data = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8).numpy()
+                except FileNotFoundError as error:
+                    raise Damaged(f"{path} is gone") from error
                 except (OSError, RuntimeError) as error:
-                    raise Damaged(f"{path} cannot be mapped: {error}") from error
+                    raise StoreError(f"{path} cannot be mapped: {error}") from error
                 self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
             return self._open[bucket]
 

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def worse(before: Mapping[str, Mapping[str, float]], found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each ratio that is below the committed one by more than its noise."""
     return [
-        f"worse: {name} is {found[name]['value']:.2f}, {one['value']:.2f} with a noise of {one['noise']:.0%} is committed"
+        f"worse: {name} is {found[name]['value']:.2f}, committed is {one['value']:.2f} with a noise of {one['noise']:.0%}"
         for name, one in before.items()
         if name in found and found[name]["value"] < one["value"] * (1 - one["noise"])
     ]

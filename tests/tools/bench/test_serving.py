@@ -1,4 +1,4 @@
-"""What the benchmark of saved models concludes; and a very small run of it, in which all systems give the same logits."""
+"""What the benchmark of saved models concludes; a very small run of it, in which all systems give the same logits."""
 
 from __future__ import annotations
 

@@ -73,4 +73,5 @@ def test_another_file_is_refused(measured: Any, tmp_path: Path, capsys: pytest.C
 
 
 def test_the_committed_file_can_be_read() -> None:
-    assert {"gba / allreduce, straggler_5x", "ours / torch, serving 1,024 samples"} <= set(smoke._read(smoke._COMMITTED))
+    committed = set(smoke._read(smoke._COMMITTED))
+    assert {"gba / allreduce, straggler_5x", "ours / torch, serving 1,024 samples"} <= committed
