@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -374,17 +374,14 @@ class EmbeddingTables(FollowsDtype):
         names = tuple(ids)
         if names not in self._plain_fields:
             self._plain_fields[names] = plain_fields([self._sources[name] for name in names if name in self._sources])
-        plain, columns = self._plain_fields[names], list(ids.values())
-        if plain is None or len(plain.first_key) != len(columns):
+        plain, columns = self._plain_fields[names], [one for one in ids.values() if isinstance(one, Tensor)]
+        if plain is None or not len(plain.first_key) == len(columns) == len(names):
             return None
-        first = columns[0]
-        if not all(
-            isinstance(one, Tensor) and one.dtype == torch.int64 and one.shape == first.shape for one in columns
-        ):
+        if any(one.dtype != torch.int64 or one.ndim != 1 or len(one) != len(columns[0]) for one in columns):
             return None
-        if first.ndim != 1 or first.device.type != "cpu" or self._recorders or self.memory is None:
+        if columns[0].device.type != "cpu" or self._recorders or self.memory is None:
             return None
-        stacked = torch.stack(cast(list[Tensor], columns), dim=1).numpy()
+        stacked = torch.stack(columns, dim=1).numpy()
         keys = np.empty_like(stacked)
         if kernels.fill_stacked_keys(stacked, plain.first_key, plain.n_rows, keys) >= 0:
             return None  # (the other path says which id it is)

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def worse(before: Mapping[str, Mapping[str, float]], found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each ratio that is below the committed one by more than its noise."""
     return [
-        f"worse: {name} is {found[name]['value']:.2f}, committed is {one['value']:.2f} with a noise of {one['noise']:.0%}"
+        f"worse: {name} is {found[name]['value']:.2f}; committed {one['value']:.2f}, noise {one['noise']:.0%}"
         for name, one in before.items()
         if name in found and found[name]["value"] < one["value"] * (1 - one["noise"])
     ]
@@ -146,7 +146,7 @@ def _speed(found: Mapping[str, Any], mode: str) -> float:
 
 def _rate(found: Mapping[str, Any], contestant: str) -> float:
     """Rows/s of a pull and a push one after the other, with one server."""
-    return 1 / sum(1 / found["rows_per_s"][f"{contestant} 1 {_ROWS} {what}"] for what in ("pull", "push"))
+    return 1 / sum(1 / float(found["rows_per_s"][f"{contestant} 1 {_ROWS} {what}"]) for what in ("pull", "push"))
 
 
 def _served(found: Mapping[str, Any], system: str) -> float:

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("rows", "large_rows", "samples", "seconds")}
     before = resumable.earlier(args.out, KEY, settings)
     about = before.get("machine") or measure.machine(("torch", "mlflow", "numpy"))
-    rows, failures = before["rows"], {}
+    rows: list[dict[str, Any]] = before["rows"]
+    failures: dict[str, str] = {}
     pythons = {name: _python(name) for name in args.systems}
     absent = {name: "not installed" for name, python in pythons.items() if python is None}
 

@@ -52,10 +52,11 @@ class Served(nn.Module):
 
 def load(folder: Path, shape: Shape) -> nn.Module:
     model = Served(shape, torch.load(folder / "torch.pt")).eval()
-    return quantize_embeddings(
+    quantized: nn.Module = quantize_embeddings(
         model, torch.float, inplace=True, additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantizedCollection},
     )  # fmt: skip
+    return quantized
 
 
 def input_of(shape: Shape, n: int, seed: int) -> tuple[KeyedJaggedTensor, Tensor]:
