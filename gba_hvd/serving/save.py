@@ -114,7 +114,7 @@ def save_model(
     spec = None if input_example is None else inputs.spec_of(input_example, model)
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
-    assembled = assemble(fresh, _stand_ins(list(rows.values())), converted, dense, padding_rows_of(dense))
+    assembled = assemble(fresh, stand_ins(list(rows.values())), converted, dense, padding_rows_of(dense))
     if input_example is not None:
         freeze(fresh, assembled, rows)
         with evaluating(model), torch.no_grad():
@@ -156,8 +156,8 @@ def export_model(
     fresh, dense = builder.build(), opened.dense()
     converted = _converted_by(fresh, opened)
     names = list(opened.tables)
-    stand_ins = _stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stand_ins, converted, dense, None)
+    stored_as = stand_ins([CheckpointRows(opened, name, None) for name in names])
+    assembled = assemble(fresh, stored_as, converted, dense, None)
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
@@ -181,7 +181,7 @@ def _outputs(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-def _stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:
+def stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:
     """Tables without shards: what a built module is checked against before anything is written."""
     return {
         one.name: StoredTable(
