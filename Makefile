@@ -9,8 +9,9 @@ VENV       := .venv
 MODELS     := .peers/models
 PY         := $(VENV)/bin/python
 PYTHON     ?= $(shell command -v python3.11 || command -v python3)
-# As many tests at a time as there are cores: those that start processes mostly wait for them.
-PYTEST     := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
+# Tests that start processes mostly wait for them: two at a time for each core.
+PYTEST     := $(PY) -m pytest --dist worksteal --maxprocesses 16
+PER_CORE   := -n $(shell echo $$((2 * $$(nproc))))
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are cached, also where the environment forbids it: compiling the tests again for each run and the
@@ -30,13 +31,13 @@ demo: setup  ## 3 workers on the synthetic log: a straggler, two switches of mod
 	$(PY) examples/demo.py
 
 test: setup  ## the tests, also those that start real processes
-	$(PYTEST) -m "not variant"
+	$(PYTEST) $(PER_CORE) -m "not variant"
 
 test-all: setup  ## the same, and slow variants of them
-	$(PYTEST)
+	$(PYTEST) $(PER_CORE)
 
 test-fast: setup  ## the tests that start no processes
-	$(PYTEST) -m "not processes and not variant"
+	$(PYTEST) -n logical -m "not processes and not variant"
 
 check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

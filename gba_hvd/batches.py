@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -21,13 +21,14 @@ from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
+from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
-from gba_hvd.reading.batch_size import check_n_samples
+from gba_hvd.reading.batch_size import check_n_samples, n_samples_of
 from gba_hvd.reading.datasets import (
     Dataset,
     LanedDataset,
@@ -35,13 +36,14 @@ from gba_hvd.reading.datasets import (
     MapDataset,
     OrderedDataset,
     SegmentedDataset,
+    ShardList,
     TakeRows,
     pinned,
     reads,
 )
 from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
-from gba_hvd.reading.reader_processes import ReaderProcesses
+from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
@@ -49,11 +51,24 @@ from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.job_state import Progress
 from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
 
 _SLOW_COUNT_S = 5.0  # a wait for the counts of a segment that is reported
+_OF_SAMPLES = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
+_OF_SHARDS = {
+    "n_shards": "shards",
+    "in_segment": "shards in a segment",
+    "shards": "digest of their names",
+    "seed": "seed",
+    "shuffle": "shuffle",
+}
+_WAY_OUT = (
+    "what is done and what is not cannot be determined any more. Use the same data, or start over (resume=False, or "
+    "another url for checkpoints)"
+)
 
 
 def batches(
@@ -69,6 +84,7 @@ def batches(
     collate_fn: Collate | None = None,
     pin_memory: bool = False,
     worker_init_fn: Callable[[int], None] | None = None,
+    n_samples: Callable[[Any], int] | None = None,
 ) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
@@ -94,26 +110,28 @@ def batches(
     collate_fn: makes a batch of a list of samples of a map-style dataset; torch's `default_collate` when left out.
     pin_memory: copy the tensors of each batch to pinned memory, for GPUs. worker_init_fn: called with 0 ..
     num_workers - 1 in each reader process before it reads.
+    n_samples: how many samples a batch was made of, where the first dimension of its label, its ids or all its tensors
+    is another number: where `collate_fn` adds negatives, or time comes first.
 
     Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
     with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
     have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
-    these has ended; BadInput for a batch that has another number of samples than were asked for, where its label, its
-    ids or all its tensors show that; and what reading a batch raises.
+    these has ended; BadInput for a batch that has another number of samples than were asked for, by `n_samples`, or
+    where its label, its ids or all its tensors show that; and what reading a batch raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
-    state.ensure_synced()
+    checked_state(state, "batches()").ensure_synced()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     engine = state.engine
     keys = BatchKeys(engine.model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
-    how = _How(seed, shuffle, settings, keys)
+    how = _How(seed, shuffle, settings, keys, n_samples)
     epoch = _epoch_of(state, dataset)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
-    progress.n_evaluated, progress.epoch_over = 0, False
+    progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
     if isinstance(dataset, SegmentedDataset):
         yield from _segments(dataset, state, how, epoch)
     else:
@@ -132,6 +150,7 @@ class _How:
     shuffle: bool
     settings: ReadSettings
     keys: BatchKeys
+    n_samples: Callable[[Any], int] | None
 
 
 def _epoch_of(state: TorchState, dataset: Dataset | MapDataset | SegmentedDataset) -> int:
@@ -153,7 +172,10 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
     """The segments of an epoch of unknown length, from the one that the job is in."""
     engine, model = state.engine, state.engine.model
     n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
-    first, n = cursor.segment if cursor.epoch == epoch else 0, dataset.n_segments(n_micro)
+    shards = dataset.shard_list(n_micro)
+    first, n = cursor.segment if cursor.epoch == epoch else 0, shards.n_segments
+    if first or (cursor.epoch == epoch and cursor.steps_done):
+        _refuse_other_shards(engine.progress, EpochOrder(0, how.seed, epoch, how.shuffle, 0, first, **vars(shards)), n)
     n_samples = 0
     with contextlib.ExitStack() as reading:
         reading.callback(dataset.end_reading)
@@ -172,13 +194,15 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
             sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
             _report_slow_count(engine, where, sizes, began_s)
             part.counted(sizes)
+            if not steps_together:
+                dataset.end_reading()  # of what was counted ahead before a switch, too
             n_samples += sum(sizes)
             if number + 1 < n:
                 following = dataset.segment(number + 1, how.seed, epoch, n_micro, how.shuffle)
                 if steps_together:
                     following.count_ahead(*at)
             if sum(sizes):
-                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
+                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number, shards)
     if first == 0 and not n_samples:
         warnings.warn(f"epoch {epoch}: no shard of the {type(dataset).__name__} has a sample", stacklevel=3)
 
@@ -194,9 +218,15 @@ def _report_slow_count(engine: Engine, where: str, sizes: list[int], began_s: fl
 
 
 def _run(
-    dataset: Dataset | MapDataset, read: TakeRows, state: TorchState, how: _How, epoch: int, segment: int = 0
+    dataset: Dataset | MapDataset,
+    read: TakeRows,
+    state: TorchState,
+    how: _How,
+    epoch: int,
+    segment: int = 0,
+    shards: ShardList | None = None,
 ) -> Generator[Any, None, None]:
-    """The batches of an epoch of known length, or of a segment."""
+    """The batches of an epoch of known length, or of a segment; then `shards` are those of the whole epoch."""
     engine = state.engine
     model, progress = engine.model, engine.progress
     cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
@@ -206,13 +236,17 @@ def _run(
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
-        agree_on(
-            engine.world, "epoch", {**facts, "segment": segment, "step of the epoch": first, "step": progress.step}
-        )
+        facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
+        if shards is not None:
+            facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
+        agree_on(engine.world, "epoch", facts)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
-    order = EpochOrder(len(dataset), how.seed, epoch, how.shuffle, own, segment)
-    if first:
-        _refuse_another_order(progress.order, order, first)
+    order = EpochOrder(
+        len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))
+    )
+    begun = progress.order
+    if first and begun is not None and (begun.epoch, begun.segment) == (epoch, segment):
+        _refuse_another_order(begun, order, _OF_SAMPLES, f"step {first}")
     progress.order = order
     _trace(engine, order)
     if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
@@ -221,7 +255,7 @@ def _run(
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
     with contextlib.ExitStack() as reading:
-        run = _Epoch(len(dataset), state, order, cut, how.keys)
+        run = _Epoch(len(dataset), state, order, cut, how)
         if not finished:
             run.open(dataset, read, how.settings, reading)
         while not finished:
@@ -241,11 +275,11 @@ class _Epoch:
         state: TorchState,
         order: EpochOrder,
         cut: EpochPlan,
-        keys: BatchKeys,
+        how: _How,
     ) -> None:
         self.cut, self.epoch, self.segment, self.n_samples = cut, order.epoch, order.segment, n_samples
         self.order_digest = digest(dataclasses.asdict(order))
-        self._state, self._order, self._keys = state, order, keys
+        self._state, self._order, self._keys, self._count = state, order, how.keys, how.n_samples
         self._rows_at: Callable[[int, int], np.ndarray] = order.rows
         cursor = state.engine.progress.cursor
         self._moved = dict(cursor.moved) if cursor.is_in(order.epoch, order.segment) else {}
@@ -258,23 +292,19 @@ class _Epoch:
         if order.own and order.shuffle:
             own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
             self._rows_at = own.rows
-        takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
-        if settings.num_workers:
-            processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, settings.worker_init_fn)
-            reading.enter_context(processes)
-            takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
+        readers = Readers(dataset, read, settings, self._rows, self._seed, reading)
+        takers = readers.take
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
         if order.own and order.shuffle and isinstance(dataset, LanedDataset):
-            announce = processes.will_read if settings.num_workers else _announce_to(dataset)
+            announce = _announce_to(dataset) if readers.processes is None else readers.processes.will_read
             reading.callback(dataset.end_reading)
-            self._reader_of = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce).reader_of
+            lanes = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce)
+            self._reader_of, takers = lanes.reader_of, [partial(_of_lanes, lanes, take) for take in takers]
         self._read = partial(self._read_here, takers[0])
-        if settings.depth:
-            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth, self._reader_of))
+        self._ahead = readers.ahead(takers, self._reader_of)
+        if self._ahead is not None:
             self._read = self._ahead.read
-        if settings.num_workers:
-            reading.callback(processes.close)  # first, so that no thread waits for a process that hangs
 
     def expect(self, coming: Iterable[range]) -> None:
         if self._ahead is not None:
@@ -285,7 +315,10 @@ class _Epoch:
         micros = range(index, index + n_micro)
         n_samples = sum(self.cut.samples_of_micro(self._micro_of(micro)) for micro in micros)
         where = f"{self._name}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
-        check_n_samples(batch, n_samples, where, self._keys.ids_by_function(batch))
+        if self._count is not None:
+            check_n_samples(self._count(batch), n_samples, where)
+        else:
+            check_n_samples(n_samples_of(batch, lambda: self._keys.ids_by_function(batch)), n_samples, where)
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
@@ -301,9 +334,6 @@ class _Epoch:
         if self._reader_of is not None:
             self._reader_of(share)
         return take(share)
-
-    def _read_there(self, processes: ReaderProcesses, number: int, share: Share) -> Any:
-        return processes.take(number, self._rows(share), self._seed(share))
 
     def _rows(self, share: Share) -> np.ndarray:
         """int64 [n]: the samples of some neighbouring micro-batches."""
@@ -367,6 +397,11 @@ def _announce_to(dataset: LanedDataset) -> Announce:
     return lambda reader, now, after: dataset.will_read(now, after)
 
 
+def _of_lanes(lanes: LaneReaders, take: Callable[[Share], Any], share: Share) -> Any:
+    lanes.will_read(share)
+    return take(share)
+
+
 def _pinned(read: Callable[[Share], Any], share: Share) -> Any:
     return pinned(read(share))
 
@@ -408,16 +443,23 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
     )  # fmt: skip
 
 
-def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
-    if begun is None or (begun.epoch, begun.segment) != (order.epoch, order.segment) or begun == order:
-        return
-    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
+def _refuse_other_shards(progress: Progress, order: EpochOrder, n_segments: int) -> None:
+    """Before a segment is counted: segments before it were trained, of these shards. order: of this segment."""
+    begun, cursor = progress.order, progress.cursor
+    if begun is not None and begun.epoch == order.epoch and begun.shards:  # orders of older versions have none
+        _refuse_another_order(begun, order, _OF_SHARDS, f"step {cursor.steps_done} of segment {order.segment}")
+    if order.segment >= n_segments:
+        raise StateMismatch(
+            f"epoch {order.epoch} stands in segment {order.segment}, and the dataset has segments 0 to "
+            f"{n_segments - 1} here, of {order.n_shards} shards with {order.in_segment} in each: {_WAY_OUT}"
+        )
+
+
+def _refuse_another_order(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str) -> None:
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
     found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
-    raise StateMismatch(
-        f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
-        "cannot be determined any more. Use the same data, or start over (resume=False, or another url for checkpoints)"
-    )
+    if found:
+        raise StateMismatch(f"epoch {order.epoch} stands at {at} of what was begun with {found}: {_WAY_OUT}")
 
 
 def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:

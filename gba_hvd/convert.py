@@ -106,14 +106,11 @@ def convert(
     return tables
 
 
-def convert_without_rows(
-    model: nn.Module, names: Mapping[str, tuple[str, str]], padding_rows: Mapping[str, Tensor] | None
-) -> EmbeddingTables:
-    """Convert modules whose rows come from elsewhere; their own weights are dropped.
+def convert_without_rows(model: nn.Module, names: Mapping[str, tuple[str, str]]) -> EmbeddingTables:
+    """Convert modules whose rows, those of padding too, come from elsewhere; their own weights are dropped.
 
-    names: by path of the module, its feature and its table. padding_rows: by path, what positions of padding return
-    where that is not zeros; None: what the modules' weights have there. Raises BadInput for a path that is no
-    `nn.Embedding` or `nn.EmbeddingBag`.
+    names: by path of the module, its feature and its table. Raises BadInput for a path that is no `nn.Embedding` or
+    `nn.EmbeddingBag`.
     """
     sizes: dict[str, Table] = {}
     features: dict[str, Feature] = {}
@@ -132,8 +129,6 @@ def convert_without_rows(
     weights = {id(module.weight): (module.weight, names[path][1]) for path, module in modules.items()}
     for path, module in modules.items():
         _become(module, tables, names[path][0])
-        if isinstance(module, ConvertedEmbedding) and padding_rows is not None:
-            module.register_buffer("padding_row", padding_rows.get(path), persistent=False)
     for weight, table in weights.values():
         _retire(cast(nn.Parameter, weight), table)
     return tables

@@ -25,9 +25,11 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < self.micro_batch or self.global_batch % self.micro_batch:
+            b = max(1, self.micro_batch)
+            nearest = b * max(1, (2 * self.global_batch + b - 1) // (2 * b))
             raise BadInput(
                 f"global_batch must be a multiple of micro_batch, got {self.global_batch} and {self.micro_batch}; "
-                f"the nearest is {max(1, self.global_batch // max(1, self.micro_batch)) * max(1, self.micro_batch)}"
+                f"the nearest is {nearest}"
             )
         if self.n_samples < 1:
             raise BadInput("the dataset has no samples")
@@ -71,6 +73,8 @@ class EpochOrder:
 
     own: 0, or the digest of the order that the dataset has of its own: then that one's `rows` count where they are
     shuffled, not these
+    n_shards, in_segment, shards: of an epoch in segments, its shards, those of a segment, and the digest of their
+    names; 0 of any other epoch
     """
 
     n_samples: int
@@ -79,6 +83,9 @@ class EpochOrder:
     shuffle: bool = True
     own: int = 0
     segment: int = 0
+    n_shards: int = 0
+    in_segment: int = 0
+    shards: int = 0
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """int64 [count]: the samples at positions first, first + 1, ..."""

@@ -197,7 +197,7 @@ def evaluate(
     parts = tuple(_part(name, task, activation, exact_limit) for name, task in chosen.items())
 
     def measure(loaded: Any) -> list[Frames]:
-        outputs = (forward or model)(loaded)
+        outputs = forward(loaded) if forward is not None else _called(model, loaded)
         return [
             _frames(task, _output(outputs, task, at), loaded, at, task.activation or activation)
             for task, at in zip(chosen.values(), _positions(chosen), strict=True)
@@ -205,12 +205,23 @@ def evaluate(
 
     assert engine.mode is not None
     keys = BatchKeys(engine.model.tables, model, ids, forward).of
-    with open_reader(engine, dataset, batch, keys, read_settings(num_workers, prefetch, collate_fn)) as samples:
+    settings = read_settings(num_workers, prefetch, collate_fn)
+    with engine.loop_time.apart(), open_reader(engine, dataset, batch, keys, settings) as samples:
         found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
     if tasks is None and metrics is None:
         return Scores(**found[0])
     scores = {name: _task_scores(task, plain) for (name, task), plain in zip(chosen.items(), found, strict=True)}
     return scores if tasks is not None else scores[""]
+
+
+def _called(model: nn.Module, loaded: Any) -> Any:
+    try:
+        return model(loaded)
+    except (TypeError, AttributeError, LookupError) as error:  # what a model raises that gets a batch of another form
+        raise BadInput(
+            f"evaluate(): model(batch), with a batch of type {type(loaded).__name__}, failed ({type(error).__name__}: "
+            f"{error}). If your loop calls the model in another way, say how, with forward=lambda batch: model(...)"
+        ) from error
 
 
 def _checked(tasks: Mapping[str, Task], **of_one_task: Any) -> dict[str, Task]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gba_hvd.elastic import TorchState
+from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.reading.datasets import Dataset, MapDataset, reads
-from gba_hvd.reading.read_ahead import ReadAhead, Share
-from gba_hvd.reading.reader_processes import ReaderProcesses
+from gba_hvd.reading.read_ahead import Share
+from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
 from gba_hvd.shm.layout import table_seed
 from gba_hvd.training.engine import Engine
@@ -22,10 +22,10 @@ from gba_hvd.training.mode import SampleReader
 
 
 def ready_engine(state: TorchState, caller: str) -> Engine:
-    """The engine of a job that has a world. Raises GbaError within a step, where workers with uneven shares would wait
-    for each other.
+    """The engine of a job that has a world. Raises BadInput for another kind of state, and GbaError within a step,
+    where workers with uneven shares would wait for each other.
     """
-    state.ensure_synced()
+    checked_state(state, caller).ensure_synced()
     if state.engine.is_within_step:
         raise GbaError(f"{caller} only between steps: workers with uneven shares would wait for each other")
     return state.engine
@@ -57,17 +57,8 @@ def open_reader(
     if not len(dataset):
         raise BadInput("the dataset has no samples")
     with contextlib.ExitStack() as stack:
-        ahead = None
-        if settings.depth:
-            readers: list[Callable[[Share], Any]] = [lambda share: take(_rows(share))]
-            if settings.num_workers:
-                processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, None)
-                stack.enter_context(processes)
-                readers = [partial(_read_there, processes, number) for number in range(settings.num_workers)]
-            ahead = stack.enter_context(ReadAhead(readers, settings.depth))
-            if settings.num_workers:
-                stack.callback(processes.close)  # first, so that no thread waits for a process that hangs
-        yield SampleReader(take, len(dataset), size, keys, ahead, settings.depth)
+        readers = Readers(dataset, take, settings, _rows, _seed, stack)
+        yield SampleReader(take, len(dataset), size, keys, readers.ahead(readers.take), settings.depth)
 
 
 def _rows(share: Share) -> np.ndarray:
@@ -75,5 +66,5 @@ def _rows(share: Share) -> np.ndarray:
     return np.arange(first, first + n, dtype=np.int64)
 
 
-def _read_there(processes: ReaderProcesses, number: int, share: Share) -> Any:
-    return processes.take(number, _rows(share), table_seed(0, f"evaluating samples from {share[0]}"))
+def _seed(share: Share) -> int:
+    return table_seed(0, f"evaluating samples from {share[0]}")

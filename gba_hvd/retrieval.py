@@ -99,6 +99,13 @@ def evaluate_retrieval(
     """
     engine = ready_engine(state, "evaluate_retrieval()")
     lengths = _checked((k,) if isinstance(k, int) else tuple(k))
+    given = {"query_vectors": query_vectors, "item_vectors": item_vectors, "relevant": relevant, "seen": seen}
+    for name, function in {**given, "item_ids": item_ids}.items():
+        if function is not None and not callable(function):
+            raise BadInput(
+                f"evaluate_retrieval(): {name} must be a function that gets a batch, such as lambda b: b.{name}, got "
+                f"{type(function).__name__}"
+            )
 
     def items_of(loaded: Any, first: int) -> Items:
         vectors = _vectors(item_vectors(loaded), "item_vectors")
@@ -116,7 +123,7 @@ def evaluate_retrieval(
         return Queries(vectors, _lists(relevant(loaded), n, "relevant", padding), excluded)
 
     takes_both = hasattr(items, "take") and hasattr(queries, "take")  # then there is nothing to collate: refused
-    with contextlib.ExitStack() as stack:
+    with engine.loop_time.apart(), contextlib.ExitStack() as stack:
 
         def opened(dataset: Dataset | MapDataset, find: Callable[[Any], Tensor]) -> SampleReader:
             collate = None if hasattr(dataset, "take") and not takes_both else collate_fn

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from recovery.config import Config
-from recovery.errors import BadInput
+from recovery.errors import BadInput, refuse_unknown
 from recovery.old_names import accepts
 from recovery.policies import is_lossless
 from recovery.schedule.adaptive import FIRST_INTERVAL_S, PLANNED_POLICY, Goals
@@ -68,6 +69,9 @@ class CheckpointCallback:
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        known = (*signature(CheckpointCallback).parameters, *signature(Config).parameters, "r", "puts")
+        for name in settings:
+            refuse_unknown("CheckpointCallback: setting", name, known)
         if (every_s is not None and not every_s > 0) or (every_steps is not None and every_steps < 1):
             raise BadInput(f"every_s and every_steps must be positive, got {every_s} and {every_steps}")
         # A relative folder is of this process's working directory, and other processes save there.
@@ -99,6 +103,11 @@ class CheckpointCallback:
                 f"recovery='full' rolls back to checkpoints that leave out no change; those of policy "
                 f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
                 "or another recovery"
+            )
+        if self.config.save_bytes is not None and self.is_planned:
+            raise BadInput(
+                "save_bytes has no effect on an interval that is planned from what saves take: give every_s or "
+                "every_steps as well, or row_fraction in its place"
             )
         self.recovery = recovery
         goals = (mtbf_h, target_pls, longest_s, one_host, recovery)

@@ -119,7 +119,8 @@ def is_behaviour(data: Data) -> bool:
     if others:
         raise BadInput(
             f"data.preset is behaviour, a log that is made up, but {' and '.join(f'data.{name}' for name in others)} "
-            f"{'is' if len(others) == 1 else 'are'} set, which have no effect on it: leave out one of the two"
+            f"{'is set, which has' if len(others) == 1 else 'are set, which have'} no effect on it: leave out one of "
+            "the two. 'data={dir: STORE}' in place of --data trains on a prepared store: it replaces the whole section"
         )
     return True
 
@@ -191,6 +192,13 @@ def _check_store(data: Data, store: Path) -> None:
 
 
 def _opened(store: Path, data: Data, of_sequences: bool) -> Splits:
+    splits = read_manifest(store).get("splits", {})
+    if missing := [split for split in SPLITS if split not in splits]:
+        raise BadInput(
+            f"{store}: has the splits {', '.join(splits)}, and this trainer reads train, valid and test: prepare it "
+            f"again with --train, --valid and --test PATH (of {' and '.join(missing)} samples of their own), or cut "
+            "all files with --split 0.8,0.1,0.1"
+        )
     logs = [ClickLog.open(store, split) for split in SPLITS]
     if means := logs[0].description.get("label_means"):
         raise BadInput(

@@ -14,6 +14,7 @@ what came after the newest checkpoint: the memory is removed and the job resumes
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory, is_of, no_process_lives
 from recovery import state_codec
+
+log = logging.getLogger("gba_hvd")
 
 _LOOK_S = 0.1
 _SERVERS_TIMEOUT_S = 60.0
@@ -123,7 +126,7 @@ def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
 
 def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
     """Whether a memory of this model is in a folder that no process lives in. Waits for a server's final save."""
-    deadline = time.monotonic() + timeout_s
+    deadline, is_announced = time.monotonic() + timeout_s, False
     while True:
         try:
             if no_process_lives(folder):
@@ -132,14 +135,27 @@ def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
             return False
         if not any(folder.glob(MARK)) or time.monotonic() > deadline:
             return False
+        if not is_announced:
+            _report_wait(folder, timeout_s)
+            is_announced = True
         time.sleep(_LOOK_S)
 
 
 def await_last_checkpoint(folder: Path, timeout_s: float) -> None:
     """While a server makes one, it holds the memory, as a worker would."""
     deadline = time.monotonic() + timeout_s
+    if any(folder.glob(MARK)):
+        _report_wait(folder, timeout_s)
     while any(folder.glob(MARK)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
+
+
+def _report_wait(folder: Path, timeout_s: float) -> None:
+    log.warning(
+        "waiting for at most %.0f s: a server of the job before saves a final checkpoint of the memory in %s; "
+        "this job resumes from one of the two after that. CheckpointCallback(final_checkpoint_s=...) is the limit",
+        timeout_s, folder,
+    )  # fmt: skip
 
 
 def found_in(memory: ShardMemory) -> tuple[MemorySurvey, RetainedState | None]:

@@ -30,7 +30,7 @@ class GroupCache(Generic[_Group]):
     """Groups by number. Safe in several threads.
 
     decode: makes a group of its number; called in any thread, for one group by one thread at a time
-    limit: groups that are kept; None: two blocks of each lane that was announced lately, or else 8
+    limit: groups that are kept; None: what was announced lately for each lane, and one more; or else 8
     """
 
     def __init__(self, decode: Callable[[int], _Group], limit: int | None = None) -> None:
@@ -48,6 +48,9 @@ class GroupCache(Generic[_Group]):
             entry = self._kept.setdefault(number, _Entry())
             self._kept.move_to_end(number)
             self._evict()
+        return self._in(entry, number)
+
+    def _in(self, entry: _Entry[_Group], number: int) -> _Group:
         with entry.lock:
             if entry.group is None:
                 entry.group = self._decode(number)
@@ -75,20 +78,30 @@ class GroupCache(Generic[_Group]):
         """The lanes from 0 on are not read any more."""
         with self._lock:
             self._lanes = {lane: found for lane, found in self._lanes.items() if lane < 0}
+            self._evict()
 
     def close(self) -> None:
-        """Decode no further ahead; waits for the group that is being decoded. What is kept stays. May be repeated."""
+        """Decode no further ahead; waits for the group that is being decoded. No lane is read any more.
+
+        May be repeated.
+        """
         with self._lock:
             self._coming.clear()
             self._lanes.clear()
+            self._evict()
             thread = self._thread
         if thread is not None:
             thread.join()
 
+    def _announced(self) -> frozenset[int]:
+        return frozenset[int]().union(*(groups for _, groups in self._lanes.values()))
+
     def _evict(self) -> None:
-        announced = frozenset[int]().union(*(groups for _, groups in self._lanes.values()))
-        limit = max(_UNANNOUNCED, len(announced)) if self._limit is None else self._limit
-        newest = next(reversed(self._kept))
+        if not self._kept:
+            return
+        announced, limit, newest = self._announced(), self._limit, next(reversed(self._kept))
+        if limit is None:
+            limit = len(announced) + 1 if announced else _UNANNOUNCED
         while len(self._kept) > limit:
             others = (number for number in self._kept if number not in announced)
             number = next(others, next(iter(self._kept)))
@@ -97,16 +110,18 @@ class GroupCache(Generic[_Group]):
             del self._kept[number]
 
     def _run(self) -> None:
-        while (number := self._next()) is not None:
+        while (found := self._next()) is not None:
             with contextlib.suppress(Exception):  # `get` of this group decodes it again, and raises
-                self.get(number)
+                self._in(*found)
 
-    def _next(self) -> int | None:
+    def _next(self) -> tuple[_Entry[_Group], int] | None:
         with self._lock:
-            wanted = frozenset[int]().union(*(groups for _, groups in self._lanes.values()))
+            wanted = self._announced()
             while self._coming:
                 number = self._coming.popleft()
                 if number in wanted and number not in self._kept:
-                    return number
+                    entry = self._kept[number] = _Entry()
+                    self._evict()
+                    return entry, number
             self._thread = None
             return None

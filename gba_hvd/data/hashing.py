@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gba_hvd.errors import BadInput
+
 UInt64 = npt.NDArray[np.uint64]
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -66,8 +68,28 @@ def standard_normal(hashes: UInt64) -> npt.NDArray[np.float64]:
     return total
 
 
-def hash_strings(strings: pa.Array, key: int = 0) -> UInt64:
-    """uint64 [n] of a string or large_string array without nulls, by the bytes of the UTF-8 text."""
+def is_text(kind: pa.DataType) -> bool:
+    """Whether `hash_strings` takes it: string, large_string, or a dictionary of them, as categories are written."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def hash_strings(strings: pa.Array | pa.ChunkedArray, key: int = 0) -> UInt64:
+    """uint64 [n] of strings (see `is_text`), by the bytes of the UTF-8 text.
+
+    Raises BadInput for values of another type, and for a null: "" is a text and has a hash, a missing value has none.
+    """
+    if not is_text(strings.type):
+        raise BadInput(f"hash_strings: expected strings, got {strings.type}; whole numbers are ids as they are")
+    if strings.null_count:
+        raise BadInput(
+            f"hash_strings: {strings.null_count} of {len(strings)} strings are null, and a missing value has no hash. "
+            "Fill them in first, for example with strings.fill_null('')"
+        )
+    if isinstance(strings, pa.ChunkedArray):
+        return np.concatenate([np.empty(0, dtype=np.uint64), *(hash_strings(chunk, key) for chunk in strings.chunks)])
+    if pa.types.is_dictionary(strings.type):
+        strings = strings.dictionary_decode()
     n = len(strings)
     offset_type = np.int64 if pa.types.is_large_string(strings.type) else np.int32
     _, offset_buffer, text = strings.buffers()

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from gba_hvd.batch import Bag
+from gba_hvd.data.hashing import hash_strings, is_text
 from gba_hvd.errors import BadInput
 
 _WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
+_FILL_IN = "Fill them in, or use gba-hvd data prepare, which has a substitute for them"
+_WITHOUT_LABEL = "Leave these samples out, or use gba-hvd data prepare, which reports them as malformed"
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
 
@@ -32,13 +35,33 @@ def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
     return schema.field(column).type
 
 
-def check_ids(schema: pa.Schema, column: str, url: str) -> None:
+def check_ids(schema: pa.Schema, column: str, url: str, hashed: bool) -> None:
     kind = type_of(schema, column, url)
-    if not pa.types.is_integer(kind.value_type if is_list(kind) else kind):
+    value = kind.value_type if is_list(kind) else kind
+    if hashed and not is_text(value):
         raise BadInput(
-            f"ParquetStream: {url}: column {column!r} has {kind}, and ids are whole numbers (or lists of them) "
-            "below the rows of their table. gba-hvd data prepare makes ids of strings, by vocabulary or hash"
+            f"ParquetStream: {url}: column {column!r} of hashed= has {kind}, expected strings (or lists of them). "
+            "Whole numbers are ids as they are: leave it out of hashed"
         )
+    if not hashed and not pa.types.is_integer(value):
+        raise BadInput(
+            f"ParquetStream: {url}: column {column!r} has {kind}, and ids are whole numbers (or lists of them). "
+            f"{_instead(value, column)}"
+        )
+
+
+def _instead(kind: pa.DataType, column: str) -> str:
+    if is_text(kind):
+        return (
+            f"hashed=[{column!r}] makes 64-bit ids of strings, for a table with keys='hash64'; gba-hvd data prepare "
+            "makes ids below the rows of a table, by vocabulary or hash"
+        )
+    if pa.types.is_floating(kind):
+        return (
+            "pandas makes floats of whole numbers where some are missing: fill those in and write the column as int64 "
+            "(floats have changed numbers above 2**53), or use gba-hvd data prepare, where a missing id is id 0"
+        )
+    return "Write the column as int64"
 
 
 def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
@@ -53,7 +76,8 @@ def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
 def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
     """int64 [n]; of lists (values int64 [v], starts int64 [n + 1]), where a list that is null is empty.
 
-    An unsigned 64-bit id, as hashes are, is the signed one of the same bits. Raises BadInput for a null.
+    A string becomes its hash (`hash_strings`). An unsigned 64-bit id, as hashes are, is the signed one of the same
+    bits. Raises BadInput for a null.
     """
     if not is_list(column.type):
         return _int64(_without_nulls(column, where))
@@ -64,19 +88,26 @@ def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
 
 
 def floats_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null."""
-    values: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False).astype(np.float32)
+    """float32 [n]. Raises BadInput for a null, and for a value that is not finite in float32."""
+    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore"):
+        values = exact.astype(np.float32)
+    if len(bad := np.flatnonzero(~np.isfinite(values))):
+        raise BadInput(
+            f"{where}: {len(bad)} of {len(values)} values are NaN, infinite or beyond float32 (the first, at row "
+            f"{bad[0]} of the row group, is {exact[bad[0]]}), and so would be the loss. Replace them in the file; for "
+            "NaN gba-hvd data prepare has a substitute"
+        )
     return values
 
 
 def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
     """float32 [n]. Raises BadInput for a null, for NaN and for a whole number that float32 does not hold."""
-    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+    exact: np.ndarray = _without_nulls(column, where, _WITHOUT_LABEL).to_numpy(zero_copy_only=False)
     values = exact.astype(np.float32)
     if (n_nan := int(np.isnan(values).sum())) > 0:
         raise BadInput(
-            f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. Leave these samples "
-            "out, or use gba-hvd data prepare, which reports them as malformed"
+            f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. {_WITHOUT_LABEL}"
         )
     large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
     if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
@@ -106,18 +137,15 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
-def _without_nulls(column: pa.ChunkedArray, where: str) -> pa.Array:
+def _without_nulls(column: pa.ChunkedArray, where: str, what_to_do: str = _FILL_IN) -> pa.Array:
     array = _one_array(column)
     if array.null_count:
-        raise BadInput(
-            f"{where}: {array.null_count} of {len(array)} values are missing. Fill them in, or use gba-hvd data "
-            "prepare, which has a substitute for them"
-        )
+        raise BadInput(f"{where}: {array.null_count} of {len(array)} values are missing. {what_to_do}")
     return array
 
 
 def _int64(array: pa.Array) -> np.ndarray:
-    values: Any = array.to_numpy(zero_copy_only=False)
+    values: Any = hash_strings(array) if is_text(array.type) else array.to_numpy(zero_copy_only=False)
     signed: np.ndarray = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64)
     return signed
 

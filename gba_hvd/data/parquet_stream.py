@@ -47,23 +47,25 @@ class ParquetStream:
 
     urls: of files, folders (all *.parquet in them) or patterns with `*`, `?` or `[ab]`, as fsspec has them; the samples
     are numbered in this order, those of a folder or pattern by name
-    ids: columns of whole numbers, each for the feature of that name (or {feature: column}); lists give a `Bag`. An
-    unsigned 64-bit number becomes the signed one of the same bits
+    ids: columns of whole numbers, each for the feature of that name (or {feature: column}); lists give a `Bag`, a
+    list that is null an empty one. An unsigned 64-bit number becomes the signed one of the same bits
+    hashed: those columns of `ids` that have strings (or lists of them), for tables with keys="hash64": each becomes its
+    hash, an int64 of all 64 bits, see `gba_hvd.data.hashing.hash_strings`
     dense: columns of numbers, for `Batch.dense`, float32 [B, n_dense]
     label: a column, for `Batch.label`, float32 [B]; several, then float32 [B, n_labels]; or None, then [B, 0], for
     files of items that have none
     window: row groups of a lane whose samples are shuffled together, see `row_group_order`; left out: the windows of
     all lanes have 8 together, each at least 1
     cached_groups: decoded row groups that are kept, by each process that reads; left out: two windows of each lane that
-    the process reads
+    the process reads, and one more row group
     storage_options: of the file system, as fsspec takes them
 
     An epoch that is shuffled decodes each row group about once, over all workers and reader processes; without
     `shuffle` each of them decodes all. Reads the footers of all files at once.
 
     Raises BadInput for a file that cannot be opened or is no Parquet, for columns that are missing or of another type,
-    and, when it is read, for a value that is missing, a label that float32 does not hold, and a file that has changed
-    since it was opened; `IndexError` for a sample outside.
+    and, when it is read, for a value that is missing or, in `dense`, not finite, a label that float32 does not hold,
+    and a file that has changed since it was opened; `IndexError` for a sample outside.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ParquetStream:
         urls: str | Sequence[str],
         *,
         ids: Sequence[str] | Mapping[str, str],
+        hashed: Sequence[str] = (),
         dense: Sequence[str] = (),
         label: str | Sequence[str] | None = "label",
         window: int | None = None,
@@ -86,6 +89,11 @@ class ParquetStream:
                 f"ParquetStream: ids and dense are lists of columns, and at least one column of ids and a label are "
                 f"needed (label=None for files that have none); got ids={ids!r}, dense={dense!r}, label={label!r}"
             )
+        if isinstance(hashed, str) or not set(hashed) <= set(self._ids.values()):
+            raise BadInput(
+                f"ParquetStream: hashed is a list of columns that ids has too ({', '.join(self._ids.values())}), "
+                f"got {hashed!r}"
+            )
         for number in (window, cached_groups):
             if number is not None and number < 1:
                 raise BadInput(
@@ -96,7 +104,7 @@ class ParquetStream:
         self._files = tuple(open_all(found, self._options))
         for file in self._files:
             for column in self._ids.values():
-                check_ids(file.schema, column, file.url)
+                check_ids(file.schema, column, file.url, column in hashed)
             for column in (*self._dense, *self._labels):
                 check_numbers(file.schema, column, file.url)
         self._index = [(file, group) for file in self._files for group, n in enumerate(file.group_sizes) if n]

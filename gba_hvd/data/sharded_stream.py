@@ -19,7 +19,7 @@ from gba_hvd.data.group_cache import GroupCache
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import SEGMENTS, EpochPlan
 from gba_hvd.errors import BadInput
-from gba_hvd.reading.datasets import Block
+from gba_hvd.reading.datasets import Block, ShardList
 from gba_hvd.shm.layout import digest, table_seed
 
 _OF_A_LANE = 4  # shards in a segment, where nothing else is asked for
@@ -45,8 +45,8 @@ class ShardedStream:
     M being the micro-batches of a step
     window: shards of a lane whose samples are shuffled together; left out: 1
 
-    The samples of at least two windows of each of its lanes are in a worker's memory, and without `count` those of
-    its shards of two segments. `evaluate` needs a dataset of known length.
+    The samples of two windows of each of its lanes and one more shard are in a worker's memory, and without `count`
+    those of its shards of two segments. `evaluate` needs a dataset of known length.
 
     Raises BadInput for settings that cannot be used, and, when it is read, for a shard that has another number of
     samples than was counted.
@@ -86,12 +86,13 @@ class ShardedStream:
         vars(self).update(state)
         self._samples = GroupCache(self._decoded)
 
-    def n_segments(self, n_micro: int) -> int:
-        """Of an epoch, with so many micro-batches in a step. Raises BadInput when there are too many."""
-        n = -(-len(self._shards) // self._in_segment(n_micro))
-        if n > SEGMENTS:
+    def shard_list(self, n_micro: int) -> ShardList:
+        """Of an epoch, with so many micro-batches in a step. Raises BadInput when there are too many segments."""
+        found = ShardList(len(self._shards), self._in_segment(n_micro), digest({"shards": self._shards}))
+        if found.n_segments > SEGMENTS:
+            n = found.n_segments
             raise BadInput(f"ShardedStream: {n:,} segments, at most {SEGMENTS:,} are possible: raise segment")
-        return n
+        return found
 
     def segment(self, number: int, seed: int, epoch: int, n_micro: int, shuffle: bool) -> Segment:
         """One of an epoch, from 0; not counted yet."""
@@ -178,17 +179,24 @@ class Segment:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """The samples of these numbers, in this order."""
-        return [self[number] for number in numbers]
+        wanted = np.asarray(numbers, dtype=np.int64)
+        at = np.searchsorted(self._ends, wanted, side="right")
+        inside = wanted - (self._ends - self._sizes)[at]
+        shards = {one: self._samples_of(one) for one in np.unique(at).tolist()}
+        return [shards[one][number] for one, number in zip(at.tolist(), inside.tolist(), strict=True)]
 
     def __getitem__(self, number: int) -> Any:
-        at = int(np.searchsorted(self._ends, number, side="right"))
+        (sample,) = self.__getitems__([number])
+        return sample
+
+    def _samples_of(self, at: int) -> list[Any]:
         samples, expected = self._stream._samples.get(self.shards[at]), int(self._sizes[at])
         if len(samples) != expected:
             raise BadInput(
                 f"ShardedStream: shard {self._stream._shards[self.shards[at]]!r} has {len(samples)} samples, and "
                 f"{expected} were counted: read() has to give the same samples each time, and count() their number"
             )
-        return samples[number - (int(self._ends[at]) - expected)]
+        return samples
 
     def order(self, seed: int, epoch: int, plan: EpochPlan) -> RowGroupOrder:
         return RowGroupOrder(self._sizes, seed, epoch, plan, self._stream._window or 1, shuffle_groups=False)

@@ -52,6 +52,22 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     for event in events:
         engine.emit(event)
     engine.rollback.unreported = None
+    if joined.is_host_leader and not joined.is_restart:
+        _warn_of_threads(engine, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+
+
+def _warn_of_threads(engine: Engine, n_threads: int, n_cores: int) -> None:
+    """Once at the start, by each host leader: workers that compute with more threads than the host has cores."""
+    n_workers = 1 + len(engine.host.neighbours)
+    if n_threads > 1 and n_threads * n_workers > n_cores:
+        text = (
+            f"{n_workers} workers on {engine.world.host} compute with {n_threads} threads each, and it has {n_cores} "
+            "cores for them: they slow each other down, often many times. Start the job with "
+            f"OMP_NUM_THREADS={max(1, n_cores // n_workers)} (cores / workers), or with gba-hvd run, which sets it"
+        )
+        data = {"workers": n_workers, "threads": n_threads, "cores": n_cores}
+        event = Event("too_many_threads", engine.progress.step, text, data, level="warning")
+        engine.emit(event, only_here=True)
 
 
 def _board(engine: Engine, joined: JoinResult) -> Board | None:

@@ -9,14 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import initialise_again
 from gba_hvd.elastic import endings
-
-if TYPE_CHECKING:
-    from gba_hvd.elastic.torch_state import TorchState
+from gba_hvd.elastic.torch_state import TorchState, checked_state
 
 _WORLD_TIMEOUT_S = 600.0  # so long the launcher waits for workers, too
 
@@ -29,6 +27,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+        checked_state(state, "a function with @gba_hvd.elastic.run")
         restore_sigterm = _leave_on_sigterm(state)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened

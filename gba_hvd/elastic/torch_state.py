@@ -46,6 +46,17 @@ _STOOD_STILL = "this worker's training stood still meanwhile"
 _CAUSE_S = 1.5  # a launcher that lost a worker kills the others 5 s later; they report the cause first
 
 
+def checked_state(state: object, caller: str) -> TorchState:
+    """Raises BadInput for the state of another library, and for a state's parts."""
+    if isinstance(state, TorchState):
+        return state
+    kind = type(state)
+    raise BadInput(
+        f"{caller} needs a gba_hvd.elastic.TorchState, got {kind.__module__}.{kind.__qualname__}: pass "
+        "gba_hvd.elastic.TorchState(model, optimizer, epoch=0), with the optimizer of gba_hvd.DistributedOptimizer"
+    )
+
+
 class TorchState:
     """Model, optimizer and all else that must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
 
@@ -161,8 +172,9 @@ class TorchState:
 
     def report(self, **metrics: float) -> None:
         """Report metrics of the current step to the callbacks."""
-        for callback in self.engine.callbacks:
-            callback.on_metrics(self.step, metrics)
+        with self.engine.loop_time.apart():
+            for callback in self.engine.callbacks:
+                callback.on_metrics(self.step, metrics)
 
     def ensure_synced(self) -> None:
         """Sync now if the loop has not (a loop without `elastic.run`). A collective."""

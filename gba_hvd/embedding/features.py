@@ -113,10 +113,8 @@ def _table_of(name: str, given: Any) -> Table:
                 f"table {name!r}: padding_idx must be one of its rows, {-n_rows} to {n_rows - 1}, got {padding!r}"
             )
         padding %= n_rows
-    if not (table.optimizer is None or callable(getattr(table.optimizer, "update_", None))):
-        raise BadInput(
-            f"table {name!r}: optimizer must be a row optimizer, such as gba_hvd.Adam(1e-3), got {table.optimizer!r}"
-        )
+    if table.optimizer is not None:
+        _refuse_no_row_optimizer(table.optimizer, f"table {name!r}")
     init = table.init
     is_std = isinstance(init, (int, float)) and not isinstance(init, bool) and 0 <= init < math.inf
     if not (init is None or is_std or callable(init)):
@@ -225,9 +223,10 @@ def poolings_of(tables: Mapping[str, Table], mode: str | Mapping[str, str]) -> d
 def default_optimizer(given: RowOptimizer | None, tables: Mapping[str, Table]) -> RowOptimizer:
     """That of the tables that name none: the one given, else the first table's where all name their own.
 
-    Raises BadInput where some have none.
+    Raises BadInput where some have none, and for what is no optimizer of rows.
     """
     if given is not None:
+        _refuse_no_row_optimizer(given, "EmbeddingTables")
         return given
     without = [name for name, table in tables.items() if table.optimizer is None]
     if without:
@@ -238,6 +237,15 @@ def default_optimizer(given: RowOptimizer | None, tables: Mapping[str, Table]) -
     first = next(iter(tables.values())).optimizer
     assert first is not None
     return first
+
+
+def _refuse_no_row_optimizer(given: object, where: str) -> None:
+    if isinstance(given, type) or not callable(getattr(given, "update_", None)):
+        got = f"the class {given.__qualname__}" if isinstance(given, type) else f"one of {type(given)}"
+        raise BadInput(
+            f"{where}: optimizer must be a row optimizer, such as gba_hvd.Adam(1e-3), got {got}; those of torch.optim "
+            "train dense parameters only"
+        )
 
 
 def optimizers_of(default: RowOptimizer, tables: Mapping[str, Table]) -> tuple[TableOptimizers, dict[str, int]]:

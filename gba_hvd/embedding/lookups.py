@@ -205,10 +205,12 @@ def fill_keys(source: Source, ids: Tensor, out: np.ndarray) -> None:
         return
     bad = kernels.fill_keys(numbers, source.first_key, source.n_rows, out)
     if bad >= 0:
+        is_hash = not 0 <= numbers[bad] < 2**31
         raise BadInput(
             f"table {source.table!r} has rows 0 to {source.n_rows - 1}, got id {numbers[bad]} at position {bad} of the "
             f"micro-batch{'' if source.feature == source.table else f' in feature {source.feature!r}'}; "
             "make the table larger or map the id (gba-hvd data prepare does)"
+            + (", or take ids of 64 bits, such as hashes, with gba_hvd.Table(keys='hash64')" if is_hash else "")
         )
 
 

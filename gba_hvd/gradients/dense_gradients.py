@@ -76,6 +76,11 @@ class DenseGradients:
             if p.grad is not view:
                 view.zero_() if p.grad is None else view.copy_(p.grad)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether no parameter has a gradient, wherever it is."""
+        return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+
     def scale_(self, factor: float) -> None:
         """Multiply the micro-batch's gradient, wherever it is; `p.grad` of every parameter is a view afterwards."""
         if self.flat.dtype == torch.float16:

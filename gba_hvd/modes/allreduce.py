@@ -76,7 +76,7 @@ class AllreduceMode:
                     return False
             self.together = self._together_in(progress.step)
             epoch.expect(self._coming(cut, step))
-            share = cut.batches_of_step(step, self.together)[engine.world.rank :: engine.world.size]
+            share = self._share(cut, step, self.together)
             self._begin_step(cut, at, step)
             read: Iterator[Any] = (epoch.read(micros[0], len(micros)) for micros in share)
             if self.exchange.several_hosts:
@@ -98,9 +98,20 @@ class AllreduceMode:
 
     def _coming(self, cut: EpochPlan, first: int) -> Iterator[range]:
         """This worker's batches from a step of the epoch on, if neither the world nor the mode changes."""
-        world, ahead_by = self._engine.world, self._engine.progress.step - first
+        ahead_by = self._engine.progress.step - first
         for step in range(first, cut.n_steps):
-            yield from cut.batches_of_step(step, self._together_in(step + ahead_by))[world.rank :: world.size]
+            yield from self._share(cut, step, self._together_in(step + ahead_by))
+
+    def _share(self, cut: EpochPlan, step: int, together: int) -> list[range]:
+        """This worker's batches of a step of the epoch, of so many micro-batches each.
+
+        Single ones are those of its usual batches, whose lanes it has decoded, unless some workers would have none.
+        """
+        world, usual = self._engine.world, self._engine.model.together
+        batches = cut.batches_of_step(step, usual)
+        if together == usual or len(batches) < world.size:
+            return cut.batches_of_step(step, together)[world.rank :: world.size]
+        return [range(micro, micro + 1) for micros in batches[world.rank :: world.size] for micro in micros]
 
     def _together_in(self, step: int) -> int:
         """Micro-batches that are one batch in the step after `step`; the same on all workers.
@@ -171,7 +182,8 @@ class AllreduceMode:
             progress.cursor = Cursor(at[0], 0, segment=at[1])
         self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
         self._rows = [[] for _ in model.tables.layout.groups]
-        self._not_finite, self._seconds, self._traced, self._began_s = "", [], [], time.perf_counter()
+        self._not_finite, self._seconds, self._traced = "", [], []
+        self._began_s = time.perf_counter() - self._engine.loop_time.pending_s
         self._engine.forget_micro_batch()
         model.dense.clear_total_()
         model.tables.drop_gradients()

@@ -73,6 +73,7 @@ class ParameterServerMode:
             return given, batch, rows
 
         epoch.leases_begin()
+        self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
         self._leases = ahead = LeasePrefetcher(fetch)
         try:
@@ -163,12 +164,15 @@ class ParameterServerMode:
         return 0
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
-        progress = self._engine.progress
         if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:
             self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers
-        ordinal, run = progress.n_evaluated, run_number(progress.cursor.epoch, progress.cursor.segment)
-        progress.n_evaluated += 1
-        return evaluation.by_leases(job, self.servers, 2 * run + progress.epoch_over, ordinal)
+        scores = evaluation.by_leases(job, self.servers, *self._engine.progress.begin_evaluation())
+        self._note_pause()
+        return scores
+
+    def _note_pause(self) -> None:
+        for participant in self._engine.participants:
+            participant.paused()
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,15 @@ from gba_hvd.errors import BadInput
 _LABELS = ("label", "labels")
 
 
-def n_samples_of(batch: Any, ids: Any = None) -> int | None:
-    """By its label, else by its ids (`ids`, or what the batch has under that name), else by all its tensors.
+def n_samples_of(batch: Any, find_ids: Callable[[], Any] = lambda: None) -> int | None:
+    """By its label, else by its ids (as `find_ids` finds them, or under that name), else by all its tensors.
 
     These have the samples in their first dimension. None where they disagree, or there are none.
     """
     for name in _LABELS:
         if (found := _first_dimension(_member(batch, name))) is not None:
             return found
-    ids = _member(batch, "ids") if ids is None else ids
+    ids = _member(batch, "ids") if (found := find_ids()) is None else found
     if isinstance(ids, Mapping):
         return _agreed(ids.values())
     if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -30,15 +30,16 @@ def n_samples_of(batch: Any, ids: Any = None) -> int | None:
     return None
 
 
-def check_n_samples(batch: Any, expected: int, where: str, ids: Any = None) -> None:
-    """Raises BadInput when the batch visibly has another number of samples."""
-    found = n_samples_of(batch, ids)
+def check_n_samples(found: int | None, expected: int, where: str) -> None:
+    """Raises BadInput when a batch has another number of samples; found: None where that cannot be seen."""
     if found is None or found == expected:
         return
     raise BadInput(
         f"{where}: the batch has {found} samples, and {expected} were to be read. Samples are counted by their "
         "numbers, once each, so a dataset gives as many as it is asked for: instead of leaving bad ones out in take(), "
-        "__getitems__ or collate_fn, give them weight 0 in the loss, or make a dataset without them"
+        "__getitems__ or collate_fn, give them weight 0 in the loss, or make a dataset without them. Where samples are "
+        "not the first dimension of labels, ids or tensors (negatives were added, time comes first), pass "
+        "n_samples=lambda batch: ..., how many samples it was made of, to gba_hvd.batches"
     )
 
 

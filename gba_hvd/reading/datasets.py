@@ -86,11 +86,27 @@ class LanedDataset(Protocol):
         """Nothing that was announced is needed any more. Returns when nothing is decoded ahead."""
 
 
+@dataclass(frozen=True)
+class ShardList:
+    """What the segments of an epoch are cut from: n_shards, `in_segment` of them in each segment but the last.
+
+    shards: int64, not 0: another one where their names, or the order in which they were given, are others
+    """
+
+    n_shards: int
+    in_segment: int
+    shards: int
+
+    @property
+    def n_segments(self) -> int:
+        return -(-self.n_shards // self.in_segment)
+
+
 @runtime_checkable
 class SegmentedDataset(Protocol):
     """A dataset whose samples are not counted: an epoch of it is a sequence of segments."""
 
-    def n_segments(self, n_micro: int) -> int:
+    def shard_list(self, n_micro: int) -> ShardList:
         """Of an epoch, with so many micro-batches in a step."""
 
     def segment(self, number: int, seed: int, epoch: int, n_micro: int, shuffle: bool) -> UncountedSegment:

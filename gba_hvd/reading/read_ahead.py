@@ -68,6 +68,8 @@ class ReadAhead:
             there = {job.share: job for job in self._ahead}
             self._drop(job for job in self._ahead if job.share not in next_ones)
             self._ahead = deque(there.get(share) or self._job(share) for share in next_ones)
+            # A lease that was not expected is named first: it is read before what was there already.
+            self._waiting = deque(job for job in self._ahead if job in self._waiting)
             self._changed.notify_all()
 
     def read(self, share: Share) -> Any:

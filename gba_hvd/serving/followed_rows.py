@@ -1,6 +1,6 @@
 """The rows of a model that follows a job: in memory, as the job's checkpoints have them, replaced update by update.
 
-An update is staged beside the rows while requests look them up, and applied at once, while none does.
+An update is staged beside the rows while requests look them up, and applied while none does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recovery.rows import KEY, NO_KEY, USES, Schema, Table
 
 
 class FollowedRows:
-    """A `frozen_rows.RowReader` of one table, as large as the job's. Whoever applies changes keeps requests away."""
+    """A `frozen_rows.RowReader` of one table, as large as the job's. Requests and `Change.apply` exclude each other."""
 
     def __init__(self, table: Table, n_shards: int) -> None:
         self._dim, self._n_rows = table.columns[0].width, table.n_rows

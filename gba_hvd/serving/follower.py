@@ -4,14 +4,14 @@ An update is what was saved since the one before: partial saves of the chain tha
 A chain that does not have the one before is loaded from its base. The order of an update:
 
     1. list    manifests; a new one makes an update visible, since it was written last
-    2. stage   rows and dense part are read and verified beside those in use; requests go on
+    2. stage   rows and dense part are read and verified beside those in use; requests are answered
     3. apply   with the lock alone: rows, vocabulary, dense part; requests wait
     4. note    which checkpoint this is
 
 | it ends | what is left |
 |---|---|
 | a follower, anywhere (SIGKILL) | nothing: it writes nowhere. The next one loads the newest checkpoint |
-| reading, with an error (a damaged object, the store) | the state before, which goes on being served |
+| reading, with an error (a damaged object, the store) | the state before, which is served as before |
 | the job or a server, before a manifest | blobs that nothing names: no update. The next save has these changes |
 | the job, after it | an update like any other |
 """

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.manifest import RowShards, Shard, StoredTable
 from gba_hvd.serving.row_shards import initial_rows, key_buckets
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
-from recovery.errors import Damaged
+from recovery.errors import Damaged, StoreError
 from recovery.hashed_ids import ids_of
 from recovery.storage.store import Store
 
@@ -120,8 +121,7 @@ class _InMemory:
     def __init__(self, store: Store, table: StoredTable, part: RowShards) -> None:
         ends = np.cumsum([0, *(shard.n_rows for shard in part.shards)])
         self._rows = np.empty((int(ends[-1]), table.dim), np.float32)
-        is_complete = part.n_keys == len(self._rows) and not any(shard.has_keys for shard in part.shards)
-        self._keys = None if is_complete else np.empty(len(self._rows), np.int64)
+        self._keys = None if part.is_complete else np.empty(len(self._rows), np.int64)
         self._n = len(self._rows)
 
         def read(number: int) -> None:
@@ -187,11 +187,17 @@ class _Mapped:
                 shard = self._shards[bucket]
                 path = self._folder / shard.name
                 try:
-                    data = np.memmap(path, np.uint8, "r")
-                except (OSError, ValueError) as error:  # (an empty file)
-                    raise Damaged(f"{path} cannot be mapped: {error}") from error
-                if len(data) != shard.n_bytes:
-                    raise Damaged(f"{path} is truncated or overwritten: {len(data)} bytes, {shard.n_bytes} were saved")
+                    n_bytes = path.stat().st_size
+                    if n_bytes != shard.n_bytes:
+                        raise Damaged(
+                            f"{path} is truncated or overwritten: {n_bytes} bytes, {shard.n_bytes} were saved"
+                        )
+                    # Not np.memmap, which keeps a file descriptor of each shard, and a table has up to 1,024.
+                    data = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8).numpy()
+                except FileNotFoundError as error:
+                    raise Damaged(f"{path} is gone") from error
+                except (OSError, RuntimeError) as error:
+                    raise StoreError(f"{path} cannot be mapped: {error}") from error
                 self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
             return self._open[bucket]
 

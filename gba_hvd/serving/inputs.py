@@ -21,8 +21,8 @@ from gba_hvd.batch import Bag, Batch
 from gba_hvd.errors import BadInput
 
 Spec = Mapping[str, Any]
-"""Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag), "batch" (ids, dense), "mapping" (parts by
-name), or "arguments" (parts)."""
+"""Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag, has_nan), "batch" (ids, dense), "mapping" (parts
+by name), or "arguments" (parts)."""
 
 _DTYPES = {
     str(dtype)[6:]: dtype
@@ -61,7 +61,8 @@ def _spec(value: Any, name: str, names: Sequence[str] = ()) -> Spec:
             "predicts for inputs that your own code makes"
         )
     shape = [] if is_bag else list(tensor.shape[1:])
-    return {"kind": "field", "column": name, "dtype": dtype, "shape": shape, "is_bag": is_bag}
+    has_nan = bool(tensor.isnan().any())
+    return {"kind": "field", "column": name, "dtype": dtype, "shape": shape, "is_bag": is_bag, "has_nan": has_nan}
 
 
 def fields(spec: Spec) -> Iterator[Spec]:
@@ -77,6 +78,23 @@ def fields(spec: Spec) -> Iterator[Spec]:
         case "arguments":
             for part in spec["parts"]:
                 yield from fields(part)
+
+
+def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
+    """By name of the columns that may be fields, their samples. Raises BadInput for one that is no column."""
+    found = {}
+    for field in fields(spec):
+        several = field["shape"][0] if len(field["shape"]) == 1 else 0
+        for name in (field["column"], *(f"{field['column']}_{i}" for i in range(several))):
+            if name not in columns:
+                continue
+            try:
+                found[name] = len(columns[name])
+            except TypeError as error:  # (also of an array without dimensions)
+                raise BadInput(
+                    f"field {name!r}: expected a column of {described(field)}, got the single value {columns[name]!r}"
+                ) from error
+    return found
 
 
 def described(field: Spec) -> str:
@@ -199,7 +217,14 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
         if int(array.min()) < about.min or int(array.max()) > about.max:
             raise BadInput(f"field {name!r}: {array.max()} does not fit into {field['dtype']}")
     wide = np.float64 if array.dtype.kind == "f" else np.int64
-    return torch.from_numpy(np.ascontiguousarray(array.astype(wide))).to(dtype)
+    given = torch.from_numpy(np.ascontiguousarray(array.astype(wide)))
+    found = given.to(dtype)
+    if dtype.is_floating_point:
+        if not field.get("has_nan") and found.isnan().any():
+            raise BadInput(f"field {name!r}: NaN, and the example that the model was saved with has none: fill it in")
+        if len(over := given[found.isinf() & ~given.isinf()]):
+            raise BadInput(f"field {name!r}: {over[0].item()} does not fit into {field['dtype']}")
+    return found
 
 
 def _kind(values: Sequence[Any]) -> str:

@@ -57,10 +57,12 @@ class OpenModel:
                 "with one, or call the module of gba_hvd.load_for_inference with inputs of your own"
             )
         columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
-        n = max((len(column) for column in columns.values()), default=0)
+        # Of columns that the model does not need only the names count: an error lists them where one is missing.
+        lengths = inputs.lengths_of(spec, columns)
+        n = max(lengths.values(), default=0)
         parts = []
         for start in range(0, max(n, 1), batch):
-            some = {name: column[start : start + batch] for name, column in columns.items()}
+            some = columns | {name: columns[name][start : start + batch] for name in lengths}
             parts.append(scores_of(self._outputs(inputs.input_of(spec, some)), self.manifest.activation))
             on_samples(min(batch, n - start))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -100,9 +102,8 @@ def open_model(
     module = Builder.stored(store, manifest.builder).build()
     dense = manifest.dense
     values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
-    own = assemble(
-        module, {table.name: table for table in manifest.tables}, manifest.converted, values, padding_rows_of(values)
-    )
+    stored = {table.name: table for table in manifest.tables}
+    own = assemble(module, stored, manifest.converted, values, padding_rows_of(values), manifest.lookup_dtypes)
     freeze(module, own, {table.name: StoredRows(store, table, folder) for table in manifest.tables})
     example = manifest.example
     columns = None

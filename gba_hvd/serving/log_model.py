@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gba_hvd.serving.load import open_model
 from gba_hvd.serving.module import tables_in
 from gba_hvd.serving.row_sources import has_all_rows
 from gba_hvd.serving.save import export_model, save_model
+from recovery.restore.open_checkpoint import open_checkpoint
 
 _CODE = Path(__file__).with_name("pyfunc_model.py")  # not imported here: it imports mlflow
 # What opening a model imports, at the versions of this environment. Horovod is not among them.
@@ -44,10 +45,11 @@ class LogModel:
     that version. requirements: further ones, such as a package that `build` imports.
 
     When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
-    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint. The
-    version has the tags `gba_hvd.step`, and of the newest checkpoint `gba_hvd.checkpoint`,
-    `gba_hvd.checkpoint_checksum` and `gba_hvd.checkpoint_step`. A model that cannot be written or logged is the event
-    `model_not_logged`, which says what to do; the training and its records are not affected.
+    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint;
+    checkpoint_options: for the store of that, as `recovery.open_checkpoint` takes them. The version has the tags
+    `gba_hvd.step`, of its rows, and of the newest checkpoint `gba_hvd.checkpoint`, `gba_hvd.checkpoint_checksum` and
+    `gba_hvd.checkpoint_step`. A model that cannot be written or logged is the event `model_not_logged`, which says
+    what to do; the training and its records are not affected.
 
     Raises BadInput for an alias without a registered model and a name that MLflow refuses. Registering the callback
     raises it where no builder or no request can be made.
@@ -62,6 +64,7 @@ class LogModel:
     tables: str = "all"
     activation: str = "none"
     requirements: Sequence[str] = ()
+    checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name or any(character in self.name for character in "/:.%\"'"):
@@ -88,11 +91,7 @@ class LogModel:
         tags = {"gba_hvd.step": str(step)}
         if checkpoint is not None:
             place = f"{str(checkpoint.get('url', '')).rstrip('/')}/{checkpoint.get('manifest', '')}"
-            tags |= {
-                "gba_hvd.checkpoint": place,
-                "gba_hvd.checkpoint_checksum": str(checkpoint.get("checksum", "")),
-                "gba_hvd.checkpoint_step": str(checkpoint.get("saved_step", "")),
-            }
+            tags = _tags(step, place, checkpoint.get("checksum", ""), checkpoint.get("saved_step", ""))
         if has_all_rows(tables_in(model)):
             saved = save_model(model, folder / "model", source=tags, **how)
         else:
@@ -103,7 +102,10 @@ class LogModel:
                 )
             build = Builder.of(self.build, self.arguments, model)
             how["build"] = self.build or build.target
-            saved = export_model(str(checkpoint["url"]), folder / "model", **how)
+            source = open_checkpoint(str(checkpoint["url"]), **self.checkpoint_options)
+            step = source.step
+            tags = _tags(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
+            saved = export_model(source, folder / "model", **how)
         opened = open_model(folder / "model", tables="mmap")
         assert opened.example is not None
         scores = opened.predict(opened.example)
@@ -115,3 +117,12 @@ class LogModel:
         }  # fmt: skip
         (folder / "log.json").write_text(json.dumps(facts))
         return saved.n_bytes
+
+
+def _tags(step: int, checkpoint: str, checksum: object, checkpoint_step: object) -> dict[str, str]:
+    return {
+        "gba_hvd.step": str(step),
+        "gba_hvd.checkpoint": checkpoint,
+        "gba_hvd.checkpoint_checksum": str(checksum),
+        "gba_hvd.checkpoint_step": str(checkpoint_step),
+    }

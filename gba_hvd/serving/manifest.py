@@ -1,15 +1,19 @@
 """What a saved model consists of, as a JSON document. It is written last and makes a version visible.
 
 Names in the store: `versions/000001.json` is a version, `rows/ab/SHA256` a shard of rows, `files/SHA256.KIND` all else.
+A writer takes the number of a version by `versions/000001-NONCE`, since a store may overwrite what has a name.
 A document has its own checksum, computed without it. What it says is checked before it is used; whether the bytes of
 its objects are right is not decided here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import secrets
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +21,13 @@ from typing import Any
 import msgspec
 
 from gba_hvd.errors import BadInput
-from recovery.errors import Damaged, NotFound
+from recovery.errors import Damaged, NotFound, StoreError
 from recovery.storage.store import Store
 
 FORMAT = 1
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
+_CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -71,6 +76,12 @@ class RowShards:
     rows_per_bucket: int = 0
     bucket_bits: int = 0
     n_keys: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Every key below n_keys has a row, and no shard has keys of its own."""
+        n_rows = sum(one.n_rows for one in self.shards)
+        return 0 < self.n_keys == n_rows and not any(one.has_keys for one in self.shards)
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class ModelManifest:
     dense: parameters, buffers and the padding rows of converted modules, as safetensors. example: an input, the same.
     input: how requests become inputs (`inputs`). activation: of predictions, "none" or "sigmoid".
     source: plain JSON: where it comes from (step, checkpoint, its checksum).
-    versions: of the packages it was saved with.
+    versions: of the packages it was saved with. lookup_dtypes: by path, of what modules that look up tables return.
     """
 
     version: int
@@ -146,6 +157,7 @@ class ModelManifest:
     activation: str = "none"
     source: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    lookup_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -221,18 +233,61 @@ def versions(store: Store) -> list[int]:
     return sorted(int(found[1]) for name in store.names("versions/") if (found := _VERSION.fullmatch(name)))
 
 
+@contextlib.contextmanager
+def next_version(store: Store) -> Iterator[int]:
+    """A number that no version has and no other writer gets: its manifest is to be written in this context.
+
+    Each writer writes a claim, then lists. Of two that take one number, the later to list sees the claim of the other,
+    or its version, which is written before its claim is deleted. What a crash leaves is a number that is not used.
+    Raises StoreError where another writer is at it.
+    """
+    number = 1 + max((int(found[1]) for name in store.names("versions/") if (found := _numbered(name))), default=0)
+    claim = f"versions/{number:06d}-{secrets.token_hex(8)}"
+    store.put(claim, [b"claimed"])
+    try:
+        claims = [name for name in store.names(f"versions/{number:06d}-") if _CLAIM.fullmatch(name)]
+        if claims != [claim] or number in versions(store):  # (versions are listed after the claims)
+            raise StoreError(f"{store.url}: another process saves version {number} at the same time; save again")
+        yield number
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete([claim])
+
+
+def _numbered(name: str) -> re.Match[str] | None:
+    return _VERSION.fullmatch(name) or _CLAIM.fullmatch(name)
+
+
 def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
-    """Raises BadInput where there is no model, or not this version; Damaged and StoreError."""
+    """Raises BadInput where there is no model, or not this version; Damaged and StoreError.
+
+    The newest is the newest whose manifest is whole: a store without atomic writes, such as sftp, keeps the beginning
+    of one whose save was interrupted. It is passed over with a warning.
+    """
     there = versions(store)
     if not there:
         raise BadInput(f"{store.url} has no model: gba_hvd.save_model and `gba-hvd model export` write one")
     if version != "newest" and version not in there:
         raise BadInput(f"{store.url} has no version {version!r}; it has {', '.join(map(str, there))}")
-    name = version_name(there[-1] if version == "newest" else int(version))
+    numbers = there[::-1] if version == "newest" else [int(version)]
+    for name in map(version_name, numbers):
+        try:
+            data = store.get(name)
+        except NotFound as error:
+            raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
+        if name == version_name(numbers[-1]) or not _is_cut_off(data):
+            return from_json(data, name)
+        warnings.warn(f"{store.url}: {name} was not written to its end, the version before is used", stacklevel=2)
+    raise AssertionError("the last one is returned or raises")
+
+
+def _is_cut_off(data: bytes) -> bool:
+    """Whether it is the beginning of a document: none of these is JSON."""
     try:
-        return from_json(store.get(name), name)
-    except NotFound as error:
-        raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
+        json.loads(data)
+    except ValueError:
+        return data[:1] in (b"", b"{")
+    return False
 
 
 def _document(model: Any, format_version: Any) -> bytes:

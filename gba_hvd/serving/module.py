@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.convert import convert_without_rows, is_converted
+from gba_hvd.convert import ConvertedEmbedding, convert_without_rows, is_converted
 from gba_hvd.embedding.initial_rows import InitialRows
+from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.frozen_rows import FrozenRows, RowReader
 from gba_hvd.serving.manifest import ConvertedModule, StoredTable
+from recovery.restore.open_checkpoint import OpenCheckpoint
 
 _PADDING_ROW = "padding_row of "
 
@@ -52,9 +55,28 @@ def dense_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def padding_rows_of(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By path of the module, of what `dense_of` gave."""
-    return {name.removeprefix(_PADDING_ROW): row for name, row in dense.items() if name.startswith(_PADDING_ROW)}
+PaddingRows = Callable[[ConvertedModule, int], Tensor | None]
+"""What positions with this `padding_idx` return, [dim], in one converted module; None: zeros."""
+
+
+def padding_rows_of(dense: Mapping[str, Tensor]) -> PaddingRows:
+    """Of what `dense_of` gave."""
+    return lambda one, _: dense.get(_PADDING_ROW + one.path)
+
+
+def padding_rows_in(checkpoint: OpenCheckpoint) -> PaddingRows:
+    """Rows of the tables: `convert` assigns them, and no step changes them."""
+
+    def row(one: ConvertedModule, padding_idx: int) -> Tensor | None:
+        found = torch.from_numpy(checkpoint.rows(one.table, np.array([padding_idx]))[0])
+        return found if found.any() else None
+
+    return row
+
+
+def lookup_dtypes_of(model: nn.Module) -> dict[str, str]:
+    """By path, the dtype of what each `EmbeddingTables` and converted module among the modules returns."""
+    return {path: str(one.dtype)[6:] for path, one in model.named_modules() if isinstance(one, FollowsDtype)}
 
 
 def assemble(
@@ -62,19 +84,20 @@ def assemble(
     stored: Mapping[str, StoredTable],
     converted: tuple[ConvertedModule, ...],
     dense: Mapping[str, Tensor],
-    padding_rows: Mapping[str, Tensor] | None,
+    padding_rows: PaddingRows,
+    lookup_dtypes: Mapping[str, str],
 ) -> list[EmbeddingTables]:
     """Give a module that was just built the dense part, and make the modules lookups that the saved model's are.
 
-    padding_rows: see `convert_without_rows`. Returns its tables, which have no rows yet. Raises BadInput, naming what
-    does not fit.
+    lookup_dtypes: where they are known (`lookup_dtypes_of`). Returns its tables, which have no rows yet. Raises
+    BadInput, naming what does not fit.
     """
     state = {name: value for name, value in dense.items() if not name.startswith(_PADDING_ROW)}
     by_path = dict(model.named_modules())
     missing = [one for one in converted if not is_converted(by_path.get(one.path, nn.Identity()))]
     if missing:
-        convert_without_rows(model, {one.path: (one.feature, one.table) for one in missing}, padding_rows)
-    _take_dtype(model, state)
+        convert_without_rows(model, {one.path: (one.feature, one.table) for one in missing})
+    _take_dtypes(model, state, lookup_dtypes)
     mine = model.state_dict()
     for name in sorted(mine.keys() | state.keys()):
         if name not in mine or name not in state:
@@ -87,6 +110,7 @@ def assemble(
     model.load_state_dict(state)
     tables = tables_in(model)
     check_tables(tables, stored)
+    _set_padding_rows(model, padding_rows)
     return tables
 
 
@@ -113,12 +137,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _take_dtype(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """A model that was trained in bfloat16 computes in it."""
+def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], lookup_dtypes: Mapping[str, str]) -> None:
+    """A model that was trained in bfloat16, or in part, computes in it."""
     saved = {value.dtype for value in state.values() if value.is_floating_point()}
     built = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
     if len(saved) == 1 and saved != built:
-        model.to(saved.pop())
+        model.to(saved.pop())  # with what is not in the state: buffers that are not persistent, and lookups
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in state and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
+    for path, dtype in lookup_dtypes.items():
+        if isinstance(module := dict(model.named_modules()).get(path), FollowsDtype):
+            module.dtype = getattr(torch, dtype)
+
+
+def _set_padding_rows(model: nn.Module, padding_rows: PaddingRows) -> None:
+    """Also of modules that the builder has converted: its rows of padding are as fresh as all its rows."""
+    for one in converted_in(model):
+        module = model.get_submodule(one.path)
+        if isinstance(module, ConvertedEmbedding) and module.padding_idx is not None:
+            row = padding_rows(one, module.padding_idx)
+            module.padding_row = None if row is None else row.to(module.dtype)
 
 
 def check_tables(tables: list[EmbeddingTables], stored: Mapping[str, StoredTable]) -> None:

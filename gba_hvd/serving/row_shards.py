@@ -17,7 +17,7 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.manifest import ALIGNMENT, Initial, RowShards, Shard, StoredTable
-from gba_hvd.serving.stored_bytes import sha256_of
+from gba_hvd.serving.stored_bytes import put_missing, sha256_of
 from recovery.storage.store import Store
 
 _LEAST_SHARD_BYTES, _MOST_SHARDS = 16 << 10, 1024
@@ -118,13 +118,7 @@ class ShardWriter:
             pieces.insert(0, np.ascontiguousarray(keys, "<i8").data.cast("B"))
             pieces.insert(1, memoryview(bytes(-8 * len(keys) % ALIGNMENT)))
         shard = Shard(bucket, len(rows), keys is not None, sum(map(len, pieces)), sha256_of(pieces))
-        there = self._known.get(shard.name)
-        if there == shard.n_bytes:
-            return shard, False
-        if there is not None:  # cut off since it was written
-            self._store.delete([shard.name])
-        self._store.put(shard.name, pieces)
-        return shard, True
+        return shard, put_missing(self._store, shard.name, pieces, self._known.get(shard.name))
 
 
 def _numbered(

@@ -27,8 +27,8 @@ from gba_hvd.serving.manifest import (
     ModelManifest,
     RowShards,
     StoredTable,
+    next_version,
     to_json,
-    versions,
 )
 from gba_hvd.serving.module import (
     assemble,
@@ -36,6 +36,8 @@ from gba_hvd.serving.module import (
     dense_of,
     evaluating,
     freeze,
+    lookup_dtypes_of,
+    padding_rows_in,
     padding_rows_of,
     tables_in,
 )
@@ -44,7 +46,6 @@ from gba_hvd.serving.row_shards import ShardWriter, TableRows, Written
 from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.tensor_file import encode_tensors
-from recovery.errors import StoreError
 from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
@@ -114,8 +115,11 @@ def save_model(
     spec = None if input_example is None else inputs.spec_of(input_example, model)
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
-    assembled = assemble(fresh, stand_ins(list(rows.values())), converted, dense, padding_rows_of(dense))
+    stored_as = stand_ins(list(rows.values()))
+    assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     if input_example is not None:
+        if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
+            fresh.to(devices.pop())
         freeze(fresh, assembled, rows)
         with evaluating(model), torch.no_grad():
             same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
@@ -123,7 +127,9 @@ def save_model(
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, dense, converted, spec, example, activation, source or {}, writer.written)
+    return _commit(
+        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written
+    )
 
 
 def export_model(
@@ -142,7 +148,8 @@ def export_model(
 ) -> SavedModel:
     """As `save_model`, from a checkpoint: `build` makes the model whose job saved it.
 
-    checkpoint: its URL, or what `recovery.open_checkpoint` returned; step: see there. A table of a converted model has
+    checkpoint: its URL, or what `recovery.open_checkpoint` returned, which takes options for its store and the step;
+    step: of a URL, see there. storage_options: of the model's store. A table of a converted model has
     the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
     input_example: describes the fields of a request; there is no model to compare with.
 
@@ -151,13 +158,13 @@ def export_model(
     _check(tables, activation)
     opened = checkpoint
     if not isinstance(opened, OpenCheckpoint):
-        opened = open_checkpoint(opened, step, **storage_options)
+        opened = open_checkpoint(opened, step)
     builder = Builder.of(build, arguments, None)
     fresh, dense = builder.build(), opened.dense()
     converted = _converted_by(fresh, opened)
     names = list(opened.tables)
     stored_as = stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stored_as, converted, dense, None)
+    assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
@@ -169,7 +176,7 @@ def export_model(
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, dense, converted, spec, example, activation, source, writer.written)
+    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written)
 
 
 def _check(tables: str, activation: str) -> None:
@@ -208,20 +215,17 @@ def _converted_by(fresh: nn.Module, checkpoint: OpenCheckpoint) -> tuple[Convert
 
 
 def _commit(
-    store: Store, builder: Builder, stored: tuple[StoredTable, ...], dense: Mapping[str, Tensor],
+    store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     activation: str, source: Mapping[str, Any], written: Written,
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
-    number = max(versions(store), default=0) + 1
-    manifest = ModelManifest(
-        number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation, source,
-        {name: version(name) for name in _PACKAGES},
-    )  # fmt: skip
-    data = to_json(manifest)
-    store.put(manifest.name, [data])
-    if store.get(manifest.name) != data:  # (a store that overwrites)
-        raise StoreError(f"{store.url}: another process saved version {number} at the same time; save again")
+    with next_version(store) as number:
+        manifest = ModelManifest(
+            number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
+            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model),
+        )  # fmt: skip
+        store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)

@@ -21,9 +21,18 @@ def put_file(store: Store, pieces: Sequence[bytes], ending: str) -> StoredObject
     """Write `files/SHA256.ending`, unless it is there."""
     sha256, n_bytes = sha256_of(pieces), sum(map(len, pieces))
     name = f"files/{sha256}.{ending}"
-    if store.names(name).get(name) != n_bytes:
-        store.put(name, pieces)
+    put_missing(store, name, pieces, store.names(name).get(name))
     return StoredObject(name, n_bytes, sha256)
+
+
+def put_missing(store: Store, name: str, pieces: Sequence[bytes | memoryview], there: int | None) -> bool:
+    """Write an object, unless the store has it; whether it was written. there: the bytes that the store has of it."""
+    if there == sum(map(len, pieces)):
+        return False
+    if there is not None:  # cut off since it was written
+        store.delete([name])
+    store.put(name, pieces)
+    return True
 
 
 def get_verified(store: Store, name: str, n_bytes: int, sha256: str) -> memoryview:

@@ -30,7 +30,7 @@ from gba_hvd.switching.measurements import (
     mean_times,
     neighbours,
 )
-from gba_hvd.switching.policy import Decision, Options, Stance, decide, learned, leaving
+from gba_hvd.switching.policy import Decision, Options, Stance, decide, is_compared, learned, leaving
 from gba_hvd.switching.predictions import Rates, expected_drops, expected_old_values
 from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
@@ -303,11 +303,9 @@ class GBACallback(Callback):
         return idle(modes, self._arguments, {name: parameters[name].default for name in self._arguments})
 
     def _refuse_idle_options(self) -> None:
-        """Of a job that names no asynchronous mode, any may be meant for a mode that an operator requests."""
+        """Of a job that names no asynchronous mode, any may be meant for what an operator requests: auto, or a mode."""
         named = [self.mode, *self.switch_at.values()]
         found = self.idle_options(named if self.modes_to_come else SETTINGS)
-        if not self.modes_to_come:
-            found |= {name: why for name, why in self.idle_options(named).items() if name in asdict(self.options)}
         for name, why in found.items():
             modes = ", ".join(map(repr, dict.fromkeys(named)))
             raise BadInput(
@@ -376,10 +374,7 @@ class GBACallback(Callback):
         together: micro-batches that were one batch. is_sample: usually they are more; this step was to measure how
         long single ones take. Until there was one, nothing is decided.
         """
-        shared = shares(n_micro, len(seconds), together)
         self._trained_s += step_s
-        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
-        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if is_sample:
             usual = [self._recent.median(worker) for worker in range(len(seconds))]
             gain = self._batch_gain
@@ -389,6 +384,9 @@ class GBACallback(Callback):
             if found:
                 self._batch_gains.append(median(found))
             return
+        shared = shares(n_micro, len(seconds), together)
+        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
+        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if together > 1 and not self._batch_gains:
             self._recent.add(seconds)  # as they come, until it is known what single ones take
             return
@@ -430,7 +428,7 @@ class GBACallback(Callback):
         if self._stance.mode != current:
             self._stance = self._stance.in_mode(current, step)
         if (
-            self._stance.left is not None
+            is_compared(self._stance, step, self.options)
             and (full := self._rates(current, shared, n_micro, gain, N_RECENT)) is not None
         ):
             self._stance = learned(self._stance, step, full, self.options)

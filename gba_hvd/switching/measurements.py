@@ -130,13 +130,17 @@ class RecentCost:
 
     def __init__(self, first_s: float) -> None:
         """first_s: until there is a reading"""
-        self._readings: deque[float] = deque([first_s], maxlen=_N_COSTS)
-        self._at_s, self._least_s = 0.0, math.inf
+        self._readings: deque[float] = deque(maxlen=_N_COSTS)
+        self._first_s, self._at_s, self._least_s = first_s, 0.0, math.inf
 
     def add(self, seconds: float, at_s: float) -> None:
         self._readings.append(seconds)
-        self._at_s, self._least_s = at_s, min(self._least_s, median(self._readings))
+        self._at_s = at_s
+        if len(self._readings) == _N_COSTS:  # of fewer, one odd reading would be the least for good
+            self._least_s = min(self._least_s, median(self._readings))
 
     def value(self, at_s: float) -> float:
-        is_old = at_s - self._at_s > FORGET_S and self._least_s < math.inf
-        return self._least_s if is_old else median(self._readings)
+        if not self._readings:
+            return self._first_s
+        now_s = median(self._readings)
+        return min(self._least_s, now_s) if at_s - self._at_s > FORGET_S else now_s

@@ -157,8 +157,12 @@ class Stance:
         return self.allreduce if mode == "allreduce" else self.gba
 
     def in_mode(self, mode: str, step: int) -> Stance:
-        """When a mode is entered for another reason than a decision: nothing was promised."""
-        return Stance(mode, step, spent_s=self.spent_s, allreduce=self.allreduce, gba=self.gba)
+        """When a mode is entered for another reason than a decision: nothing was promised.
+
+        A trial that ends so has cost two switches at least; the cost of its steps was not measured.
+        """
+        spent_s = self.spent_s + (2 * SWITCH_S if self.is_trial else 0.0)
+        return Stance(mode, step, spent_s=spent_s, allreduce=self.allreduce, gba=self.gba)
 
     def with_other_workers(self) -> Stance:
         """After a change of membership: ratios are a guess from now on, which the next stay replaces."""
@@ -204,7 +208,7 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
             return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
-    finding = f"{_slowest(rates)}, {_prediction(other, gain, rates, options)}{_correction(now, other)}"
+    finding = f"{_slowest(rates)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
     if now.in_favour < options.patience:
         return stay("patience", f"{finding} for {now.in_favour} of {options.patience} steps")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
@@ -239,13 +243,15 @@ def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, flo
     return cost_s if stance.spent_s + cost_s <= options.trial_budget * rates.at_s else None
 
 
-def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
-    """The stance, with what the last switch shows of predictions. rates: by all steps since.
+def is_compared(stance: Stance, step: int, options: Options) -> bool:
+    """Whether there is more to learn from the last switch: what changes once the mode is not new has other causes."""
+    return stance.left is not None and options.patience <= step - stance.since_step <= N_RECENT
 
-    Only while the mode is new is it compared with what came before: what comes later need not be its doing.
-    """
+
+def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
+    """The stance, with what the last switch shows of predictions. rates: by all steps since."""
     left, here, other = stance.left, stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
-    if left is None or rates.achieved is None or not options.patience <= step - stance.since_step <= N_RECENT:
+    if left is None or rates.achieved is None or not is_compared(stance, step, options):
         return stance
     useful = _useful(stance, rates)
     assert useful is not None
@@ -297,8 +303,10 @@ def _slowest(rates: Rates) -> str:
     times = rates.seconds_per_micro
     worker = max(range(len(times)), key=times.__getitem__)
     if len(times) == 2:  # their median is the mean of both: under 2x, however slow the one is
-        return f"worker {worker} takes {times[worker] / min(times):.1f}x the time of worker {1 - worker}"
-    return f"worker {worker} takes {times[worker] / median(times):.1f}x the median"
+        ratio, than = times[worker] / min(times), f"time of worker {1 - worker}"
+    else:
+        ratio, than = times[worker] / median(times), "median"
+    return f"worker {worker} takes {ratio:.1f}x the {than}, " if ratio >= 1.05 else ""
 
 
 def _multiple(mode: str, gain: float, rates: Rates) -> str:

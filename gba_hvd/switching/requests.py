@@ -51,7 +51,8 @@ class ModeRequests(StepParticipant):
         self.waiting: list[str] = []
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
-        self._pushes, self._pushes_s = PushReadings(), 0.0
+        self._pushes = PushReadings()
+        self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
     def rolled_back(self, step: int) -> None:
@@ -133,6 +134,10 @@ class ModeRequests(StepParticipant):
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
         self._asked_s, self._pushes = 0.0, PushReadings()
 
+    def paused(self) -> None:
+        """In allreduce no step contains a pause, so no reading of pushes does."""
+        self._pushes_s = None
+
     def before_micro_batch(self, servers: PsWorker, waited_s: float) -> None:
         """Pass on to the coordinator what an operator asked for here; on the chief, what would be better."""
         engine, callback = self._engine, self.callback
@@ -169,7 +174,7 @@ class ModeRequests(StepParticipant):
         """On the chief, once per step."""
         engine, step, now_s = self._engine, self._engine.progress.step, time.perf_counter()
         seconds, n_pushed, is_known = self._pushes.take(servers.position.newest)
-        elapsed_s = now_s - self._pushes_s if is_known else 0.0
+        elapsed_s = now_s - self._pushes_s if is_known and self._pushes_s is not None else 0.0
         self._pushes_s = now_s
         if self._pushes.members_changed:
             self.callback.members_changed()

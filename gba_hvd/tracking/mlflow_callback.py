@@ -254,20 +254,18 @@ class MLflowCallback(Callback):
             self._write_point(self._since.last)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
-        has_model = self._write_model(status)
+        logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
         end = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
-        self._write(end | ({"model": True} if has_model else {}))
-        if has_model:  # after the end: that must not wait for it
-            self._write({"kind": "model"})
+        self._write(end | ({"model": True} if logs_model else {}))
+        if logs_model:  # after the end: the run has its status also if this process is killed now
+            self._write({"kind": "model", "written": self._write_model()})
         self._writer.close()
         self._wait_for_sender(status)
         self._report(of_the_run)
 
-    def _write_model(self, status: str) -> bool:
-        """Write the model that the sender logs, on the chief of a job that has done all its steps."""
-        assert self._writer is not None and self._job is not None
-        if self._log_model is None or not self._job.is_chief or status not in ("FINISHED", "NOT_SAVED"):
-            return False
+    def _write_model(self) -> bool:
+        """Write the model that the sender logs; whether it could be written."""
+        assert self._writer is not None and self._log_model is not None
         folder = model_path(self._writer.path)
         try:
             if self._model is None:

@@ -53,10 +53,11 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
 
 
 def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:
-    """Register a logged model; returns the version."""
+    """Register a logged model, unless an attempt before has; returns the version."""
     mlflow.set_tracking_uri(uri)
-    name = facts["registered_model_name"]
-    version = mlflow.register_model(model_uri, name, tags=facts["tags"]).version
+    client, name = MlflowClient(tracking_uri=uri), facts["registered_model_name"]
+    there = [one for one in client.search_model_versions(f'name="{name}"') if f"models:/{one.model_id}" == model_uri]
+    version = (there[0] if there else mlflow.register_model(model_uri, name, tags=facts["tags"])).version
     if facts["alias"]:
-        MlflowClient(tracking_uri=uri).set_registered_model_alias(name, facts["alias"], version)
+        client.set_registered_model_alias(name, facts["alias"], version)
     return str(version)

@@ -30,6 +30,7 @@ from recovery.redaction import redacted
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
+CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 EVENTS_FILE = "events.jsonl"
 CHECKPOINTS_FILE = "checkpoints.json"  # where they are; what is in them stays there
@@ -62,16 +63,22 @@ class JobRun:
         return stage == "active"
 
     def send(self, batch: LogBatch) -> list[str]:
-        """Log a batch. Parameters the run has already are left alone; returns the names of those that differ now."""
+        """Log a batch. Parameters the run has already stay, as MLflow has it; those that differ now are tags `CHANGED`.
+
+        Returns their names.
+        """
         params = {key: text for key, text in batch.params.items() if key not in self._params}
         changed = [key for key, text in batch.params.items() if self._params.get(key, text) != text]
         points = [point for point in batch.points if not self._has(point)]
-        if points or params or batch.tags:
+        tags = dict(batch.tags)
+        if changed and self.may_report():
+            tags |= {f"{CHANGED}{key}": batch.params[key] for key in changed}
+        if points or params or tags:
             self._client.log_batch(
                 self.run_id,
                 metrics=[Metric(p.key, p.value, p.ms, p.step) for p in points],
                 params=[Param(key, text) for key, text in params.items()],
-                tags=[RunTag(key, text) for key, text in batch.tags.items()],
+                tags=[RunTag(key, text) for key, text in tags.items()],
                 synchronous=True,
             )
         self._params |= params
@@ -96,11 +103,18 @@ class JobRun:
         return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
 
     def claim(self, stamp: str) -> None:
-        """Become the process that reports for the run, unless a later chief already does; then the run is running."""
+        """Become the process that reports for the run, unless a later chief already does; then the run is running.
+
+        Removes the reason of the end and the changed settings that an earlier chief reported.
+        """
         self._stamp = stamp
         run = self._client.get_run(self.run_id)
         if not may_report(self._stamp, run.data.tags.get(CHIEF_TAG)):
             return
+        if run.data.tags.get(CHIEF_TAG) != stamp:
+            for tag in run.data.tags:
+                if tag == REASON_TAG or tag.startswith(CHANGED):
+                    self._client.delete_tag(self.run_id, tag)
         self._client.set_tag(self.run_id, CHIEF_TAG, self._stamp)
         if run.info.status != "RUNNING":
             self._client.update_run(self.run_id, status="RUNNING")
@@ -204,6 +218,7 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
         return [f"{r.info.run_id}  {r.info.run_name}  {r.data.tags.get(JOB_TAG, '')}".rstrip() for r in run]
     info, tags = run.info, run.data.tags
     job = JobRun(client, run, "", joined=True)
+    now = {tag.removeprefix(CHANGED): text for tag, text in tags.items() if tag.startswith(CHANGED)}
     return RunHistory(
         title=info.run_name or info.run_id,
         source=f"MLflow run {info.run_id} at {redacted(uri)}",
@@ -212,7 +227,8 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
         reason=tags.get(REASON_TAG, ""),
         started_ms=info.start_time,
         ended_ms=info.end_time,
-        params=dict(run.data.params),
+        params={**run.data.params, **now},
+        first_params={key: run.data.params.get(key, "") for key in now},
         history=job.history(wanted),
         events=tuple(job.events()),
     )

@@ -73,7 +73,7 @@ class ProgressLine(Callback):
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
         self._started_s = clock()
-        self._first_step = 0
+        self._first_step = self._resumed_step = 0
         self._first_step_s: float | None = None
         self._next_s = 0.0
         self._open = False  # the line on the terminal has no newline yet
@@ -117,6 +117,7 @@ class ProgressLine(Callback):
             return
         self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
         if event.kind == "resumed":
+            self._resumed_step = event.step
             self._first_step_s = None  # the time that is left is reckoned from here
             self._readings.begin(event.data)
         if event.kind == "interrupted":
@@ -183,7 +184,10 @@ class ProgressLine(Callback):
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"
-        lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {_duration(self._clock() - self._started_s)}, {times}"]
+        lasted = _duration(self._clock() - self._started_s)
+        if 0 < self._resumed_step <= steps:
+            lasted = f"all launches, {steps - self._resumed_step:,} of them in this one's {lasted}"
+        lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {lasted}, {times}"]
         lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)

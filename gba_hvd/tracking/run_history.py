@@ -35,6 +35,8 @@ class Gap:
 class RunHistory:
     """A job by its records. Times in milliseconds since 1970; history by metric, ascending in steps.
 
+    params: of the newest launch; first_params: of the first one, where they were others
+
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
 
@@ -48,6 +50,7 @@ class RunHistory:
     params: Mapping[str, str] = field(default_factory=dict)
     history: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     events: Sequence[Record] = ()
+    first_params: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def n_steps(self) -> int:
@@ -174,10 +177,10 @@ def from_files(path: Path) -> RunHistory:
     job_ids = sorted({str(job["job_id"]) for job in jobs})
     if len(job_ids) > 1:
         raise BadInput(f"{path} holds records of {len(job_ids)} jobs ({', '.join(job_ids)}): name one of its files")
-    params: dict[str, str] = {}
+    params, first = dict[str, str](), dict[str, str]()
     for record in records:
         if record.get("kind") == "params":
-            params = {**record["values"], **params}
+            params, first = {**params, **record["values"]}, {**record["values"], **first}
     ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
     reported = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
     events = merge_events(loose, reported)
@@ -196,6 +199,7 @@ def from_files(path: Path) -> RunHistory:
         started_ms=min(times, default=None),
         ended_ms=max(times, default=None),
         params=params,
+        first_params={key: text for key, text in first.items() if text != params[key]},
         history=_history(records),
         events=tuple(events),
     )
@@ -257,4 +261,5 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
         "params": dict(story.params),
+        "first_params": dict(story.first_params),
     }  # fmt: skip

@@ -115,6 +115,9 @@ class Sender:
             is_chief = self.job is not None and self.job["chief"] and not self.status.recorded
             if is_chief and self._call(lambda run: run.may_report()):
                 self._finish("FAILED", _GONE)
+            elif self.status.recorded:  # its end was written
+                self._model_failed("the model was not logged: the worker ended while it wrote it; a checkpoint has it, "
+                                   "if the job saved one: `gba-hvd model export`")  # fmt: skip
             self._set(done=True)
 
     def _carry_out(self, line: SpoolLine) -> None:
@@ -134,7 +137,10 @@ class Sender:
                     self._finish(status, record["reason"])
                 self._set(done=not record.get("model"))
             case "model":
-                self._log_model()
+                if record["written"]:
+                    self._log_model()
+                elif self._events_waiting:  # one says why
+                    self._put_events()
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)
 
@@ -160,7 +166,7 @@ class Sender:
             say(f"MLflow refused {what[0]!r}, dropped: {verdict.reason}")
             return 0
         if changed:
-            say(f"parameters keep the values the run was started with: {', '.join(changed)}")
+            say(f"parameters keep their first values, the new ones are tags gba_hvd.now.*: {', '.join(changed)}")
         return len(batch)
 
     def _call(self, call: Any, artifact: str | None = None) -> Any:

@@ -3,7 +3,7 @@
     NAME.jsonl        the records; appended by the worker, and by its sender for what the sender measures
     NAME.status.json  written by the sender only: the offset delivered so far, the run, the last problem
     NAME.log          what the sender had to say
-    NAME.model/       a model that is to be logged (`mlflow_model`); written by the worker before its last records
+    NAME.model/       a model that is to be logged (`mlflow_model`); written by the worker before its last record
 
 The first two have the tracking URI as MLflow needs it, with a password if there is one: they are of mode 0600.
 A line counts once its newline is there, so a writer killed half-way leaves nothing that could be misread. The status
@@ -95,7 +95,7 @@ class SpoolWriter:
             line = (json.dumps(record, default=str, separators=(",", ":")) + "\n").encode()
             if self._torn:
                 line = b"\n" + line
-            if record["kind"] != "end" and os.fstat(self._fd).st_size + len(line) > self._limit_bytes:
+            if record["kind"] not in ("end", "model") and os.fstat(self._fd).st_size + len(line) > self._limit_bytes:
                 raise OSError(f"{self.path} has reached its limit of {self._limit_bytes >> 20} MiB")
             self._torn = os.write(self._fd, line) != len(line)
             if self._torn:

@@ -61,6 +61,9 @@ class StepParticipant(ABC):
     def before_micro_batch(self, servers: PsWorker, waited_s: float) -> None:
         """In an asynchronous mode. waited_s: for the lease of the micro-batch."""
 
+    def paused(self) -> None:
+        """In an asynchronous mode: this worker does not train between two epochs, nor did it while it evaluated."""
+
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""
 

@@ -26,6 +26,7 @@ from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.training.commit_fields import CommitFields, StepParticipant
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback, Signals
+from gba_hvd.training.loop_time import LoopTime
 from gba_hvd.training.mode import MicroBatch, MicroGradients, Mode
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.reports import Reports
@@ -59,6 +60,7 @@ class Engine:
         )
         self.faults: FaultSchedule | None = None
         self.n_begun, self.n_threads = 0, 1
+        self.loop_time = LoopTime()
         self._micro: MicroBatch | None = None
         self._lay_out()
 
@@ -130,7 +132,7 @@ class Engine:
     ) -> None:
         """By the mode, as it hands one out."""
         self.n_begun += 1
-        self._micro = MicroBatch(index, n_samples, is_last, time.perf_counter(), lease, n_micro)
+        self._micro = MicroBatch(index, n_samples, is_last, time.perf_counter(), lease, n_micro, self.loop_time.take())
 
     @property
     def micro_batch(self) -> MicroBatch | None:
@@ -138,6 +140,7 @@ class Engine:
         return self._micro
 
     def check_stepped(self) -> None:
+        self.loop_time.resumed()
         if self._micro is not None:
             raise GbaError(
                 f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: "
@@ -165,7 +168,9 @@ class Engine:
             raise GbaError(
                 "optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)"
             )
+        self.reports.gradient(self._micro.index)
         self.mode.submit(self.detach_micro_batch(), loss)
+        self.loop_time.stepped()
 
     def take_gradients(
         self, micro: MicroBatch, loss: Tensor | float | None, dense: DenseGradients | None = None
@@ -181,7 +186,7 @@ class Engine:
             contributors = model.tables.contributors(model.micro_batch, micro.n_samples)
         rows = model.tables.take_gradients()
         dense.collect_()
-        seconds = self._took(micro)
+        seconds = self._took(micro) + micro.beside_s
         return MicroGradients(rows, value, seconds, model.not_finite(value, rows, dense), contributors)
 
     def abandon_step(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gba_hvd.comm.traffic import Sums, larger
-from gba_hvd.epoch import EpochOrder, SampleAccount
+from gba_hvd.epoch import EpochOrder, SampleAccount, run_number
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients.clipping import Factors
 from gba_hvd.gradients.loss_scale import LossScale
@@ -129,8 +129,8 @@ class Progress:
     step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on the wires of
     all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
     leased again. order: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand. factors:
-    what multiplied the gradients of the newest step that this worker saw. n_evaluated, epoch_over: evaluations since
-    the last epoch of batches ended, which names them in asynchronous modes
+    what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this worker
+    asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -146,7 +146,17 @@ class Progress:
         self.rejected = self.reissued = 0
         self.factors = Factors()
         self.n_steps = 1
+        self.epoch: int | None = None
         self.n_evaluated, self.epoch_over = 0, False
+
+    def begin_evaluation(self) -> tuple[int, int]:
+        """(phase, ordinal), which name an evaluation in asynchronous modes: the same on all workers.
+
+        By the epoch that this worker is in itself: the cursor follows the fastest worker.
+        """
+        epoch = self.cursor.epoch if self.epoch is None else self.epoch
+        self.n_evaluated += 1
+        return 2 * run_number(epoch, 0) + self.epoch_over, self.n_evaluated - 1
 
     @property
     def n_applied(self) -> int:
@@ -176,6 +186,7 @@ class Progress:
         """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags`, `gaps`, `traffic`."""
         self.step, self.restarts = state["step"], state["restarts"]
         self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
+        self.epoch = None
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)

@@ -29,6 +29,7 @@ class MicroBatch:
     """A micro-batch being computed. index: its place in the epoch; is_last: of this worker's share of the step.
 
     n_micro: in allreduce mode it may be so many micro-batches, neighbours from `index` on
+    beside_s: seconds of the user's loop since the optimizer.step() before, see `LoopTime`
     """
 
     index: int
@@ -37,13 +38,14 @@ class MicroBatch:
     started_s: float
     lease: LeaseGrant | None = None  # where servers lease micro-batches
     n_micro: int = 1
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class MicroGradients:
     """What came of it, beside the dense gradients in their buffer: per group of tables the gradients of rows.
 
-    seconds: that it took; not_finite: what of it is not, in words
+    seconds: that it took, with what the loop did beside it; not_finite: what of it is not, in words
     contributors: of several micro-batches, how many of them contain each row, where that is asked for
     """
 

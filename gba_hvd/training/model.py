@@ -87,6 +87,11 @@ class TrainedModel:
         self.dense.scale_(factor)
         self.tables.scale_gradients_(factor)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has reached a row, or a dense parameter has a gradient."""
+        return any(one.rows.grad is not None for one in self.tables.captured) or not self.dense.is_zero
+
     def not_finite(self, loss: float | None, rows: Sequence[Sequence[RowGrad]], dense: DenseGradients) -> str:
         """What of a micro-batch is not finite; empty if all is."""
         if loss is not None and not math.isfinite(loss):

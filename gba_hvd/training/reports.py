@@ -54,16 +54,18 @@ class Reports:
         """
         if TRACE is not None:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
+        if event.kind == "resumed":
+            self._full.clear()  # the warning is over: the table may have room now
         for callback in self.callbacks:
             callback.on_event(event)
         if event.level == "warning" and (only_here or self._world().rank == 0):
             log.warning("[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
-    def once(self, event: Event) -> None:
+    def once(self, event: Event, only_here: bool = False) -> None:
         """Report an event unless one of its kind was reported with this before."""
         if event.kind not in self._reported:
             self._reported.add(event.kind)
-            self.emit(event)
+            self.emit(event, only_here)
 
     @property
     def seconds_since_step(self) -> float:
@@ -146,6 +148,16 @@ class Reports:
         self.emit(Event("overflow", step, text, data, level="warning" if now < 1.0 else "info"))
 
     # --- beside them -------------------------------------------------------------------------------------------------
+
+    def gradient(self, micro: int) -> None:
+        """Before a micro-batch is taken in: warn where it has none; once in a process."""
+        if self._model.has_gradient:
+            return
+        text = (
+            f"micro-batch {micro} has no gradient: no row and no dense parameter got one before optimizer.step(), so "
+            "it counts as zeros. Call loss.backward() before; where a batch is meant to have none, nothing is wrong"
+        )
+        self.once(Event("no_gradient", self._progress.step, text, {"micro_batch": micro}, level="warning"), True)
 
     def rejected(self, micro: int, what: str) -> None:
         """The gradient of a micro-batch was not sent, since `what` is not finite."""

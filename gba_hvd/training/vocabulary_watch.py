@@ -58,11 +58,18 @@ class VocabularyWatch:
         for name, stats in self._before.items():
             if not stats.no_room:
                 continue
-            why = _WHY[self._tables.tables[name].evict]
+            table, spec = self._tables.tables[name], self._tables.tables[name].hashed_spec(self._tables.config.n_shards)
+            why, share = _WHY[table.evict], stats.missed / max(1, stats.lookups)
+            assert table.capacity is not None and spec is not None
+            n_shards, n_rows = self._tables.config.n_shards, spec.entries * self._tables.config.n_shards
+            rounded = f" ({n_rows:,} rows: a multiple of 16 in each of {n_shards} shards)"
+            evict = "" if table.evict else ', or have it evict (evict="lfu")'
             text = (
                 f"table {name!r} has {stats.size:,} ids in {stats.capacity:,} rows of this host, and new ids found no "
-                f"room: {why}. They keep the shared rows, and are counted (no_room). Raise its capacity, which a "
-                "restart from a checkpoint or a new job may, or have it evict"
+                f"room: {why}. They keep the shared rows, and are counted (no_room): so far {share:.1%} of "
+                f"{stats.lookups:,} lookups had no row of their own. Raise "
+                f"its capacity, which is {table.capacity:,}{rounded if n_rows != table.capacity else ''}, to "
+                f"{2 * n_rows:,} and more until that share is small; a restart from a checkpoint may{evict}"
             )
             yield name, text
 

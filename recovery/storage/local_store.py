@@ -101,7 +101,7 @@ class LocalStore:
                     path.unlink()
                     folders.add(path.parent)
             for folder in folders:
-                if folder.parent.parent == self.folder:  # of one save; its name never comes again
+                if folder.parent.name in ("blobs", "claims"):  # of one save; its name never comes again
                     with contextlib.suppress(OSError):
                         for hidden in folder.glob(".*"):
                             hidden.unlink()

@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import gba_hvd
 from gba_hvd.data import ParquetStream, parquet_stream
+from gba_hvd.data.hashing import hash_strings
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.reading.datasets import Block
@@ -179,6 +181,9 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"ids": ["usr"]}, "has no column 'usr'; it has user, words"),
         ({"ids": ["price"]}, "column 'price' has double, and ids are whole numbers"),
         ({"ids": "user"}, "ids and dense are lists of columns"),
+        ({"ids": ["price"]}, "fill those in and write the column as int64"),
+        ({"hashed": ["user"]}, "column 'user' of hashed= has int64, expected strings"),
+        ({"hashed": ["price"]}, r"hashed is a list of columns that ids has too \(user, words\), got \['price'\]"),
         ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
@@ -268,6 +273,37 @@ def test_an_unsigned_id_is_the_signed_one_of_the_same_bits(tmp_path: Path):
     assert taken(tmp_path, [0, 1, 2], {"user": user}).ids["user"].tolist() == [1, -(2**63) + 5, -1]
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_strings_that_are_named_become_their_hashes(tmp_path: Path, kind: pa.DataType):
+    columns = {"user": pa.array(["ann", "bob", "ann"], kind), "words": pa.array([["x", "ann"], None, ["x"]])}
+    batch = taken(tmp_path, [0, 1, 2], columns, ids=["user", "words"], hashed=["user", "words"])
+    ann, bob, x = hash_strings(pa.chunked_array([["ann"], ["bob", "x"]])).view(np.int64).tolist()
+    assert (batch.ids["user"].dtype, batch.ids["user"].tolist()) == (torch.int64, [ann, bob, ann])
+    bag = batch.ids["words"]
+    assert isinstance(bag, gba_hvd.Bag)
+    assert (bag.values.tolist(), bag.offsets.tolist()) == ([x, ann, x], [0, 2, 2])
+    with pytest.raises(gba_hvd.BadInput, match=r"column 'user' has .*hashed=\['user'\] makes 64-bit ids of strings"):
+        taken(tmp_path, [0], columns)
+
+
+def test_a_missing_string_has_no_hash(tmp_path: Path):
+    with pytest.raises(gba_hvd.BadInput, match="row group 0, column 'user': 1 of 3 values are missing"):
+        taken(tmp_path, [0], {"user": ["ann", None, ""]}, hashed=["user"])
+    with pytest.raises(gba_hvd.BadInput, match="1 of 2 strings are null, and a missing value has no hash"):
+        hash_strings(pa.array(["", None]))
+    with pytest.raises(gba_hvd.BadInput, match="expected strings, got int64"):
+        hash_strings(pa.array([1]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 1e39])
+def test_a_dense_value_that_is_not_finite_is_named_by_column_file_and_row(tmp_path: Path, bad: float):
+    said = rf"a\.parquet, row group 0, column 'price': 1 of 3 values .*at row 1 of the row group, is {bad}".replace(
+        "+", r"\+"
+    )
+    with pytest.raises(gba_hvd.BadInput, match=said):
+        taken(tmp_path, [0], {"user": [5, 6, 7], "price": [1.0, bad, 2.0]}, dense=["price"])
+
+
 def test_lists_of_a_fixed_size_are_bags(tmp_path: Path):
     user = pa.array([[1, 2], [5, 6], [3, 4]], pa.list_(pa.int64(), 2))
     bag = taken(tmp_path, [2, 1, 0], {"user": user}).ids["user"]
@@ -286,7 +322,7 @@ def test_files_without_a_label_give_batches_without_one(tmp_path: Path):
     [
         ({"click": [0.0, float("nan"), 1.0]}, "column 'click': 1 of 3 labels are NaN"),
         ({"click": [1, 2**24 + 1, 0]}, "labels are float32, .*one is 16777217"),
-        ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing"),
+        ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing. Leave these samples out"),
     ],
 )
 def test_labels_that_are_missing_or_would_change_are_refused(tmp_path: Path, columns: Any, message: str):

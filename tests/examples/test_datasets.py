@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gba_hvd_tools import cli
 
 from ctr.config import Data, Synthetic
 from ctr.datasets import open_splits, prepared_splits, store_of
@@ -57,6 +58,18 @@ def test_a_prepared_store_is_opened_as_it_is(frappe: Data) -> None:
     store, _ = store_of(frappe)
     open_splits(frappe)
     assert open_splits(Data(preset="frappe", dir=str(store), cache="/nowhere")).sizes["train"] == 60
+
+
+def test_a_store_without_test_samples_is_refused_with_what_to_do(
+    frappe: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("test.csv", "README.txt"):
+        (tmp_path / "frappe" / name).unlink()
+    options = ["--label", "label", "--categorical", "rest", "--out", str(tmp_path / "store")]
+    assert cli.main(["data", "prepare", str(tmp_path / "frappe"), *options]) == 0
+    assert "no split test: examples/train_ctr.py needs it" in capsys.readouterr().out
+    with pytest.raises(BadInput, match=r"the splits train, valid, and .*--test PATH .*or cut all files with --split"):
+        open_splits(Data(dir=str(tmp_path / "store")))
 
 
 def test_synthetic_splits_are_different_rows_of_one_truth() -> None:

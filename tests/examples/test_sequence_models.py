@@ -300,7 +300,10 @@ def test_settings_that_do_not_fit_each_other_are_refused(name: str, override: st
     ("override", "message"),
     [
         ("data.dir=folder", r"data\.preset is behaviour, .* but data\.dir is set"),
-        ("data.min_count=3", r"but data\.min_count is set, which have no effect"),
+        (
+            "data.min_count=3",
+            r"but data\.min_count is set, which has no effect .*'data=\{dir: STORE\}' in place of --data",
+        ),
         ("data.synthetic.seed=3", r"data\.synthetic is set"),
     ],
 )

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from workload import Clicks, served_model  # noqa: E402
+from workload import Clicks, served_model
 
-import gba_hvd  # noqa: E402
-from gba_hvd.serving import follower as followed  # noqa: E402
-from gba_hvd.serving.followed_rows import Change  # noqa: E402
-from recovery.errors import BadInput, Damaged, NotFound  # noqa: E402
+import gba_hvd
+from gba_hvd.serving import follower as followed
+from gba_hvd.serving.followed_rows import Change
+from recovery.errors import BadInput, Damaged, NotFound
 
 JOB, OUT, POINT = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-N_BEFORE = 2  # updates of this process before it is killed
+N_BEFORE = 1  # updates of this process before it is killed
 
 
 class Serving:
@@ -83,7 +83,7 @@ def main() -> None:
     stop = threading.Event()
 
     def predict() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.005):
             model(serving.batch)
 
     follower = gba_hvd.Follower(model, JOB, on_update=serving.updated)

@@ -19,7 +19,7 @@ def job_with(folder: Path, *lines: dict[str, Any]) -> Cluster:
 
 
 def push(micro: int, serial: int, *rows: int) -> dict[str, Any]:
-    return {"push": micro, "serial": serial, "epoch": 0, "rows": rows}
+    return {"push": micro, "serial": serial, "epoch": 0, "segment": 0, "rows": rows}
 
 
 def step(number: int, world: int, *rows: int) -> list[dict[str, Any]]:

@@ -23,13 +23,16 @@ import pytest
 import torch
 import yaml
 from gba_hvd_tools import cli
+from mlflow import MlflowClient
 from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback
-from gba_hvd.tracking.spool import model_path
+from gba_hvd.tracking.mlflow_model import register
+from gba_hvd.tracking.spool import all_records, model_path
+from recovery.restore.open_checkpoint import open_checkpoint
 from tests.tools.commands.test_model import frame_of
 from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, port_of_our_own, step, wait_until
 from tests.unit.conftest import _no_keeper as _no_keeper
@@ -293,6 +296,45 @@ def test_a_registry_that_refuses_costs_the_version_only(
     assert logged.name == "ctr"
 
 
+def test_the_end_is_on_record_before_the_model_is_written(
+    trained: Trained, tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
+    kinds = []
+
+    def write(*args: Any) -> int:
+        assert callback.spool is not None
+        kinds.extend(record["kind"] for record in all_records(callback.spool))
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(gba_hvd.LogModel, "write", write)
+    run_job(callback, trained(), "ends")
+    assert kinds[-1] == "end"
+    run = only_run(database, "ends")
+    assert run.info.status == "FINISHED"
+    assert "the disk is full" in artifact(database, run, "events.jsonl", tmp_path / "a")
+
+
+def test_an_alias_that_fails_at_first_leaves_one_version(
+    trained: Trained, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
+    run_job(callback, trained(), "alias")
+    (logged,) = logged_models(database, "alias")
+    facts = {"registered_model_name": "once", "alias": "best", "tags": {}}
+
+    def fail(*args: Any) -> None:
+        raise ConnectionError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "set_registered_model_alias", fail)
+        with pytest.raises(ConnectionError):
+            register(database, logged.model_uri, facts)
+    assert register(database, logged.model_uri, facts) == "1"
+    assert client(database).get_model_version_by_alias("once", "best").version in (1, "1")
+    assert len(client(database).search_model_versions("name='once'")) == 1
+
+
 # --- what is refused before the training -----------------------------------------------------------------------------
 
 
@@ -325,5 +367,10 @@ def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_pa
     with pytest.raises(BadInput, match="are on several hosts, and the job has saved no checkpoint"):
         log_model().write(model, tmp_path / "none", 5, None)
     (tmp_path / "w").mkdir()
-    log_model().write(model, tmp_path / "w", 5, {"url": str(tmp_path / "c"), "saved_step": 5})
+    log_model().write(model, tmp_path / "w", 7, {"url": str(tmp_path / "c"), "saved_step": 5})
+    facts = json.loads((tmp_path / "w" / "log.json").read_text())
+    assert (facts["step"], facts["tags"]["gba_hvd.step"], facts["tags"]["gba_hvd.checkpoint_step"]) == (5, "5", "5")
+    assert facts["tags"]["gba_hvd.checkpoint_checksum"] == open_checkpoint(tmp_path / "c").checksum
+    with pytest.raises(BadInput, match="takes no storage options, got key"):
+        log_model(checkpoint_options={"key": "k"}).write(model, tmp_path / "x", 7, {"url": str(tmp_path / "c")})
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "w" / "model")(one), expected)

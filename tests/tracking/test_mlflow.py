@@ -338,7 +338,8 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
 
     second = Worker(tmp_path, **settings)
     second("load_state_dict", {**at_step_3, "run_id": None})  # found by the job's name
-    second("on_job", dataclasses.asdict(job("resumed", lr=1)))
+    assert only_run(database, "resumed").data.tags["gba_hvd.status_reason"]
+    second("on_job", dataclasses.asdict(job("resumed", lr=2)))
     reported = {"manifest": "manifests/1-3.json", "rows_restored": 500, "seconds": 0.1}
     second("on_event", dataclasses.asdict(Event("resumed", 3, "resuming at step 3", reported)))
     for k in range(4, 9):
@@ -352,7 +353,10 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     second.leave()
 
     run = only_run(database, "resumed")
-    assert run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED" and "gba_hvd.status_reason" not in run.data.tags
+    assert (run.data.params["lr"], run.data.tags["gba_hvd.now.lr"]) == ("1", "2")  # MLflow changes no parameter
+    story = read("resumed", database)
+    assert (story.params["lr"], dict(story.first_params)) == ("2", {"lr": "1"})
     assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8]  # MLflow keeps everything
     history = read("resumed", database).history["train/loss"]
     assert [(point.step, point.value) for point in history] == [(k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)]

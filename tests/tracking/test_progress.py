@@ -246,3 +246,14 @@ def test_a_job_that_stopped_early_says_why_at_its_end() -> None:
         "stopped early: no gain in valid AUC for 2 epochs",
         "the same command resumes from step 215",
     ]
+
+
+def test_a_resumed_job_tells_its_own_steps_from_those_of_all_launches():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    progress.on_job(job("j"))
+    progress.on_event(Event("resumed", 250, "", {}))
+    progress.on_step(step(400, workers=2, loss=None))
+    progress.on_end("FINISHED", None)
+    (line,) = [line for line in lines_of(stream) if "finished" in line]
+    assert "finished: 400 steps in all launches, 150 of them in this one's 2s, no restart" in line

@@ -253,6 +253,20 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "prefers-color-scheme: dark" in html
 
 
+def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    for launch, mode in enumerate(("gba", "auto")):
+        callback = MLflowCallback(spool_dir=tmp_path, system_metrics=False)
+        callback.on_job(job("again", mode=mode, lr=1))
+        callback.on_event(Event("resumed" if launch else "table_full", 5, "x", level="info" if launch else "warning"))
+    story = from_files(tmp_path)
+    assert (dict(story.params), dict(story.first_params)) == ({"mode": "auto", "lr": "1"}, {"mode": "gba"})
+    assert table(story, "Parameters") == [["lr", "1", ""], ["mode", "auto", "gba"]]
+    assert [row[2] for row in table(story, "Warnings")] == ["since step 5"]
+
+
 def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
     text = Page(whole_page).text
     assert "Throughput and workers. The ground shows the mode. Dashed lines show what happened." in text

@@ -228,6 +228,17 @@ def test_a_chief_that_vanished_leaves_a_failed_run(run: FaultyRun, spool: Path):
     assert (run.status, sender.status.done) == ("FAILED", True)
 
 
+def test_a_worker_that_ends_while_it_writes_the_model_leaves_its_own_end(run: FaultyRun, spool: Path):
+    write(spool, JOB, *points(1), END | {"model": True})
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert (run.status, sender.status.done) == ("FINISHED", False)
+    sender.orphaned = True
+    sender.turn(1.0)
+    assert (run.status, sender.status.done) == ("FINISHED", True)
+    assert "the worker ended while it wrote it" in run.files["events.jsonl"]
+
+
 def test_a_line_cut_off_by_a_kill_is_not_read_and_a_damaged_one_is_counted(run: FaultyRun, spool: Path):
     write(spool, JOB, *points(1))
     with spool.open("ab") as file:

@@ -27,6 +27,8 @@ BOTH = {"waiting": ["mode gba", "the checkpoint that is due"]}
         ("checkpoint_late", {}, "checkpoint", {}, True),
         ("checkpoint_failed", {}, "checkpoint", {}, True),
         ("checkpoint_failed", {}, "checkpoint_late", {}, False),
+        ("table_full", {"table": "item"}, "resumed", {}, True),
+        ("table_full", {"table": "item"}, "checkpoint", {}, False),
         ("rows_lost", {}, "rows_restored", {}, False),
         ("world_late", {"stands": False}, "membership", {}, True),
     ],

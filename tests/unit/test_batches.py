@@ -165,7 +165,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     model.parameter_watch = watched
     engine: Any = SimpleNamespace(
         model=model, progress=progress, reports=SimpleNamespace(**says("other_writers")),
-        participants=[SimpleNamespace(**says("before_micro_batch"))],
+        participants=[SimpleNamespace(**says("paused", "before_micro_batch"))],
         **says("observe", "begin_micro_batch", "check_stepped"),
     )  # fmt: skip
     engine.begin_micro_batch = lambda *_, **__: said.append("begin_micro_batch")
@@ -181,8 +181,19 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     run.n_samples, run._state = 4, state
     monkeypatch.setattr(run, "read", lambda index: "batch")
     assert list(mode.micro_batches(run)) == ["batch"]
-    at = [said.index(name) for name in ("observe", *saves, "begin_micro_batch")]
+    at = [said.index(name) for name in ("paused", "observe", *saves, "begin_micro_batch")]
     assert at == sorted(at)
+
+
+def test_an_evaluation_beside_servers_is_a_pause_for_those_that_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gba_hvd.modes.evaluation.by_leases", lambda *_: said.append("evaluated"))
+    progress = SimpleNamespace(begin_evaluation=lambda: (0, 0))
+    measures = SimpleNamespace(paused=lambda: said.append("paused"))
+    engine: Any = SimpleNamespace(progress=progress, participants=[measures])
+    servers: Any = SimpleNamespace(name="gba", session=SimpleNamespace(rule="none"))
+    ParameterServerMode(engine, servers).evaluate(SimpleNamespace())  # type: ignore[arg-type]
+    assert said == ["evaluated", "paused"]
 
 
 def test_idle_workers_are_warned_of() -> None:

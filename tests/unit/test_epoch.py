@@ -65,7 +65,7 @@ def test_a_global_batch_is_a_multiple_of_the_micro_batch(g: int, b: int) -> None
 
 
 def test_the_refusal_names_the_nearest_global_batch() -> None:
-    with pytest.raises(BadInput, match="got 1000 and 384; the nearest is 768"):
+    with pytest.raises(BadInput, match="got 1000 and 384; the nearest is 1152"):
         EpochPlan(100, 1000, 384)
 
 

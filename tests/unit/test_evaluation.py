@@ -396,6 +396,7 @@ def test_a_dataset_that_fails_while_it_is_read_ahead_fails_the_evaluation(traini
             r"query_vectors must return a float tensor \[B, d\], got torch.float32 \[",
         ),
         ({"item_vectors": lambda b: b.dense[:, :2]}, "vectors of queries have 3 values, those of items 2"),
+        ({"item_ids": np.arange(12)}, "item_ids must be a function that gets a batch, .*, got ndarray"),
         ({"item_ids": lambda b: b.label}, "item_ids must be an int64 tensor with one dimension"),
         ({"relevant": lambda b: torch.zeros(2).long()}, "relevant has 2 queries, query_vectors 7, of one batch"),
         (

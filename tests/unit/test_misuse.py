@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 from gba_hvd.errors import BadInput, GbaError
+from recovery import CheckpointCallback
 
 
 class Bias(torch.nn.Module):
@@ -93,3 +94,64 @@ def test_ids_that_are_no_tensor_are_refused(job: Any) -> None:
     train(*job)
     with pytest.raises(BadInput, match=r"ids must be a tensor of int64 or int32, or a gba_hvd\.Bag, got list"):
         job[0].tables({"a": [1, 2]})
+
+
+def test_a_state_of_horovod_or_of_nobody_is_refused_with_what_is_needed() -> None:
+    def loop(state: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(BadInput, match=r"elastic\.run needs a gba_hvd\.elastic\.TorchState, got builtins\.dict"):
+        gba_hvd.elastic.run(loop)({"epoch": 0})
+    other: Any = Numbers()
+    with pytest.raises(
+        BadInput, match=r"batches\(\) needs a .*, got tests.*Numbers: pass gba_hvd\.elastic\.TorchState"
+    ):
+        next(gba_hvd.batches(Numbers(), other))
+    with pytest.raises(BadInput, match=r"evaluate\(\) needs a gba_hvd\.elastic\.TorchState, got"):
+        gba_hvd.evaluate(torch.nn.Identity(), Numbers(), other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "got"),
+    [
+        (torch.optim.Adagrad, "the class Adagrad"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), r"one of <class .torch\.optim\.sgd\.SGD"),
+    ],
+)
+def test_an_optimizer_of_torch_does_not_train_rows(optimizer: Any, got: str) -> None:
+    with pytest.raises(BadInput, match=rf"EmbeddingTables: optimizer must be a row optimizer, .* got {got}"):
+        gba_hvd.EmbeddingTables({"a": (8, 4)}, optimizer=optimizer)
+    with pytest.raises(BadInput, match=f"table 'a': .* got {got}"):
+        gba_hvd.EmbeddingTables({"a": gba_hvd.Table(8, 4, optimizer=optimizer)})
+
+
+def test_an_unknown_setting_of_checkpoints_gets_the_nearest_known_one() -> None:
+    with pytest.raises(BadInput, match=r"CheckpointCallback: setting 'every' is not known: did you mean 'every_s'\?"):
+        CheckpointCallback("ck", every=10)
+
+
+def test_an_evaluation_says_how_to_tell_it_how_the_model_is_called(job: Any) -> None:
+    _, _, state = job
+    asks = torch.nn.EmbeddingBag(4, 2)  # gets a batch, and wants a tensor
+    with pytest.raises(BadInput, match=r"batch of type Batch, failed \(.*forward=lambda batch: model"):
+        gba_hvd.evaluate(asks, Numbers(), state)
+
+
+def test_a_step_without_a_backward_pass_is_warned_of_once(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, state = job
+    for number, batch in enumerate(gba_hvd.batches(Numbers(), state)):
+        optimizer.zero_grad()
+        loss = model(batch).mean()
+        if number not in (1, 2):
+            (loss * 0).backward()  # zeros, and meant
+        optimizer.step(loss=loss)
+    (warning,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
+    assert "micro-batch 1 has no gradient" in warning and "Call loss.backward()" in warning
+
+
+def test_a_hash_in_a_plain_table_is_pointed_to_a_hashed_one(job: Any) -> None:
+    train(*job)
+    with pytest.raises(BadInput, match=r"got id 1099511627776 .* such as hashes, with gba_hvd\.Table\(keys='hash64'\)"):
+        job[0].tables({"a": torch.tensor([2**40])})
+    with pytest.raises(BadInput, match=r"got id 32 .*data prepare does\)$"):
+        job[0].tables({"a": torch.tensor([32])})

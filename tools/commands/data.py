@@ -162,6 +162,8 @@ def run_prepare(args: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
     print_summary(args.out, manifest)
+    if missing := [split for split in SPLITS if split not in manifest["splits"]]:
+        print(f"no split {' and '.join(missing)}: examples/train_ctr.py needs it, your own script may not")
     rows = sum(split["rows"] for split in manifest["splits"].values())
     seconds = time.monotonic() - started
     print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")

@@ -26,6 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "source", metavar="SOURCE", help="URL of the checkpoints of a job, or its MLflow run (id, name)"
     )
     export.add_argument("url", metavar="URL", help="where the model goes")
+    option = "for the store of the checkpoints; may be given several times (--option: of the model)"
+    export.add_argument("--source-option", action="append", default=[], metavar="KEY=VALUE", help=option)
     export.add_argument("--build", required=True, metavar="WHAT", help="package.module:callable, or file.py:callable")
     export.add_argument("--arguments", default="{}", metavar="JSON", help="what it is called with, as one JSON object")
     export.add_argument("--example", metavar="WHAT", help="a callable as in --build that returns an input of the model")
@@ -82,7 +84,7 @@ def run_export(args: argparse.Namespace) -> int:
         raise BadInput(f"--arguments must be one JSON object, such as '{{\"dim\": 16}}': {error}") from error
     example = None if args.example is None else Builder.of(args.example, {}, None).call()
     opened = open_checkpoint(
-        store_of(_checkpoints_of(args.source, args.tracking_uri), args.option),
+        store_of(_checkpoints_of(args.source, args.tracking_uri), args.source_option),
         "newest" if args.step is None else args.step,
     )
     total = sum(4 * about.n_rows * about.dim for about in opened.tables.values())

@@ -136,7 +136,8 @@ class Coordinator:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
         if request.run < ledger.run:
-            return LeaseReply(self.position(at, done=True), None, "finished")
+            n_steps = self._cut(request.n_samples).n_steps
+            return LeaseReply(self.position(at, steps_done=n_steps), None, "finished")
         if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
@@ -406,15 +407,11 @@ class Coordinator:
             sums = added(sums, of_worker)
         return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
 
-    def position(
-        self, at: tuple[int, int] | None = None, steps_done: int | None = None, done: bool = False
-    ) -> JobPosition:
+    def position(self, at: tuple[int, int] | None = None, steps_done: int | None = None) -> JobPosition:
         """at: the epoch and its segment, when a worker asks for others than those of the ledger."""
         ledger = self.ledger
         of_ledger = ledger.epoch, ledger.segment
         epoch, segment = at or of_ledger
-        if done:  # an epoch that is over
-            steps_done = ledger.cut.n_steps
         return JobPosition(
             step=ledger.step,
             epoch=epoch,
@@ -497,12 +494,14 @@ class Coordinator:
         if self.loss_scale is not None:
             self.loss_scale.load(state["loss_scale"])
 
+    def _cut(self, n_samples: int) -> EpochPlan:
+        return EpochPlan(n_samples, self._enter.global_batch, self._enter.micro_batch)
+
     def _ledger(self, at: tuple[int, int], n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
         """at: the epoch and its segment."""
-        cut = EpochPlan(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
         return Ledger(
-            cut,
+            self._cut(n_samples),
             discipline,
             epoch=at[0],
             segment=at[1],

@@ -1,6 +1,7 @@
 """Evaluations in asynchronous modes: leased work like training, so that no worker waits for a slow or dead one.
 
-An evaluation is named by (phase, how many the phase had before); a phase is an epoch's batches, or what follows them.
+An evaluation is named by (phase, how many the phase had before); a phase is an epoch's batches, or what follows them,
+or the counting of a segment.
 The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is evaluated. What workers
 measure is added up as it comes, by `accumulators`; a worker that asks after the end, a late joiner for example, gets
 the result. None of it survives the coordinator's process: the evaluation begins again.
@@ -50,8 +51,8 @@ class Evaluations:
             if len(frames) != 1:
                 raise ProtocolError(f"Evaluate comes with one frame, got {len(frames)}")
             found = self._evaluations[key] = _Evaluation(request, bytes(frames[0]))
-            for old in sorted(self._evaluations)[:-_KEPT]:
-                del self._evaluations[old]
+            for oldest in list(self._evaluations)[:-_KEPT]:  # as they were begun: by name, a late count is the first
+                del self._evaluations[oldest]
         theirs, mine = found.request, request
         if (theirs.n_samples, theirs.batch) != (mine.n_samples, mine.batch):
             text = f"{theirs.n_samples} samples in batches of {theirs.batch}, here {mine.n_samples} of {mine.batch}"

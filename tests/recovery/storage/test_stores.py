@@ -164,6 +164,17 @@ def test_a_file_in_the_place_of_the_folder_is_found_by_the_check(tmp_path: Path)
         check(open_store(tmp_path / "file" / "job"))
 
 
+def test_what_a_writer_is_about_to_name_outlives_the_deletion_beside_it(tmp_path: Path) -> None:
+    """Shards of many versions of a model share a folder; that of blobs is of one save, and goes with it."""
+    store = open_store(tmp_path)
+    for folder in ("rows/ab", "blobs/000001-00000002"):
+        store.put(f"{folder}/0003", [b"data"])
+        (tmp_path / folder / ".0004.12345678").write_bytes(b"not whole yet")
+        store.delete([f"{folder}/0003"])
+    assert (tmp_path / "rows/ab/.0004.12345678").exists()
+    assert not (tmp_path / "blobs/000001-00000002").exists()
+
+
 def test_a_name_is_used_once(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put(NAME, [b"abc"])

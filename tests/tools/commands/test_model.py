@@ -49,6 +49,18 @@ def exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str
     return model, tmp_path / "m"
 
 
+def test_each_store_of_an_export_has_its_own_options(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    how = ["export", tmp_path / "c", f"memory://{tmp_path.name}", "--build", CODE]
+    assert "version 1" in said(capsys, *how, "--option", "asynchronous=no")
+    assert f"{tmp_path}/c: a local folder takes no storage options" in said(
+        capsys, *how, "--source-option", "key=k", status=1
+    )
+
+
 def frame_of(one: gba_hvd.Batch) -> pd.DataFrame:
     history = one.ids["history"]
     cuts = [*history.offsets.tolist(), len(history.values)]

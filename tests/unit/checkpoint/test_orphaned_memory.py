@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gba_hvd
+from gba_hvd.checkpoint import orphaned_memory
 from gba_hvd.checkpoint.orphaned_memory import MemorySurvey, collect_state, decide_resume, found_in, survey
 from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.ps.server.final_checkpoint import MemoryHold
@@ -224,3 +225,23 @@ def test_a_server_holds_the_memory_once_when_nobody_has_lived_there_for_long_eno
 def test_a_memory_that_is_gone_is_not_held(tmp_path: Path) -> None:
     hold = MemoryHold(tmp_path, 0, after_s=0.0)
     assert not hold.is_due() and not hold.begin(limit_s=1.0)
+
+
+def test_a_wait_for_a_final_checkpoint_is_reported_with_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def survey(folder: Path, timeout_s: float) -> None:
+        unused: Any = None
+        orphaned_memory.survey(folder, unused, timeout_s)
+
+    orphaned_memory.await_last_checkpoint(tmp_path, 70.0)
+    assert not caplog.records
+    mark = tmp_path / orphaned_memory.MARK.replace("*", "0")
+    for wait in (orphaned_memory.await_last_checkpoint, survey):
+        mark.touch()
+        monkeypatch.setattr("time.sleep", lambda _: mark.unlink())
+        monkeypatch.setattr(orphaned_memory, "no_process_lives", lambda _: False)
+        caplog.clear()
+        wait(tmp_path, 70.0)
+        (waits,) = [record.getMessage() for record in caplog.records]
+        assert waits.startswith("waiting for at most 70 s: a server of the job before saves a final checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -327,3 +328,21 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     assert job_events._what_continues(engine) == "", "it starts over"
     found.clear()
     assert job_events._what_continues(engine) == ""
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "n_workers", "warns"), [(2, 2, True), (1, 2, False), (2, 1, False), (1, 9, False)]
+)
+def test_workers_with_more_threads_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, n_threads: int, n_workers: int, warns: bool
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    host = LocalHost(neighbours=dict.fromkeys(range(1, n_workers), 5))
+    monkeypatch.setattr(sys.modules[__name__], "LocalHost", lambda: host)
+    _, events = reported(STARTED)
+    found = [event for event in events if event.kind == "too_many_threads"]
+    assert [event.level for event in found] == ["warning"] * warns
+    if warns:
+        assert "2 workers on h compute with 2 threads each, and it has 2 cores" in found[0].message
+        assert "OMP_NUM_THREADS=1 " in found[0].message

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
+from gba_hvd.callbacks import Event
 from gba_hvd.shm import job_board
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
@@ -327,6 +328,9 @@ def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_
     dataset.user = np.random.default_rng(0).integers(0, 2**60, len(dataset))
     job.epoch(dataset)
     (full,) = log.of("table_full")
+    assert "% of 200 lookups had no row of their own" in full.message
+    assert "capacity, which is 16 (48 rows: a multiple of 16 in each of 3 shards), to 96 and more" in full.message
+    assert full.message.endswith('or have it evict (evict="lfu")')
     assert full.data["table"] == "user" and "it evicts nothing" in full.message and full.level == "warning"
     last = [event.data["vocabulary"]["user"] for event in log.of("rates") if "vocabulary" in event.data][-1]
     assert last["size"] == len(job.tables.vocabulary("user")) <= last["capacity"] == 48
@@ -337,6 +341,20 @@ def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_
     assert shown is not None and shown["vocabulary"]["user"] == last
     words = f"{last['size']} of 48 rows taken on this host, 0 evicted, {last['no_room']:,} times no room; "
     assert ("ids of user", words + f"{last['missed_share']:.1%} of lookups without a row") in facts(shown)
+    job.state.engine.emit(Event("resumed", 5, "which ends the warning"))
+    job.state.engine.reports.vocabularies(now=True)
+    assert len(log.of("table_full")) == 2  # the table is still full
+
+
+def test_a_full_table_that_evicts_is_not_advised_to_evict(training: Any) -> None:
+    user = Table(dim=4, keys="hash64", capacity=16, evict="ttl", evict_after_steps=50)
+    job, log = training(tables={"user": user, "item": (7, 3)}, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    dataset = RawClicks()
+    dataset.user = np.random.default_rng(0).integers(0, 2**60, len(dataset))
+    job.epoch(dataset)
+    (full,) = log.of("table_full")
+    assert full.message.endswith("until that share is small; a restart from a checkpoint may")
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput, GBACallback
+from gba_hvd.data import ShardedStream
 from gba_hvd.epoch import EpochPlan, micro_batches_together, shares
 from gba_hvd.errors import StateMismatch
 from gba_hvd.switching.predictions import Rates, predicted
 from gba_hvd.switching.requests import ModeRequests
+from tests.unit.reading.test_segments import Shards
+from tests.unit.reading.test_segments import step as step_of_shards
 
 
 def test_neighbours_go_together_and_an_epoch_may_end_with_fewer() -> None:
@@ -98,6 +101,24 @@ def test_single_micro_batches_are_measured_where_measurements_decide(
     job.state.register_callbacks([GBACallback(**settings)])
     job.epoch(data)
     assert [len(rows) for rows in data.taken] == sizes
+
+
+def test_single_micro_batches_are_those_of_a_worker_s_usual_batches(workers: Any, training: Any) -> None:
+    """So a worker decodes no lane of another one to measure."""
+    jobs = [training(epoch=0, more={"sync_micro_batch": 8}) for _ in range(2)]  # M = 4: two batches a step
+    shards = {id(job): Shards([32] * 4) for job in jobs}
+    sizes: dict[int, list[int]] = {id(job): [] for job in jobs}
+
+    def act(job: Any) -> None:
+        job.state.register_callbacks([GBACallback(mode="auto")])
+        own = shards[id(job)]
+        for batch in gba_hvd.batches(ShardedStream(own.names, own.read, count=own.count), job.state):
+            sizes[id(job)].append(len(batch["label"]))
+            step_of_shards(job, batch)
+
+    workers.together(jobs, act)
+    assert list(sizes.values()) == [[8] * 4 + [4, 4] + [8] * 3] * 2
+    assert [len(set(own.read_so_far)) for own in shards.values()] == [2, 2]
 
 
 def test_an_operator_s_auto_reaches_the_chief_from_any_host_and_all_workers_measure(

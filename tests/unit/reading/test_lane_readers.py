@@ -65,6 +65,7 @@ def read_epoch(data: ParquetStream, plan: EpochPlan, n_workers: int, n_readers: 
             for share in plan.batches_of_step(step, together)[worker::n_workers]:
                 reader = readers.reader_of((share[0], len(share)))
                 n = sum(plan.samples_of_micro(micro) for micro in share)
+                readers.will_read((share[0], len(share)))
                 rows = order.rows(share[0] * plan.micro_batch, n)
                 found[share[0]] = streams[reader].take(rows).ids["user"].tolist()
         for one in streams:

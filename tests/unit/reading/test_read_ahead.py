@@ -92,6 +92,20 @@ def test_what_was_announced_and_does_not_come_is_thrown_away_also_while_it_is_re
     assert set(read.read) <= set(shares(0, 1, 2, 5, 7, 8))
 
 
+def test_what_is_announced_first_is_read_before_what_was_announced_earlier():
+    """A lease that was not expected does not wait for those that were."""
+    read = Recorder()
+    read.held[0, 1] = threading.Event()
+    with ReadAhead([read], depth=4) as ahead:
+        ahead.expect(shares(0, 1, 2, 3))
+        assert read.begun.acquire(timeout=60)
+        ahead.expect(shares(9, 1, 2, 3))
+        read.held[0, 1].set()
+        assert ahead.read((9, 1)) == ("batch", (9, 1))
+        assert [ahead.read((i, 1)) for i in (1, 2, 3)] == [("batch", (i, 1)) for i in (1, 2, 3)]
+    assert read.read == shares(0, 9, 1, 2, 3)
+
+
 def test_what_is_announced_again_in_the_same_order_is_read_once():
     read = Recorder()
     with ReadAhead([read], depth=3) as ahead:
@@ -200,6 +214,43 @@ def test_a_batch_of_another_number_of_samples_is_refused(training: Callable[...,
 )
 def test_how_many_samples_a_batch_has_is_found_where_it_can_be_known(batch: Any, found: int | None):
     assert n_samples_of(batch) == found
+
+
+def with_negatives(samples: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate(samples * 5)
+    return {**batch, "label": torch.cat([batch["label"][: len(samples)], torch.zeros(4 * len(samples))])}
+
+
+def time_first(samples: list[Any]) -> Any:
+    return torch.zeros(7, len(samples)), torch.zeros(7, len(samples))
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "n_samples"),
+    [
+        (with_negatives, lambda batch: len(batch["label"]) // 5),
+        (time_first, lambda batch: batch[0].size(1)),
+    ],
+)
+def test_how_many_samples_a_batch_was_made_of_may_be_given(
+    training: Callable[..., Any], collate_fn: Any, n_samples: Callable[[Any], int]
+):
+    def first(**how: Any) -> Any:
+        return next(gba_hvd.batches(Samples(), training().state, collate_fn=collate_fn, **how))
+
+    with pytest.raises(gba_hvd.BadInput, match=r"and 4 were to be read.* pass n_samples=lambda batch: \.\.\."):
+        first()
+    assert n_samples(first(n_samples=n_samples)) == 4
+    with pytest.raises(gba_hvd.BadInput, match="the batch has 5 samples, and 4 were to be read"):
+        first(n_samples=lambda batch: n_samples(batch) + 1)
+
+
+def test_ids_are_looked_for_only_where_no_label_shows_how_many_samples_there_are(training: Callable[..., Any]):
+    asked: list[Any] = []
+    next(
+        gba_hvd.batches(Samples(), training().state, ids=lambda batch: asked.append(batch) or batch["ids"], prefetch=0)
+    )
+    assert asked == []
 
 
 def test_ids_that_a_function_finds_are_looked_at(training: Callable[..., Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
 import threading
@@ -175,6 +176,72 @@ def test_a_segment_that_has_changed_is_not_resumed(training: Callable[..., Any])
         next(gba_hvd.batches(ShardedStream(shards.names, shards.read), job.state))
 
 
+def stopped(training: Callable[..., Any], steps_done: int) -> Any:
+    """A job that has trained two segments of 4 of 16 shards, and so many steps of the third."""
+    job, shards = training(epoch=0), Shards([16] * 16)
+    batches = gba_hvd.batches(ShardedStream(shards.names, shards.read, segment=4), job.state, seed=4)
+    for _ in range(32 + 4):
+        step(job, next(batches))
+    batches.close()
+    progress = job.state.engine.progress
+    assert (progress.cursor.segment, progress.cursor.steps_done) == (2, 1)
+    progress.cursor.steps_done = steps_done  # 0: a coordinator has opened the ledger, and nothing is decided
+    return job
+
+
+@pytest.mark.parametrize("steps_done", [0, 1])
+@pytest.mark.parametrize("segment_of_order", [1, 2])  # in an asynchronous mode rank 0 may be behind
+@pytest.mark.parametrize(
+    ("n_shards", "segment", "how", "words"),
+    [
+        (16, 100, {}, "shards in a segment 4, here 100"),
+        (16, 2, {}, "shards in a segment 4, here 2"),
+        (8, 4, {}, "shards 16, here 8"),
+        (24, 4, {}, "shards 16, here 24"),
+        (16, 4, {"seed": 5}, "seed 4, here 5"),
+        (16, 4, {"shuffle": False}, "shuffle True, here False"),
+    ],
+)
+def test_an_epoch_is_not_resumed_with_other_shards(
+    training: Callable[..., Any], n_shards: int, segment: int, how: dict[str, Any], words: str,
+    segment_of_order: int, steps_done: int,
+):  # fmt: skip
+    job, shards = stopped(training, steps_done), Shards([16] * n_shards)
+    progress = job.state.engine.progress
+    progress.order = dataclasses.replace(progress.order, segment=segment_of_order)
+    with pytest.raises(
+        gba_hvd.StateMismatch,
+        match=f"epoch 0 stands at step {steps_done} of segment 2 of what was begun with.* {words}",
+    ):
+        train(job, ShardedStream(shards.names, shards.read, segment=segment), **{"seed": 4, **how})
+    assert shards.read_so_far == []
+
+
+def test_an_epoch_is_not_resumed_with_shards_in_another_order(training: Callable[..., Any]):
+    job, shards = stopped(training, 1), Shards([16] * 16)
+    with pytest.raises(gba_hvd.StateMismatch, match="digest of their names"):
+        train(job, ShardedStream(shards.names[::-1], shards.read, segment=4), seed=4)
+
+
+def test_a_position_beyond_the_last_segment_is_refused_without_a_record_of_the_shards(training: Callable[..., Any]):
+    job, shards = stopped(training, 1), Shards([16] * 16)
+    progress = job.state.engine.progress
+    progress.order = dataclasses.replace(progress.order, n_shards=0, in_segment=0, shards=0)  # of a version before
+    with pytest.raises(gba_hvd.StateMismatch, match="stands in segment 2, and the dataset has segments 0 to 1 here"):
+        train(job, ShardedStream(shards.names, shards.read, segment=8), seed=4)
+    found = train(job, ShardedStream(shards.names, shards.read, segment=4), seed=4)
+    assert len(found) == 16 * 16 - 9 * 16
+    assert job.state.samples.total == 16 * 16
+
+
+def test_the_next_epoch_may_have_other_shards(training: Callable[..., Any]):
+    job = training(epoch=0)
+    for job.state.epoch, (n_shards, segment) in enumerate([(16, 4), (24, 4), (24, 5)]):
+        shards = Shards([16] * n_shards)
+        found = train(job, ShardedStream(shards.names, shards.read, segment=segment))
+        assert sorted(found) == shards.samples
+
+
 def test_a_shard_with_another_number_of_samples_than_counted_is_refused(training: Callable[..., Any]):
     shards = Shards([20, 20])
     data = ShardedStream(shards.names, shards.read, count=lambda name: 21)
@@ -208,6 +275,42 @@ def test_only_datasets_of_known_length_are_evaluated(training: Callable[..., Any
     stream = ShardedStream(shards.names, shards.read)
     with pytest.raises(gba_hvd.BadInput, match="how many samples a ShardedStream has is not known"):
         gba_hvd.evaluate(job.model, stream, job.state)  # type: ignore[arg-type]
+
+
+def test_shards_that_were_counted_ahead_are_given_up_after_a_switch(training: Callable[..., Any]):
+    job, shards = training(epoch=0), Shards([16] * 48)
+    data = ShardedStream(shards.names, shards.read, segment=12)
+    found, n_kept = [], dict[int, int]()
+    for batch in gba_hvd.batches(data, job.state):
+        found += step(job, batch)
+        segment = job.state.engine.progress.cursor.segment
+        n_kept[segment] = max(n_kept.get(segment, 0), len(data._samples._kept))
+        job.state.engine.mode.steps_together = segment == 0  # as in a mode with servers
+    assert sorted(found) == shards.samples
+    assert n_kept[0] > 12 and max(n_kept[2], n_kept[3]) <= 9  # of 4 lanes 2 windows each, and one more shard
+
+
+@pytest.mark.parametrize("size", [6, 10, 16, 40])
+@pytest.mark.parametrize("how", [{}, {"prefetch": 6}])
+def test_a_shard_is_kept_until_what_is_read_ahead_of_it_is_read(
+    training: Callable[..., Any], how: dict[str, Any], size: int
+):
+    """With one lane, batches of several windows are read ahead, and three shards are kept."""
+    job, shards = training(epoch=0, micro_batch=16), Shards([size] * 24)
+    train(job, ShardedStream(shards.names, shards.read, count=shards.count, segment=24), **how)
+    assert set(Counter(shards.read_so_far).values()) == {1}
+
+
+def test_each_shard_of_a_batch_is_looked_up_once(monkeypatch: pytest.MonkeyPatch):
+    shards = Shards([40, 40])
+    part = ShardedStream(shards.names, shards.read).segment(0, 0, 0, 4, False)
+    part.counted([40, 40])
+    looked_up, get = Counter[int](), part._stream._samples.get
+    monkeypatch.setattr(part._stream._samples, "get", lambda shard: looked_up.update([shard]) or get(shard))
+    numbers = [79, 3, 40, 4, 39]
+    assert [one["row"] for one in part.__getitems__(numbers)] == [(1, 39), (0, 3), (1, 0), (0, 4), (0, 39)]
+    assert looked_up == {0: 1, 1: 1}
+    assert [one["row"] for one in part] == shards.samples
 
 
 def test_leaving_the_loop_ends_what_reads_ahead(training: Callable[..., Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hash
     assert (again.version, again.new_shards) == (2, 0)
 
 
+def test_options_are_for_the_store_of_the_model(trained: Trained, tmp_path: Path) -> None:
+    """A checkpoint that needs some is opened with its own."""
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    url = f"memory://{uuid.uuid4().hex}"
+    assert gba_hvd.export_model(tmp_path / "c", url, build=CODE, asynchronous=False).version == 1
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
     trained: Trained, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +93,7 @@ def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
 def test_a_converted_model(job_memory: Callable[..., None], tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Converted()
+    nn.init.normal_(model.item.weight)  # rows of padding that no builder makes
     tables = gba_hvd.convert(model, gba_hvd.SGD(lr=0.1))
     job_memory(tables)
     checkpoint(model, tables, tmp_path / "c")

@@ -51,6 +51,11 @@ def test_the_columns_of_an_input_give_that_input(name: str) -> None:
     assert same(inputs.input_of(spec, frame), value)
 
 
+def test_nan_is_taken_where_the_example_has_it() -> None:
+    spec = inputs.spec_of(torch.tensor([1.0, float("nan")]), Model())
+    assert inputs.input_of(spec, {"x": [2.0, np.nan]}).isnan().tolist() == [False, True]
+
+
 def test_a_matrix_may_come_in_columns_of_numbers() -> None:
     spec = inputs.spec_of(torch.randn(4, 2), Model())
     found = inputs.input_of(spec, {"x_0": [1.0, 2.0], "x_1": [3, 4]})
@@ -74,6 +79,8 @@ GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.
         ({"history": [1, 2]}, "field 'history': expected a list of int64 for each sample, got int"),
         ({"history": [["a"], []]}, "field 'history': expected int64, got"),
         ({"dense": [[1.0], [2.0, 3.0]]}, r"field 'dense': expected \[2\] of float32, got lists of different lengths"),
+        ({"dense": [[1.0, np.nan], [2.0, 3.0]]}, "field 'dense': NaN, and the example that the model was saved with"),
+        ({"dense": [[1.0, 1e300], [2.0, 3.0]]}, r"field 'dense': 1e.300 does not fit into float32"),
         ({"dense": [[1.0], [2.0]]}, r"field 'dense': expected \[B, 2\] of float32, got \[2, 1\]"),
     ],
 )

@@ -19,6 +19,7 @@ from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
 from gba_hvd.switching import requests
 from gba_hvd.switching.decision_reports import DecisionReports
+from gba_hvd.switching.measurements import N_NEWEST, N_RECENT, RecentTimes
 from gba_hvd.switching.mode_limits import options_idle, row_average_idle
 from gba_hvd.switching.policy import Decision
 from gba_hvd.switching.predictions import Rates, expected_old_values
@@ -297,7 +298,7 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
         ({"staleness": "linear"}, "is of mode 'gba'"),
         ({"mode": "bsp", "tolerance": 2}, "is of mode 'gba'"),
         ({"mode": "gba", "enter_gain": 1.2}, "enter_gain=1.2 has no effect in mode 'gba': it is of mode 'auto'"),
-        ({"mode": "allreduce", "patience": 2}, "is of mode 'auto'"),
+        ({"mode": "allreduce", "switch_at": {9: "gba"}, "patience": 2}, "is of mode 'auto'"),
         ({"mode": "shadow", "min_stay": 2}, "is of mode 'auto'"),
         ({"mode": "gba", "every": 5}, "is of modes 'easgd', 'ma', 'bmuf'"),
         ({"mode": "gba", "elasticity": 0.5}, "is of modes 'shadow', 'easgd', 'ma', 'bmuf'"),
@@ -321,6 +322,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any]
     "settings",
     [
         {"mode": "allreduce", "tolerance": 2, "every": 5, "slack": 1},  # for what an operator requests
+        {"mode": "allreduce", "patience": 3, "min_stay": 9},  # the same, for "auto"
         {"mode": "gba", "switch_at": {9: "hop_bw"}, "tolerance": 2, "backups": 2},
         {"mode": "gba", "switch_at": {9: "auto"}, "enter_gain": 1.2},
         {"mode": "shadow", "sync": "bmuf", "block_rate": 0.8, "pause_s": 0.5, "elasticity": 0.3},
@@ -622,6 +624,22 @@ def test_a_switch_that_does_not_pay_is_undone_and_remembered_through_a_restart()
     assert successor.last.allreduce == pytest.approx(6 / 0.36), "times of those that left are gone"
 
 
+def test_rates_over_all_steps_since_a_switch_are_worked_out_only_while_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callback, last = GBACallback(), list[int]()
+    for step in range(1, 100):
+        callback.measured_allreduce(step, EVEN, 0.26, 6)
+    callback.switched("gba", 100)
+    times = RecentTimes.times
+    monkeypatch.setattr(RecentTimes, "times", lambda own, n=N_RECENT: last.append(n) or times(own, n))
+    in_gba(callback, EVEN, N_RECENT, 101, per_step_s=0.2)
+    assert N_RECENT in last
+    last.clear()
+    in_gba(callback, EVEN, 20, 101 + N_RECENT, per_step_s=0.2)
+    assert set(last) == {N_NEWEST}
+
+
 def test_a_state_of_an_older_version_is_read() -> None:
     callback = GBACallback()
     state = callback.state_dict()
@@ -632,23 +650,49 @@ def test_a_state_of_an_older_version_is_read() -> None:
     assert callback.mode_request(40, "allreduce") is not None
 
 
+class GbaChief:
+    """The chief's ModeRequests in gba, on a clock of its own; two workers push four micro-batches in each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(requests.time, "perf_counter", lambda: self.now_s)
+        self.progress, self.callback = Progress(None, StepHooks()), GBACallback()
+        engine: Any = SimpleNamespace(
+            world=SimpleNamespace(rank=0, size=2), progress=self.progress, elp=12, emit=lambda event: None,
+            model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
+        )  # fmt: skip
+        self.requests = requests.ModeRequests(engine, self.callback)
+        self.requests.mode_entered()
+
+    def step(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.progress.step += 1
+        step = self.progress.step
+        newest = [(0, 7, 3 * step, 0.1), (1, 9, step, 0.3)]
+        position = JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], newest=newest)
+        servers: Any = SimpleNamespace(name="gba", position=position, drain_metrics=lambda: ({}, []))
+        self.requests.before_micro_batch(servers, 0.004)
+
+
 def test_the_chief_measures_in_gba_what_all_workers_have_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(0.1 * tick for tick in range(10_000))
-    monkeypatch.setattr(requests.time, "perf_counter", lambda: next(clock))
-    progress, callback = Progress(None, StepHooks()), GBACallback()
-    engine: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=0, size=2), progress=progress, elp=12, emit=lambda event: None,
-        model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
-    )  # fmt: skip
-    participant = requests.ModeRequests(engine, callback)
-    participant.mode_entered()
-    servers: Any = SimpleNamespace(name="gba", position=JobPosition(), drain_metrics=lambda: ({}, []))
-    for progress.step in range(1, 12):
-        newest = [(0, 7, 3 * progress.step, 0.1), (1, 9, progress.step, 0.3)]
-        servers.position = JobPosition(step=progress.step, rates=[(0, 0.2), (1, 0.2)], newest=newest)
-        participant.before_micro_batch(servers, 0.004)
-    state = callback.state_dict()
-    assert callback.last is not None and state["trained_s"] > 0
-    assert callback.last.gba == pytest.approx(4 * 10 / state["trained_s"]), "four in each step after the first look"
+    chief = GbaChief(monkeypatch)
+    for _ in range(11):
+        chief.step(0.5)
+    assert chief.callback.state_dict()["trained_s"] == pytest.approx(10 * 0.5)
+    last = chief.callback.last
+    assert last is not None
+    assert last.gba == pytest.approx(4 / 0.5), "four in each step after the first look"
     allreduce = 4 / (2 * 0.3)
-    assert callback.last.allreduce == pytest.approx(allreduce, rel=0.01), "by the newest times, not by their means"
+    assert last.allreduce == pytest.approx(allreduce, rel=0.01), "by the newest times, not by their means"
+
+
+def test_an_evaluation_is_no_time_in_gba(monkeypatch: pytest.MonkeyPatch) -> None:
+    chief = GbaChief(monkeypatch)
+    for step in range(30):
+        if step % 3 == 2:
+            chief.now_s += 60.0
+            chief.requests.paused()
+        chief.step(0.5)
+    last = chief.callback.last
+    assert last is not None and last.gba == pytest.approx(4 / 0.5)
+    assert chief.callback.state_dict()["trained_s"] == pytest.approx(19 * 0.5)

@@ -87,6 +87,22 @@ def test_a_cost_that_was_not_measured_for_an_hour_may_be_the_least_again() -> No
     assert cost.value(18 + FORGET_S) == 0.1
 
 
+@pytest.mark.parametrize("first_s", [0.0, 0.01, 1.0])
+def test_what_was_assumed_before_the_first_reading_is_forgotten_with_it(first_s: float) -> None:
+    cost = RecentCost(first_s)
+    for at_s in range(3):
+        cost.add(0.08, at_s)
+        assert cost.value(at_s) == 0.08
+    assert cost.value(3 + FORGET_S) == 0.08
+
+
+def test_one_odd_reading_is_not_the_least_that_a_cost_was() -> None:
+    cost = RecentCost(first_s=0.2)
+    for at_s, seconds in enumerate([0.0] + [0.08] * 20):
+        cost.add(seconds, at_s)
+    assert cost.value(21 + FORGET_S) == 0.08
+
+
 def test_pushes_are_counted_from_the_second_look_on() -> None:
     readings = PushReadings()
     assert readings.take([(0, 7, 3, 0.1), (1, 8, 5, 0.2)]) == ([0.0, 0.0], 0, False)

@@ -437,3 +437,20 @@ def test_a_coordinator_that_goes_on_knows_that_the_chief_has_died() -> None:
     successor.beat(HeartbeatMsg(1, 0, 0, 1001, GENERATION))
     answer = successor.ask(ask(1, 51))
     assert isinstance(answer, LeaseReply) and answer.status == "finished"
+
+
+def test_a_worker_that_asks_for_an_older_segment_learns_how_many_steps_that_had() -> None:
+    coordinator = a_coordinator(Clock(), n_samples=64)
+    request = 0
+    while coordinator.ledger.segment == 0:
+        request += 1
+        answer = coordinator.ask(ask(1, request, n_samples=64))
+        assert isinstance(answer, LeaseReply)
+        if answer.lease is None:
+            assert coordinator.ask(ask(1, request, segment=1, n_samples=16)) is not None
+        else:
+            done(coordinator, 1, answer.lease)
+            apply_steps(coordinator)
+    late = coordinator.ask(ask(2, 1, n_samples=64))
+    assert isinstance(late, LeaseReply) and late.status == "finished"
+    assert (late.position.segment, late.position.steps_done) == (0, 4)
