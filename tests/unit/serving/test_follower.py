@@ -290,8 +290,10 @@ def test_requests_see_whole_updates_only(serve: Callable[..., Served]) -> None:
             served.job.train(np.arange(100))
             served.job.save("full" if number % 5 == 0 else "delta")
             expected[evaluated(served.job.model, served.one).numpy().tobytes()] = number
-            n_seen = len(seen)
+            while not seen and thread.is_alive():
+                stop.wait(0.001)
             assert follower.poll() is not None
+            n_seen = len(seen)  # the next answer may have been computed before the update
             while len(seen) < n_seen + 2 and thread.is_alive():
                 stop.wait(0.001)
     finally:
