@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gba_hvd.metrics.scores import Scores, TaskScores
     from gba_hvd.optimizer import DistributedOptimizer
     from gba_hvd.retrieval import evaluate_retrieval
+    from gba_hvd.serving.follower import Follower, Update
     from gba_hvd.serving.load import OpenModel, load_for_inference, open_model
     from gba_hvd.serving.log_model import LogModel
     from gba_hvd.serving.save import SavedModel, export_model, save_model
@@ -49,6 +50,7 @@ __all__ = [
     "Event",
     "FaultSchedule",
     "Feature",
+    "Follower",
     "GBACallback",
     "GbaError",
     "Job",
@@ -67,6 +69,7 @@ __all__ = [
     "Table",
     "Task",
     "TaskScores",
+    "Update",
     "batches",
     "convert",
     "elastic",
@@ -101,6 +104,7 @@ _IN = {
     "metrics.ranking": ("RetrievalScores",),
     "retrieval": ("evaluate_retrieval",),
     "serving.log_model": ("LogModel",),
+    "serving.follower": ("Follower", "Update"),
     "serving.load": ("OpenModel", "load_for_inference", "open_model"),
     "serving.save": ("SavedModel", "export_model", "save_model"),
     "switching.callback": ("GBACallback",),

@@ -104,6 +104,11 @@ class CheckpointCallback:
                 f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
                 "or another recovery"
             )
+        if self.config.save_bytes is not None and self.is_planned:
+            raise BadInput(
+                "save_bytes has no effect on an interval that is planned from what saves take: give every_s or "
+                "every_steps as well, or row_fraction in its place"
+            )
         self.recovery = recovery
         goals = (mtbf_h, target_pls, longest_s, one_host, recovery)
         self.given = Goals(self.config.policy, self.config.row_fraction, *goals)

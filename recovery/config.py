@@ -22,6 +22,10 @@ _IDLE: dict[str, tuple[Callable[[str], bool], str]] = {  # setting: the policies
         lambda policy: policy in ("full", "delta"),
         "which takes no share of the rows: mfu, ssu, scar and registered policies do",
     ),
+    "save_bytes": (
+        lambda policy: policy in ("full", "delta", "ssu"),
+        "which takes no share of the rows, or lists of a fixed length: mfu, scar and registered policies do",
+    ),
     "ssu_period": (lambda policy: policy != "ssu", "which samples no accesses: ssu does"),
     "bits": (
         lambda policy: policy == "full",
@@ -37,6 +41,7 @@ class Config:
     job:              name of the job that writes: one of the same name takes over at once. None: a unique name
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
     row_fraction:     share of a table's rows that mfu, ssu, scar and registered policies take
+    save_bytes:       in place of row_fraction: about the most bytes of the rows of a partial save
     ssu_period:       ssu looks at every so-manieth access
     budget_bytes:     memory for all rows in flight while saving, or restoring (beside the buffers that saves keep); not
                       what the policy needs, nor the list of sections (half a kilobyte for each)
@@ -65,6 +70,7 @@ class Config:
     job: str | None = None
     policy: str = "delta"
     row_fraction: float = 0.125
+    save_bytes: int | None = None
     ssu_period: int = 2
     budget_bytes: int = 256 << 20
     section_bytes: int = 2 << 20
@@ -92,6 +98,11 @@ class Config:
         SAVE_POLICIES.get(self.policy)
         if not 0 < self.row_fraction <= 1:
             raise BadInput(f"row_fraction is a share of the rows, above 0 and at most 1, got {self.row_fraction}")
+        if self.save_bytes is not None and (self.save_bytes < 1 or self.row_fraction != Config.row_fraction):
+            raise BadInput(
+                f"save_bytes is a number of bytes, in place of row_fraction: got {self.save_bytes} and "
+                f"row_fraction={self.row_fraction}"
+            )
         if self.budget_bytes < _LEAST_BUDGET:
             raise BadInput(f"budget_bytes must be at least {_LEAST_BUDGET}, got {self.budget_bytes}")
         for name in ("section_bytes", "blob_bytes", "threads", "readers", "concurrent_puts", "ssu_period"):

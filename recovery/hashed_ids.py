@@ -33,3 +33,16 @@ def ids_of(keys: np.ndarray) -> np.ndarray:
     x *= np.uint64(_BACK_1)
     x ^= x >> np.uint64(30) ^ x >> np.uint64(60)
     return (x ^ _SIGN).view(np.int64)
+
+
+def newest_rows(keys: np.ndarray, last_used: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(keys int64 [k], ascending and distinct; the row of each), of rows that may be several of one key.
+
+    The one used last counts, then the lower row, as a restore does (`KeyedRowSource.settle`).
+    keys: int64 [n]; last_used: uint32 [n], steps; rows: int64 [n]
+    """
+    order = np.lexsort((rows, -last_used.astype(np.int64), keys))
+    keys, rows = keys[order], rows[order]
+    first = np.ones(len(keys), np.bool_)
+    first[1:] = keys[1:] != keys[:-1]
+    return keys[first], rows[first]

@@ -50,7 +50,7 @@ from recovery.restore import Report, TrainingPoint, restore
 from recovery.restore.inspect import read_state
 from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
-from recovery.selection.importance import list_capacities
+from recovery.selection.importance import list_capacities, share_within
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
 
@@ -101,6 +101,8 @@ class JobCheckpoints(StepParticipant):
             tables = engine.model.tables
             capacities = list_capacities(schema_of(tables.layout), config.row_fraction)
             tables.layout = replace(tables.layout, sampled=SampledSpec(capacities, config.ssu_period))
+        if config.save_bytes is not None:
+            share_within(schema_of(engine.model.tables.layout), config.save_bytes)  # refuses too few, now
         self.callback = callback
         self._engine = engine
         self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers

@@ -109,7 +109,7 @@ def assemble(
             )
     model.load_state_dict(state)
     tables = tables_in(model)
-    _check_tables(tables, stored)
+    check_tables(tables, stored)
     _set_padding_rows(model, padding_rows)
     return tables
 
@@ -160,7 +160,8 @@ def _set_padding_rows(model: nn.Module, padding_rows: PaddingRows) -> None:
             module.padding_row = None if row is None else row.to(module.dtype)
 
 
-def _check_tables(tables: list[EmbeddingTables], stored: Mapping[str, StoredTable]) -> None:
+def check_tables(tables: list[EmbeddingTables], stored: Mapping[str, StoredTable]) -> None:
+    """Raises BadInput where a built module has other tables than those that were saved."""
     mine = {name: (one, table) for one in tables for name, table in one.tables.items()}
     if more := sorted(stored.keys() - mine.keys()):
         raise BadInput(f"the saved model has a table {more[0]!r}, the built module has {', '.join(mine) or 'none'}")

@@ -115,8 +115,8 @@ def save_model(
     spec = None if input_example is None else inputs.spec_of(input_example, model)
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
-    stand_ins = _stand_ins(list(rows.values()))
-    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
+    stored_as = stand_ins(list(rows.values()))
+    assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
             fresh.to(devices.pop())
@@ -163,8 +163,8 @@ def export_model(
     fresh, dense = builder.build(), opened.dense()
     converted = _converted_by(fresh, opened)
     names = list(opened.tables)
-    stand_ins = _stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stand_ins, converted, dense, padding_rows_in(opened), {})
+    stored_as = stand_ins([CheckpointRows(opened, name, None) for name in names])
+    assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
@@ -188,7 +188,7 @@ def _outputs(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-def _stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:
+def stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:
     """Tables without shards: what a built module is checked against before anything is written."""
     return {
         one.name: StoredTable(

@@ -56,7 +56,7 @@ def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:
     """Register a logged model, unless an attempt before has; returns the version."""
     mlflow.set_tracking_uri(uri)
     client, name = MlflowClient(tracking_uri=uri), facts["registered_model_name"]
-    there = [one for one in client.search_model_versions(f'name="{name}"') if f"models:/{one.model_id}" == model_uri]
+    there = [one for one in client.search_model_versions(f'name="{name}"') if one.source == model_uri]
     version = (there[0] if there else mlflow.register_model(model_uri, name, tags=facts["tags"])).version
     if facts["alias"]:
         client.set_registered_model_alias(name, facts["alias"], version)

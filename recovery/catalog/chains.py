@@ -5,7 +5,7 @@ Only names, sizes and manifests are looked at here. Whether the bytes of a blob 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from recovery.errors import Damaged, NotFound
@@ -43,17 +43,20 @@ class Skipped:
 
 
 def chains(
-    store: Store, is_wanted: Callable[[int, int], bool] = lambda epoch, number: True
+    store: Store,
+    is_wanted: Callable[[int, int], bool] = lambda epoch, number: True,
+    opened: Collection[Manifest] = (),
 ) -> Iterator[Chain | Skipped]:
     """Every checkpoint of the store, newest first by (epoch, number): its chain, or what is wrong with it.
 
     is_wanted: by the epoch it was written under and its number; others are passed over, and not read.
+    opened: manifests that the caller has of an earlier call; they are not read again, nor their objects looked for.
 
     Raises BadInput when a newer version of this program wrote one: to fall back silently behind it would lose work.
     """
     names = [name for name in manifest_names(store) if (age := age_of(name)) is not None and is_wanted(*age)]
     there = store.names("blobs/")  # later: of what is saved meanwhile the manifest comes last
-    known: dict[str, Manifest | Damaged] = {}
+    known: dict[str, Manifest | Damaged] = {manifest.name: manifest for manifest in opened}
     for name in reversed(names):
         try:
             yield _chain(store, name, known, there)

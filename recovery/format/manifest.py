@@ -83,7 +83,8 @@ class Manifest:
     kind: "full" | "delta" | "mfu" | "ssu" | "scar" | "registered:NAME", by a policy that a distribution registered.
     parent: name of the checkpoint it is on top of; None for a base.
     step: of the state; rows have the steps of their sections. samples: applied so far.
-    saved_unix_s: for people. about: plain JSON of the caller (job, mode, versions ...).
+    saved_unix_s: for people, and for the age of a model that follows a job.
+    about: plain JSON of the caller (job, mode, versions ...).
     """
 
     epoch: int

@@ -6,8 +6,9 @@ For people and tools that look at checkpoints; a model is filled by `restore`. M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import xxhash
@@ -147,6 +148,37 @@ def read_rows(
     for manifest in chain.manifests:  # the later one wins
         fill(manifest)
     return there
+
+
+def saved_rows(
+    store: Store, manifest: Manifest, on_bytes: Callable[[int], object] = lambda n: None
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """What one save wrote, verified: (table, rows int64 [n], records float32 [n, width]) of each section.
+
+    No row comes twice. on_bytes: as of `verify`. Raises Damaged when a byte is not what was saved, NotFound when an
+    object is gone.
+    """
+
+    def decoded(run: SectionRun) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        data, found, n_shards = read(store, run.blob, run.sections[0].start, run.n_bytes), [], manifest.schema.n_shards
+        for section, piece in run.pieces(data):
+            table, where = manifest.schema.tables[section.table], f"{manifest.name}: {run.blob}"
+            indices, records = row_codec.decode_rows(piece, section, table, n_shards, where)
+            found.append((section.table, section.shard + n_shards * indices, records))
+        return found
+
+    waiting: deque[tuple[SectionRun, Future[list[tuple[int, np.ndarray, np.ndarray]]]]] = deque()
+    with ThreadPoolExecutor(_READERS, "read") as pool:
+        try:
+            for run in (*runs(manifest.blobs, lambda _: True, _READ_BYTES), None):
+                if run is not None:
+                    waiting.append((run, pool.submit(decoded, run)))
+                while len(waiting) > (_READERS if run is not None else 0):
+                    done, future = waiting.popleft()
+                    yield from future.result()
+                    on_bytes(done.n_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _may_have(section: Section, n_shards: int, only: np.ndarray) -> bool:

@@ -22,7 +22,7 @@ from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
-from recovery.hashed_ids import ids_of, keys_of_ids
+from recovery.hashed_ids import ids_of, keys_of_ids, newest_rows
 from recovery.restore.inspect import read_rows, read_state, verify
 from recovery.rows import KEY, NO_KEY, USES, Table
 from recovery.storage.open import open_store
@@ -246,12 +246,7 @@ class OpenCheckpoint:
             there = self._read_columns(name, columns, None)
             n_own = table.n_rows - self.tables[name].shared_rows
             mine = np.flatnonzero(there[:n_own] & (keys[:n_own] != NO_KEY))
-            # As a restore does (`KeyedRowSource.settle`): the later step counts, then the lower row.
-            order = np.lexsort((mine, -uses[mine, 1].astype(np.int64), keys[mine]))
-            mine = mine[order]
-            first = np.ones(len(mine), np.bool_)
-            first[1:] = keys[mine[1:]] != keys[mine[:-1]]
-            self._keys[name] = keys[mine[first]], mine[first]
+            self._keys[name] = newest_rows(keys[mine], uses[mine, 1], mine)
         return self._keys[name]
 
 

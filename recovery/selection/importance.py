@@ -28,6 +28,7 @@ from recovery.rows import KEY, Schema, Table
 from recovery.selection.sampled_accesses import n_words
 
 _PIECE = 1 << 20  # rows looked at at once
+_PLACE_BYTES = 8  # at most, of a row that is not in a run
 _DROPPED = 13  # of float32's 23 bits of mantissa
 _N_KEYS = (0x7FFFFFFF >> _DROPPED) + 2
 
@@ -127,6 +128,26 @@ def n_taken(policy: str, n_rows: int, r: float) -> int:
     """How many rows of a table one save takes at most."""
     _check(policy, r)
     return n_rows if policy in ("full", "delta") else min(n_rows, max(1, round(r * n_rows)))
+
+
+def share_within(schema: Schema, save_bytes: int) -> float:
+    """The share of the rows of each table, but the small ones, so that a save has at most so many bytes of rows.
+
+    A row also takes up to 8 bytes for its place. Raises BadInput when the small tables, and a row of each shard of the
+    others, are more.
+    """
+    small = small_tables(schema)
+    whole = sum(t.n_rows * t.record_bytes for number, t in enumerate(schema.tables) if number in small)
+    others = [t for number, t in enumerate(schema.tables) if number not in small]
+    costs = [t.record_bytes + _PLACE_BYTES for t in others]
+    left, least = save_bytes - whole, schema.n_shards * sum(costs)  # (each shard may round up)
+    if left < least:
+        raise BadInput(
+            f"save_bytes={save_bytes:,} is too little: small tables, which each save takes whole, and a row of each "
+            f"shard of the others have {whole + least:,} bytes"
+        )
+    n_bytes = sum(t.n_rows * cost for t, cost in zip(others, costs, strict=True))
+    return min(1.0, (left - least) / n_bytes + 1e-12) if others else 1.0
 
 
 def extra_bytes(policy: str, table: Table, n_rows: int, r: float) -> int:

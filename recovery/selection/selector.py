@@ -41,6 +41,9 @@ class Selection:
         """tracker_path, counters: see `Tracker`. rng: of SSU."""
         self._source, self._config = source, config
         self._small = importance.small_tables(source.schema)
+        self._row_fraction = config.row_fraction
+        if config.save_bytes is not None:
+            self._row_fraction = importance.share_within(source.schema, config.save_bytes)
         self._tracker = Tracker(source, tracker_path, counters) if config.policy in ("delta", "mfu") else None
         self._valid_for: str | None = None
         self._policy: SavePolicy | None = None  # where neither the tracker nor the stream of updates decides
@@ -67,7 +70,7 @@ class Selection:
         else:
             tables = list(schema.tables)
         return sum(
-            importance.extra_bytes(config.policy, table, table.rows_in(shard, schema.n_shards), config.row_fraction)
+            importance.extra_bytes(config.policy, table, table.rows_in(shard, schema.n_shards), self._row_fraction)
             for shard in self._source.shards()
             for table in tables
         )
@@ -87,7 +90,7 @@ class Selection:
                 if kind == "delta":
                     n = sum(int(np.count_nonzero(self._since(number, shard, piece))) for piece in _pieces(n))
                 elif kind != "full" and number not in self._small:
-                    n = importance.n_taken(kind, n, self._config.row_fraction)
+                    n = importance.n_taken(kind, n, self._row_fraction)
                 total += n * table.record_bytes
         return total
 
@@ -174,7 +177,7 @@ class Selection:
             parts = [(shard, piece) for shard, n in zip(shards, n_rows, strict=True) for piece in _pieces(n)]
             found = [importance.histogram(score(number, shard, piece)) for shard, piece in parts]
             limit = importance.threshold(
-                found, importance.n_taken(self._config.policy, sum(n_rows), self._config.row_fraction)
+                found, importance.n_taken(self._config.policy, sum(n_rows), self._row_fraction)
             )
             for (shard, piece), quota in zip(parts, limit.quotas, strict=True):
                 limits.setdefault((number, shard), []).append((piece, limit.key, quota))
@@ -205,7 +208,7 @@ class Selection:
                 self._sampled(*part)
 
     def _lists(self, rng: np.random.Generator | None = None) -> Mapping[tuple[int, int], SampledAccesses]:
-        capacities = importance.list_capacities(self._source.schema, self._config.row_fraction)
+        capacities = importance.list_capacities(self._source.schema, self._row_fraction)
         return cast(SampledRowSource, self._source).sampled_accesses(capacities, self._config.ssu_period, rng)
 
 

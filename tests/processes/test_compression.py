@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +229,22 @@ def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:
 def test_a_job_killed_in_an_asynchronous_mode_goes_on_with_what_was_not_sent(tmp_path: Path) -> None:
     """Of the pushes that the checkpoint has, and of no others: those are computed again."""
     plan = {**TWO_HOSTS, **SPARSE, **saving(tmp_path, every_steps=6)}
-    # The checkpoint is made between steps 6 and 8, a next one would be at 12: what is pushed after 8 is in none.
+    # The checkpoint is made between steps 6 and 8, a next one would be at 12: what is pushed after 8 is in none. Only
+    # the worker on the other host than the dense values leaves something behind, so both push before and after.
     holds = {"8": "saved", "11": "never"}
-    with cluster(tmp_path / "first", **plan, gba={"mode": "gba"}, holds=holds) as job:
+    first_push = [waits(rank, f"fault-{1 - rank}", "before push", 0) for rank in (0, 1)]
+    step_3 = [waits(rank, "both pushed", "before push of step", 3) for rank in (0, 1)]
+    faults = {"faults": [*first_push, *step_3]}
+    with cluster(tmp_path / "first", **plan, gba={"mode": "gba"}, holds=holds, **faults) as job:
         job.start_elastic(TWO)
-        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        wait_for(lambda: job.ended or len(pushes_of_workers(job)) == 2, "a push of each worker", PATIENCE_S)
+        (job.out / "both pushed").touch()
+        held = lambda: len(list(job.out.glob("held-by-saved-*"))) == 2  # noqa: E731
+        wait_for(lambda: job.ended or (held() and events(job, "checkpoint")), "a checkpoint", PATIENCE_S)
+        before = pushes_of_workers(job)
         (job.out / "saved").touch()
-        wait_for(lambda: job.ended or job.last_step() >= 10, "more steps", PATIENCE_S)
+        more = lambda: all(n > before[pid] for pid, n in pushes_of_workers(job).items())  # noqa: E731
+        wait_for(lambda: job.ended or more(), "one more push of each worker", PATIENCE_S)
         assert not job.ended, job.log()
         job.kill_all()
         pushes = pushes_with_residuals(job)
@@ -250,6 +260,14 @@ def test_a_job_killed_in_an_asynchronous_mode_goes_on_with_what_was_not_sent(tmp
         np.testing.assert_allclose(sum(rests), sum(left), rtol=1e-3, atol=1e-4)
         assert sorted(map(bool, rests)) == [False, True]
         assert_balanced(job, began=sum(rests))
+
+
+def waits(rank: int, file: str, point: str, step: int) -> dict[str, Any]:
+    return {"point": point, "step": step, "rank": rank, "do": "wait for", "file": file}
+
+
+def pushes_of_workers(job: Cluster) -> Counter[int]:
+    return Counter(line["pid"] for line in job.notes("pushed"))
 
 
 def pushes_with_residuals(job: Cluster) -> list[dict[str, Any]]:

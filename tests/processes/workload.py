@@ -286,3 +286,11 @@ def digest_of_dense(parameters: Iterable[tuple[Any, Mapping[str, Any]]]) -> str:
         for name, value in sorted(state.items()):
             digest.update(name.encode() + np.asarray(value).tobytes())
     return digest.hexdigest()[:16]
+
+
+def served_model(hashed: dict[str, Any] | None = None) -> Model:
+    """The model of a plan without features, for predictions."""
+    users = gba_hvd.Table(300, 8) if hashed is None else gba_hvd.Table(dim=8, keys="hash64", **hashed)
+    return Model(
+        gba_hvd.EmbeddingTables({"user": users, "item": (40, 6)}, gba_hvd.Adagrad(lr=0.05), seed=5, n_shards=4)
+    )

@@ -285,14 +285,14 @@ def test_a_registry_that_refuses_costs_the_version_only(
 ) -> None:
     how = {"registered_model_name": "not/allowed: name"}
     callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how))
-    run_job(callback, trained(), "refused")
-    run = only_run(database, "refused")
+    run_job(callback, trained(), "refused name")
+    run = only_run(database, "refused name")
     assert run.info.status == "FINISHED"
     events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
     (found,) = [one for one in events if one["event"] == "model_not_logged"]
     assert re.search(r"is logged as models:/\S+ and was not registered: call mlflow.register_model", found["message"])
     assert found["message"] in capsys.readouterr().err
-    (logged,) = logged_models(database, "refused")
+    (logged,) = logged_models(database, "refused name")
     assert logged.name == "ctr"
 
 

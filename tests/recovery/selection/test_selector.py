@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from recovery.callback import CheckpointCallback
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.policies import POLICIES
@@ -186,3 +187,42 @@ def test_a_save_that_may_be_the_last_leaves_out_no_change_under_mfu() -> None:
     assert sum(len(np.arange(10**4)[found[0, shard]]) for shard in rows.shards()) == changed
     selection.commit("delta")
     assert all(len(places) == 0 for part, places in noted(selection, rows, "mfu").items() if part[0] == 0)
+
+
+@pytest.mark.parametrize("save_bytes", [5_000, 60_000])
+def test_a_save_with_a_budget_of_bytes_takes_what_was_updated_most_and_leaves_the_rest_due(save_bytes: int) -> None:
+    rows = two_tables(3)
+    selection = Selection(rows, Config(policy="mfu", save_bytes=save_bytes))
+    noted(selection, rows, "full")
+    selection.commit("base")
+    train(rows, 40, seed=1)
+    since = rows.slab(0, 0).counts.copy()
+    changed = sum(int(np.count_nonzero(rows.slab(0, shard).counts)) for shard in range(3))
+    n_saves, n_taken = 0, 0
+    while n_taken < changed:
+        found = noted(selection, rows, "mfu")
+        selection.commit(f"save {n_saves}")
+        taken = {part: len(np.asarray(found[part])) if not isinstance(found[part], slice)
+                 else len(rows.slab(*part)) for part in found}  # fmt: skip
+        n_bytes = sum(n * (rows.schema.tables[table].record_bytes + 8) for (table, _), n in taken.items())
+        assert n_bytes <= save_bytes
+        if not n_saves:
+            mine = np.asarray(found[0, 0])
+            left = np.setdiff1d(np.arange(len(since)), mine)
+            assert since[mine].min() >= since[left].max()
+        now = sum(n for (table, _), n in taken.items() if table == 0)
+        assert now, "the rest is due, and comes"
+        n_saves, n_taken = n_saves + 1, n_taken + now
+    assert n_taken == changed
+    assert n_saves > 1
+
+
+def test_too_few_bytes_are_refused() -> None:
+    with pytest.raises(BadInput, match="save_bytes=200 is too little"):
+        Selection(two_tables(3), Config(policy="mfu", save_bytes=200))
+    with pytest.raises(BadInput, match="in place of row_fraction"):
+        Config(policy="mfu", row_fraction=0.5, save_bytes=5000)
+    with pytest.raises(BadInput, match="save_bytes=5000 has no effect with policy='delta'"):
+        Config(save_bytes=5000)
+    with pytest.raises(BadInput, match="give every_s"):
+        CheckpointCallback("folder", policy="mfu", save_bytes=5000)

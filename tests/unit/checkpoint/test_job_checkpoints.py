@@ -17,6 +17,7 @@ from gba_hvd.ps.messages import SaveFacts, SaveStatus
 from recovery import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain
+from recovery.config import Config
 from recovery.errors import Damaged
 from recovery.format.manifest import Manifest
 from recovery.restore import Report, TrainingPoint
@@ -32,7 +33,7 @@ def checkpoints(spec: Any, **batches: int) -> JobCheckpoints:
     compression = None if spec is None else SimpleNamespace(spec=spec)
     model = SimpleNamespace(**{"global_batch": 16, "micro_batch": 4, **batches}, compression=compression)
     engine: Any = SimpleNamespace(model=model)
-    callback: Any = SimpleNamespace(config=SimpleNamespace(policy="full"))
+    callback: Any = SimpleNamespace(config=Config(policy="full"))
     made: Any = JobCheckpoints(engine, callback)
     made._store = SimpleNamespace(url="file:///runs")
     found: JobCheckpoints = made

@@ -52,7 +52,7 @@ class Worker:
         self.progress, self.value = Progress(None, StepHooks()), value
         self.progress.epoch, self.progress.cursor = 3, cursor
         model = SimpleNamespace(tables=SimpleNamespace(layout=SimpleNamespace(groups=())))
-        engine: Any = SimpleNamespace(progress=self.progress, model=model)
+        engine: Any = SimpleNamespace(progress=self.progress, model=model, participants=[])
         servers: Any = Servers(evaluations, number)
         self.mode = ParameterServerMode(engine, servers)
         self.n_counted = 0
