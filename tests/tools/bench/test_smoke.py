@@ -47,7 +47,7 @@ def test_a_ratio_below_the_committed_one_by_more_than_its_noise_is_worse(
     assert args.run(args) == 1
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("worse")] == [
-        "worse: a is 1.79, 2.00 with a noise of 10% is committed"
+        "worse: a is 1.79; committed 2.00, noise 10%"
     ]
     assert "peer: not compared, the peer is not installed" in printed
 
