@@ -4,9 +4,10 @@ dlrm    26 tables, one id each, and the dense part of `bench allreduce`
 din     a user, a candidate and a history of 50 items with their categories; attention to the candidate
 large   dlrm with --large-rows rows, which is only loaded
 
-`--rows` rows of 16 in all, random ids. Every run is a fresh process that loads the model, from a warm page cache, and
-then answers requests of each size; runs of the systems alternate, and figures are medians. All answer with the same
-logits, or the run fails. Rows in the result file are kept and their runs not done again.
+`--rows` rows of 16 in all, ids drawn uniformly, each request with others. Every run is a fresh process that loads the
+model, from a warm page cache, and then answers requests of each size; runs of the systems alternate, and figures are
+medians. All answer with the same logits, or the run fails. Rows in the result file are kept and their runs not done
+again.
 """
 
 from __future__ import annotations
