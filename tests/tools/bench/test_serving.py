@@ -30,6 +30,8 @@ def test_goals_are_ratios_of_medians() -> None:
     rows += [row("dlrm", "torch", i, 100.0) for i in range(3)] + [row("large", "ours_mmap", 0, 0.0)]
     goals = serving.summary(rows)["goals"]
     assert goals["dlrm, ours / torch, samples/s at 1,024"] == {"value": 1.6, "goal": 1.5, "is_met": True}
+    limited = serving.summary([*rows, row("dlrm", "dense", 0, 120.0)])["goals"]
+    assert limited["dlrm, ours / torch, samples/s at 1,024"]["without_lookups"] == 1.2
     assert goals["dlrm, ours, p99 / p50 at 1"] == {"value": 3.0, "goal": 2.0, "is_met": False}
     assert goals["large, ours_mmap, seconds to load"]["is_met"]
 
@@ -40,6 +42,7 @@ def test_a_system_with_other_logits_is_a_failure() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peer_environments, "PEERS", tmp_path / "no-peers")
     out = tmp_path / "found.json"
@@ -47,7 +50,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     args = options("--out", str(out), *how)
     assert args.run(args) == 0
     found = json.loads(out.read_text())
-    assert [one["system"] for one in found["rows"]] == ["ours", "ours_mmap", "torch", "mlflow"]
+    assert [one["system"] for one in found["rows"]] == ["ours", "ours_mmap", "torch", "mlflow", "dense"]
     assert found["not_run"] == {"torchrec": "not installed"} and not found["failures"]
     assert all(set(one["sizes"]) == {"1", "8"} and one["n_bytes"] > 0 for one in found["rows"])
     assert "not installed" in capsys.readouterr().out

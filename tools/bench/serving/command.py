@@ -31,8 +31,9 @@ SYSTEMS = {
     "torch": "nn.Embedding, torch.load of a state_dict",
     "torchrec": "TorchRec's quantised collections with float32 weights (fbgemm), from the same state_dict",
     "mlflow": "mlflow.pytorch, the same torch module pickled; predict of mlflow.pyfunc",
+    "dense": "the dense part of torch on rows that are there: no lookup makes a model faster than that",
 }
-_FILES = {"ours": "ours", "ours_mmap": "ours", "torch": "torch.pt", "torchrec": "torch.pt", "mlflow": "mlflow"}
+_FILES = {"ours": "ours", "ours_mmap": "ours", "mlflow": "mlflow"}  # the others: torch.pt
 SPEED_GOAL, TAIL_GOAL, LOAD_GOAL_S = 1.5, 2.0, 1.0
 
 
@@ -114,7 +115,7 @@ class Launches:
         speeds = "".join(f", {n}: {f['samples_per_s']:,.0f} samples/s" for n, f in found["sizes"].items())
         print(f"{one}: loaded in {found['load_s']:.2f} s{speeds}", flush=True)
         row = {"model": one.model, "system": one.system, "run": one.run, **found}
-        return {**row, "n_bytes": _n_bytes(self._folder / _FILES[one.system])}
+        return {**row, "n_bytes": _n_bytes(self._folder / _FILES.get(one.system, "torch.pt"))}
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -140,6 +141,9 @@ def goals(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             if "1024" in mine and "1024" in theirs:
                 ratio = mine["1024"]["samples_per_s"] / theirs["1024"]["samples_per_s"]
                 about = {"value": ratio, "goal": SPEED_GOAL, "is_met": ratio >= SPEED_GOAL}
+                if "dense" in systems:
+                    limit = systems["dense"]["sizes"]["1024"]["samples_per_s"] / theirs["1024"]["samples_per_s"]
+                    about["without_lookups"] = limit
                 found[f"{model}, {name} / torch, samples/s at 1,024"] = about
             if "1" in mine:
                 tail = mine["1"]["p99_ms"] / mine["1"]["p50_ms"]
@@ -189,7 +193,8 @@ def show(found: Mapping[str, Any], absent: Mapping[str, str]) -> None:
 def _verdict(goal: Mapping[str, Any]) -> str:
     if goal["is_met"]:
         return "met"
-    return f"missed by {abs(goal['value'] / goal['goal'] - 1):.0%}"
+    limit = f"; the dense part alone: {goal['without_lookups']:.2f}" if "without_lookups" in goal else ""
+    return f"missed by {abs(goal['value'] / goal['goal'] - 1):.0%}{limit}"
 
 
 def _python(system: str) -> Path | None:
