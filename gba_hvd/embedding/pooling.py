@@ -1,7 +1,12 @@
-"""Pooling of fetched rows, and its gradient: that of the distinct rows comes out merged."""
+"""Pooling of fetched rows, and its gradient: that of the distinct rows comes out merged.
+
+All features of a group of tables are one autograd function: their gradients are added up in one buffer, and not in one
+for each feature that autograd then adds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,34 +34,37 @@ class Pooling:
     kind: str
     _chosen: np.ndarray | None = None
 
+    @property
+    def n_bags(self) -> int:
+        return len(self.offsets) - 1
+
     def pooled(self) -> Tensor:
         """float32 [m, dim]"""
-        rows, out = self.rows.detach().numpy(), torch.empty(len(self.offsets) - 1, self.rows.shape[1])
-        if self.kind == "max":
-            self._chosen = np.empty(out.shape, np.int32)
-            kernels.pool_rows_max(rows, self.index, self.offsets, out.numpy(), self._chosen)
-        else:
-            kernels.pool_rows(rows, self.index, self.offsets, self._factors, self.kind == "mean", out.numpy())
+        out = torch.empty(self.n_bags, self.rows.shape[1])
+        self.pool_into(out.numpy()[:, None], 0)
         return out
 
-    def rows_gradient(self, grad: Tensor) -> Tensor:
-        """float32 [d, dim], of that of what `pooled` returned, float32 [m, dim]."""
-        out, of_bags = torch.zeros(self.rows.shape), grad.contiguous().numpy()
+    def pool_into(self, out: np.ndarray, field: int) -> None:
+        """out: float32 [m, F, dim], of which [:, field] is written."""
+        rows = self.rows.detach().numpy()
+        if self.kind == "max":
+            self._chosen = np.empty((len(out), out.shape[2]), np.int32)
+            kernels.pool_rows_max(rows, self.index, self.offsets, field, out, self._chosen)
+        else:
+            kernels.pool_rows(rows, self.index, self.offsets, self._factors, self.kind == "mean", field, out)
+
+    def add_rows_gradient(self, grad: np.ndarray, field: int, out: np.ndarray) -> None:
+        """Add that of the rows, float32 [d, dim]. grad: float32 [m, F, dim], of which [:, field] is this feature's."""
         if self.kind == "max":
             assert self._chosen is not None
-            kernels.pool_rows_max_backward(of_bags, self._chosen, out.numpy())
+            kernels.pool_rows_max_backward(grad, field, self._chosen, out)
         else:
-            kernels.pool_rows_backward(
-                of_bags, self.index, self.offsets, self._factors, self.kind == "mean", out.numpy()
-            )
-        return out
+            kernels.pool_rows_backward(grad, field, self.index, self.offsets, self._factors, self.kind == "mean", out)
 
-    def weights_gradient(self, grad: Tensor) -> Tensor:
-        """float32 [n]"""
+    def weights_gradient(self, grad: np.ndarray, field: int) -> Tensor:
+        """float32 [n]. grad: as above"""
         out, rows = torch.empty(len(self._factors)), self.rows.detach().numpy()
-        kernels.pool_weights_backward(
-            grad.contiguous().numpy(), rows, self.index, self.offsets, self.kind == "mean", out.numpy()
-        )
+        kernels.pool_weights_backward(grad, field, rows, self.index, self.offsets, self.kind == "mean", out.numpy())
         return out
 
     @property
@@ -64,9 +72,19 @@ class Pooling:
         return _NO_WEIGHTS if self.weights is None else self.weights.detach().contiguous().numpy()
 
 
-def pool(rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, kind: str) -> Tensor:
-    """float32 [m, dim], by autograd; see `Pooling`."""
-    return _Pool.apply(rows, weights, index, offsets, kind)  # type: ignore[no-any-return, no-untyped-call]
+def of_bags(grad: Tensor) -> np.ndarray:
+    """The gradient of one feature's bags, float32 [m, dim], as [m, 1, dim]."""
+    return grad.contiguous().numpy()[:, None]
+
+
+def pool(features: Sequence[Pooling]) -> Sequence[Tensor]:
+    """Of each feature float32 [m, dim], by autograd. They share `rows`, and may ask for the gradients of weights."""
+    return _Pool.apply(features[0].rows, features, False, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def pool_stacked(features: Sequence[Pooling]) -> Tensor:
+    """float32 [m, F, dim], by autograd: F features of m bags each, side by side."""
+    return _Pool.apply(features[0].rows, features, True, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def stack(rows: Tensor, index: np.ndarray, n_fields: int, batch: int) -> Tensor:
@@ -92,12 +110,31 @@ class _Stack(torch.autograd.Function):
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, kind: str
-    ) -> Tensor:
-        ctx.pooling = Pooling(rows.detach(), index, offsets, None if weights is None else weights.detach(), kind)
-        return ctx.pooling.pooled()  # type: ignore[no-any-return]
+        ctx: Any, rows: Tensor, features: Sequence[Pooling], is_stacked: bool, *weights: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.features, ctx.is_stacked, ctx.shape = features, is_stacked, rows.shape
+        if not is_stacked:
+            return tuple(feature.pooled() for feature in features)
+        out = torch.empty(features[0].n_bags, len(features), rows.shape[1])
+        for field, feature in enumerate(features):
+            feature.pool_into(out.numpy(), field)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        grad_weights = ctx.pooling.weights_gradient(grads[0]) if ctx.needs_input_grad[1] else None
-        return ctx.pooling.rows_gradient(grads[0]), grad_weights, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """A feature without a gradient is one that the loss does not depend on."""
+        features, n_features = ctx.features, len(ctx.features)
+        arrays = [None if grad is None else of_bags(grad) for grad in grads]
+        places = [(array, 0) for array in arrays]
+        if ctx.is_stacked:
+            array = None if grads[0] is None else grads[0].contiguous().numpy()
+            places = [(array, field) for field in range(n_features)]
+        rows, weights = torch.zeros(ctx.shape), [None] * n_features
+        for number, (feature, (grad, field)) in enumerate(zip(features, places, strict=True)):
+            if grad is None:
+                continue
+            feature.add_rows_gradient(grad, field, rows.numpy())
+            if ctx.needs_input_grad[3 + number]:
+                weights[number] = feature.weights_gradient(grad, field)
+        return rows, None, None, *weights
