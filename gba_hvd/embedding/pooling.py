@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd import kernels
+from gba_hvd.embedding.row_buffers import RowBuffers
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
 
@@ -77,43 +78,51 @@ def of_bags(grad: Tensor) -> np.ndarray:
     return grad.contiguous().numpy()[:, None]
 
 
-def pool(features: Sequence[Pooling]) -> Sequence[Tensor]:
-    """Of each feature float32 [m, dim], by autograd. They share `rows`, and may ask for the gradients of weights."""
-    return _Pool.apply(features[0].rows, features, False, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
+def pool(features: Sequence[Pooling], buffers: RowBuffers) -> Sequence[Tensor]:
+    """Of each feature float32 [m, dim], by autograd. They share `rows`, and may ask for the gradients of weights.
+
+    buffers: where the memory of the rows' gradient comes from
+    """
+    return _Pool.apply(features[0].rows, features, False, buffers, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def pool_stacked(features: Sequence[Pooling]) -> Tensor:
+def pool_stacked(features: Sequence[Pooling], buffers: RowBuffers) -> Tensor:
     """float32 [m, F, dim], by autograd: F features of m bags each, side by side."""
-    return _Pool.apply(features[0].rows, features, True, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
+    return _Pool.apply(features[0].rows, features, True, buffers, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def stack(rows: Tensor, index: np.ndarray, n_fields: int, batch: int) -> Tensor:
+def stack(rows: Tensor, index: np.ndarray, n_fields: int, batch: int, buffers: RowBuffers) -> Tensor:
     """rows float32 [d, dim], index int32 [F * B] -> float32 [B, F, dim], by autograd"""
-    return _Stack.apply(rows, index, n_fields, batch)  # type: ignore[no-any-return, no-untyped-call]
+    return _Stack.apply(rows, index, n_fields, batch, buffers)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: np.ndarray, n_fields: int, batch: int) -> Tensor:
-        ctx.index, ctx.shape, ctx.n_fields, ctx.batch = index, rows.shape, n_fields, batch
+    def forward(ctx: Any, rows: Tensor, index: np.ndarray, n_fields: int, batch: int, buffers: RowBuffers) -> Tensor:
+        ctx.index, ctx.shape, ctx.n_fields, ctx.batch, ctx.buffers = index, rows.shape, n_fields, batch, buffers
         out = torch.empty(batch, n_fields, rows.shape[1])
         kernels.stack_rows(rows.detach().numpy(), index, n_fields, batch, out.numpy())
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        out = torch.zeros(ctx.shape)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        out = ctx.buffers.zeros(*ctx.shape)
         kernels.stack_rows_backward(grads[0].contiguous().numpy(), ctx.index, ctx.n_fields, ctx.batch, out.numpy())
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, features: Sequence[Pooling], is_stacked: bool, *weights: Tensor | None
+        ctx: Any,
+        rows: Tensor,
+        features: Sequence[Pooling],
+        is_stacked: bool,
+        buffers: RowBuffers,
+        *weights: Tensor | None,
     ) -> Tensor | tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.features, ctx.is_stacked, ctx.shape = features, is_stacked, rows.shape
+        ctx.features, ctx.is_stacked, ctx.shape, ctx.buffers = features, is_stacked, rows.shape, buffers
         if not is_stacked:
             return tuple(feature.pooled() for feature in features)
         out = torch.empty(features[0].n_bags, len(features), rows.shape[1])
@@ -130,11 +139,11 @@ class _Pool(torch.autograd.Function):
         if ctx.is_stacked:
             array = None if grads[0] is None else grads[0].contiguous().numpy()
             places = [(array, field) for field in range(n_features)]
-        rows, weights = torch.zeros(ctx.shape), [None] * n_features
+        rows, weights = ctx.buffers.zeros(*ctx.shape), [None] * n_features
         for number, (feature, (grad, field)) in enumerate(zip(features, places, strict=True)):
             if grad is None:
                 continue
             feature.add_rows_gradient(grad, field, rows.numpy())
-            if ctx.needs_input_grad[3 + number]:
+            if ctx.needs_input_grad[4 + number]:
                 weights[number] = feature.weights_gradient(grad, field)
-        return rows, None, None, *weights
+        return rows, None, None, None, *weights

@@ -40,6 +40,7 @@ from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import Lookup, Source, ends_of_tables, fill_keys, look_up, pooled_elsewhere, same_ids
 from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
+from gba_hvd.embedding.row_buffers import RowBuffers
 from gba_hvd.embedding.row_gradients import RowGrad, distinct_parts
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput, GbaError
@@ -169,6 +170,7 @@ class EmbeddingTables(FollowsDtype):
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
         self._handle, self._anchor = compiled.register(self)
+        self._row_buffers = RowBuffers()
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
@@ -263,7 +265,7 @@ class EmbeddingTables(FollowsDtype):
             _refuse_tracing()
             out = {}
             for some in self._fetched(ids, torch.is_grad_enabled()):
-                for (one, _), rows in zip(some, pool([pooling for _, pooling in some]), strict=True):
+                for (one, _), rows in zip(some, pool([pooling for _, pooling in some], self._row_buffers), strict=True):
                     out[one.source.feature] = one.result(rows)
         return {name: out[name].to(self.dtype) for name in ids}
 
@@ -342,7 +344,7 @@ class EmbeddingTables(FollowsDtype):
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(sources[0].group, keys, ends, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch).to(self.dtype)
+        return stack(rows, index, len(columns), batch, self._row_buffers).to(self.dtype)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         sources = [self._sources[name] for name in ids]
@@ -351,7 +353,7 @@ class EmbeddingTables(FollowsDtype):
             (some,) = self._fetched(ids, torch.is_grad_enabled())
             features = {one.source.feature: pooling for one, pooling in some}
             _refuse_other_lengths([features[name].n_bags for name in ids])
-            return pool_stacked([features[name] for name in ids]).to(self.dtype)
+            return pool_stacked([features[name] for name in ids], self._row_buffers).to(self.dtype)
         found = self(ids)
         for name, rows in found.items():
             if rows.is_nested or rows.ndim != 2:
@@ -433,7 +435,7 @@ class EmbeddingTables(FollowsDtype):
             )
         group = self.layout.groups[group_number]
         keys, index = distinct_parts(wanted, ends)
-        rows = torch.empty(len(keys), group.dim)
+        rows = self._row_buffers.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
         if train and not self.is_frozen:
             rows.requires_grad_()

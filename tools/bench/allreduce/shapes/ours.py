@@ -59,9 +59,9 @@ class Model(nn.Module):
 
 
 def tables_of(shape: Shape) -> gba_hvd.EmbeddingTables:
-    """The shape's tables, with the optimizer that all peers have."""
+    """The shape's tables, with the optimizer that all peers have, and the standard deviation of their initial rows."""
     return gba_hvd.EmbeddingTables(
-        {name: (n_rows, shape.dim) for name, n_rows in shape.tables.items()},
+        {name: gba_hvd.Table(n_rows, shape.dim, init=(3 * n_rows) ** -0.5) for name, n_rows in shape.tables.items()},
         optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
         features={
             name: gba_hvd.Feature(field.table, pooling=None if field.is_history else "sum")
