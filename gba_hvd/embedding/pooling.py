@@ -79,10 +79,12 @@ def of_bags(grad: Tensor) -> np.ndarray:
 
 
 def pool(features: Sequence[Pooling], buffers: RowBuffers) -> Sequence[Tensor]:
-    """Of each feature float32 [m, dim], by autograd. They share `rows`, and may ask for the gradients of weights.
+    """Of each feature float32 [m, dim], by autograd where something has a gradient. They share `rows`.
 
     buffers: where the memory of the rows' gradient comes from
     """
+    if not any(one.requires_grad for one in (features[0].rows, *(f.weights for f in features)) if one is not None):
+        return [feature.pooled() for feature in features]
     return _Pool.apply(features[0].rows, features, False, buffers, *(f.weights for f in features))  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -28,7 +28,7 @@ class RowBuffers:
             return torch.empty(n_rows, dim)
         memory = self._taken(n)
         rows = memory[:n].reshape(n_rows, dim)
-        # Whatever shares the tensor's memory holds the tensor, which holds `rows`, and nothing else does.
+        # Views of the tensor hold its memory, and that holds `rows`, which nothing else does.
         weakref.finalize(rows, self._give_back, memory).atexit = False
         return torch.from_numpy(rows)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..harness import measure
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
+from .row import row_of
 from .shapes import command as shapes
 
 WORKERS = 2
@@ -137,25 +138,6 @@ class Launches:
         log = self._folder / "log"
         started = measure.launch(peer, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
         return started, [json.loads(path.read_text()) for path in results]
-
-
-def row_of(ranks: Sequence[Row], started: float, batch: int, steps: int) -> Row:
-    """What one run measured. The slowest worker's time counts; memory is that of the larger worker."""
-    seconds = max(rank["seconds"] for rank in ranks)
-    row = {
-        "steps": steps,
-        "samples_per_s": len(ranks) * batch * steps / seconds,
-        "ms_per_step": 1000 * seconds / steps,
-        "cpu_ms_per_step": 1000 * sum(rank["cpu_s"] for rank in ranks) / len(ranks) / steps,
-        "startup_s": max(rank["first_step_unix_s"] for rank in ranks) - started,
-        "peak_own_bytes": max(rank["peak_own_bytes"] for rank in ranks),
-        "loss_first": sum(rank["loss_first"] for rank in ranks) / len(ranks),
-        "loss_last": sum(rank["loss_last"] for rank in ranks) / len(ranks),
-    }
-    if "shared_bytes" in ranks[0]:
-        copies = sum(rank["shared_proportional_bytes"] for rank in ranks) / ranks[0]["shared_bytes"]
-        row |= {"table_bytes": ranks[0]["shared_bytes"], "table_copies_per_host": copies}
-    return row
 
 
 def headline(rows: Sequence[Row]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...harness import measure, peer_environments, resumable
 from ...harness.measure import Row, Variant
+from ..row import row_of
 
 KEY = ("shape", "peer", "run")
 SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
@@ -114,8 +115,6 @@ class Launches:
 
     def run(self, peer: str) -> Row:
         """One launch, as a row of the result. Raises RunFailed."""
-        from ..command import row_of
-
         variant, n_processes = variant_of(peer)
         results = [self._folder / f"rank{rank}.json" for rank in range(n_processes)]
         for path in results:
