@@ -16,7 +16,7 @@ _KEPT = 4  # arrays: rows and gradients of two steps overlap
 
 
 class RowBuffers:
-    """Owns the arrays that nobody uses. Safe in several threads."""
+    """Owns the arrays that are free. Safe in several threads."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
