@@ -196,6 +196,26 @@ def number_distinct(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
     return count
 
 
+@_compiled("int64(int64[::1], int64[::1], int32[::1], int64[::1], int32[::1])")
+def number_distinct_parts(keys: Any, ends: Any, slots: Any, distinct: Any, number: Any) -> int:
+    """As `number_distinct`, of parts of the keys that have none in common: each part has a table that fits it.
+
+    ends: int64 [parts], where each part ends. slots: room for the table of the longest part
+    """
+    count, lo = 0, 0
+    for hi in ends:
+        size = 16
+        while size < 2 * (hi - lo):
+            size *= 2
+        slots[:size] = -1
+        found = number_distinct(keys[lo:hi], slots[:size], distinct[count:], number[lo:hi])
+        for i in range(lo, hi):
+            number[i] += count
+        count += found
+        lo = hi
+    return count
+
+
 @_compiled("int64(int64[::1], int32[::1], int64[::1], int32[::1])")
 def find_keys(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
     """Look keys up in a table that `number_distinct` filled; the position of the first that is missing, or -1."""
@@ -251,7 +271,7 @@ def gather_stored(
     missing: Any,
     out: Any,
 ) -> int:
-    """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket that is in no memory.
+    """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket in no memory.
 
     Tables stand one after the other: table t has the keys from first_key[t] on, the last of which is of no table, and
     the buckets from first_bucket[t] on, of 2 ** bits[t] rows each. words: where each bucket starts in `memory`, or -1
@@ -342,9 +362,13 @@ def stack_rows_backward(grad: Any, number: Any, n_fields: int, batch: int, out: 
                 out[k, c] += grad[b, f, c]
 
 
-@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[::1], boolean, float32[:, ::1])")
-def pool_rows(rows: Any, number: Any, offsets: Any, weights: Any, mean: bool, out: Any) -> None:
-    """out[b] = sum (or mean) of weights[i] * rows[number[i]] over sample b's values. Empty weights mean ones.
+# Of the results and their gradients, float32 [m, F, dim], a kernel writes or reads those of one `field`: features that
+# the model wants side by side are pooled in their places.
+
+
+@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[::1], boolean, int64, float32[:, :, ::1])")
+def pool_rows(rows: Any, number: Any, offsets: Any, weights: Any, mean: bool, field: int, out: Any) -> None:
+    """out[b, field] = sum (or mean) of weights[i] * rows[number[i]] over sample b's values. Empty weights mean ones.
 
     offsets: int64 [B + 1]. As in `nn.EmbeddingBag`, a sample without values gives zeros.
     """
@@ -352,18 +376,25 @@ def pool_rows(rows: Any, number: Any, offsets: Any, weights: Any, mean: bool, ou
     weighted = len(weights) > 0
     for b in range(len(offsets) - 1):
         lo, hi = offsets[b], offsets[b + 1]
-        share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
+        if lo == hi:
+            for c in range(dim):
+                out[b, field, c] = 0.0
+            continue
+        share = np.float32(1.0 / (hi - lo)) if mean else np.float32(1.0)
+        w = weights[lo] * share if weighted else share
+        k = np.uint64(number[lo])
         for c in range(dim):
-            out[b, c] = 0.0
-        for i in range(lo, hi):
+            out[b, field, c] = w * rows[k, c]
+        for i in range(lo + 1, hi):
             w = weights[i] * share if weighted else share
             k = np.uint64(number[i])
             for c in range(dim):
-                out[b, c] += w * rows[k, c]
+                out[b, field, c] += w * rows[k, c]
 
 
-@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[::1], boolean, float32[:, ::1])")
-def pool_rows_backward(grad: Any, number: Any, offsets: Any, weights: Any, mean: bool, out: Any) -> None:
+@_compiled("void(float32[:, :, ::1], int64, int32[::1], int64[::1], float32[::1], boolean, float32[:, ::1])")
+def pool_rows_backward(grad: Any, field: int, number: Any, offsets: Any, weights: Any, mean: bool, out: Any) -> None:
+    """out[number[i]] += weights[i] * grad[b, field] (over the sample's count for the mean)"""
     dim = out.shape[1]
     weighted = len(weights) > 0
     for b in range(len(offsets) - 1):
@@ -373,12 +404,12 @@ def pool_rows_backward(grad: Any, number: Any, offsets: Any, weights: Any, mean:
             w = weights[i] * share if weighted else share
             k = np.uint64(number[i])
             for c in range(dim):
-                out[k, c] += w * grad[b, c]
+                out[k, c] += w * grad[b, field, c]
 
 
-@_compiled("void(float32[:, ::1], float32[:, ::1], int32[::1], int64[::1], boolean, float32[::1])")
-def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean: bool, out: Any) -> None:
-    """Gradient of the per-sample weights: out[i] = <grad[b], rows[number[i]]>, over the sample's count for the mean."""
+@_compiled("void(float32[:, :, ::1], int64, float32[:, ::1], int32[::1], int64[::1], boolean, float32[::1])")
+def pool_weights_backward(grad: Any, field: int, rows: Any, number: Any, offsets: Any, mean: bool, out: Any) -> None:
+    """Gradient of the per-sample weights: out[i] = <grad[b, field], rows[number[i]]>, over the count for the mean."""
     dim = rows.shape[1]
     for b in range(len(offsets) - 1):
         lo, hi = offsets[b], offsets[b + 1]
@@ -387,37 +418,37 @@ def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean:
             k = np.uint64(number[i])
             total = np.float32(0.0)
             for c in range(dim):
-                total += grad[b, c] * rows[k, c]
+                total += grad[b, field, c] * rows[k, c]
             out[i] = share * total
 
 
-@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[:, ::1], int32[:, ::1])")
-def pool_rows_max(rows: Any, number: Any, offsets: Any, out: Any, chosen: Any) -> None:
-    """out[b] = maximum of rows[number[i]] over sample b's values, element by element; of equal ones, the first.
+@_compiled("void(float32[:, ::1], int32[::1], int64[::1], int64, float32[:, :, ::1], int32[:, ::1])")
+def pool_rows_max(rows: Any, number: Any, offsets: Any, field: int, out: Any, chosen: Any) -> None:
+    """out[b, field] = maximum of rows[number[i]] over sample b's values, element by element; of equal ones, the first.
 
     chosen: the row that each element is of, -1 in a sample without values, which gives zeros. NaN is the maximum.
     """
     dim = rows.shape[1]
     for b in range(len(offsets) - 1):
         for c in range(dim):
-            out[b, c] = 0.0
+            out[b, field, c] = 0.0
             chosen[b, c] = -1
         for i in range(offsets[b], offsets[b + 1]):
             k = np.uint64(number[i])
             for c in range(dim):
-                value = rows[k, c]
-                if chosen[b, c] < 0 or value > out[b, c] or (value != value and out[b, c] == out[b, c]):
-                    out[b, c] = value
+                value, most = rows[k, c], out[b, field, c]
+                if chosen[b, c] < 0 or value > most or (value != value and most == most):
+                    out[b, field, c] = value
                     chosen[b, c] = number[i]
 
 
-@_compiled("void(float32[:, ::1], int32[:, ::1], float32[:, ::1])")
-def pool_rows_max_backward(grad: Any, chosen: Any, out: Any) -> None:
+@_compiled("void(float32[:, :, ::1], int64, int32[:, ::1], float32[:, ::1])")
+def pool_rows_max_backward(grad: Any, field: int, chosen: Any, out: Any) -> None:
     for b in range(len(chosen)):
         for c in range(out.shape[1]):
             k = chosen[b, c]
             if k >= 0:
-                out[k, c] += grad[b, c]
+                out[k, c] += grad[b, field, c]
 
 
 # --- row optimizers: one pass over the touched records, in place ---------------------------------------------------

@@ -17,7 +17,7 @@ import gba_hvd
 from ctr.build import build_model, build_tables, loss_of
 from ctr.config import JobConfig
 from ctr.datasets import Splits
-from gba_hvd.embedding.row_gradients import distinct
+from gba_hvd.embedding.row_gradients import distinct_parts
 from gba_hvd.errors import BadInput
 
 
@@ -25,9 +25,9 @@ class TrialTables(gba_hvd.EmbeddingTables):
     """Checks ids as the real tables do, and hands out random rows that are kept nowhere."""
 
     def _fetch(
-        self, group_number: int, wanted: np.ndarray, by_sample: list[np.ndarray], train: bool
+        self, group_number: int, wanted: np.ndarray, ends: list[int], by_sample: list[np.ndarray], train: bool
     ) -> tuple[Tensor, np.ndarray]:
-        keys, index, _ = distinct(wanted)
+        keys, index = distinct_parts(wanted, ends)
         rows = torch.randn(len(keys), self.layout.groups[group_number].dim).mul_(0.01)
         return rows.requires_grad_(train), index
 

@@ -78,7 +78,7 @@ class PoolRequest:
     def pool(self, rows: np.ndarray) -> np.ndarray:
         """The activations float32 [m, dim]. rows: float32 [d, dim], of the distinct keys"""
         out = np.empty((self.n_bags, rows.shape[1]), np.float32)
-        kernels.pool_rows(rows, self.number, self.offsets, self.factors, False, out)
+        kernels.pool_rows(rows, self.number, self.offsets, self.factors, False, 0, out[:, None])
         return out
 
     def spread(self, bags: np.ndarray, grads: np.ndarray, extra: int, lookups: np.ndarray | None = None) -> RowGrad:
@@ -93,7 +93,7 @@ class PoolRequest:
         of_bag[bags] = grads
         rows = np.zeros((len(self.distinct), dim), np.float32)
         of_rows = np.ascontiguousarray(of_bag[:, :dim])
-        kernels.pool_rows_backward(of_rows, self.number, self.offsets, self.factors, False, rows)
+        kernels.pool_rows_backward(of_rows[:, None], 0, self.number, self.offsets, self.factors, False, rows)
         here = np.zeros(self.n_bags, bool)
         here[bags] = True
         bag = np.repeat(np.arange(self.n_bags), np.diff(self.offsets))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.embedding.lookups import Ids, Lookup
-from gba_hvd.embedding.pooling import Pooling
+from gba_hvd.embedding.pooling import Pooling, of_bags
 from gba_hvd.errors import GbaError
 
 _TENSOR, _BAG, _WEIGHTED, _LEARNT, _JAGGED = "tbwgj"  # forms of ids; _LEARNT: weights that ask for a gradient
@@ -46,8 +46,9 @@ class CompiledPass:
         if received is None or received[0] != backward:
             return
         for (_, pooling, leaf), grad in zip(self.parts, received[1], strict=True):
-            of_rows = pooling.rows_gradient(grad.reshape(-1, leaf.shape[1]))
-            leaf.grad = of_rows if leaf.grad is None else leaf.grad.add_(of_rows)
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            pooling.add_rows_gradient(of_bags(grad.reshape(-1, leaf.shape[1])), 0, leaf.grad.numpy())
 
 
 class LooksUp(Protocol):
@@ -227,7 +228,7 @@ def _define() -> None:
 
 
 def _weights_gradient(lookup: Lookup, pooling: Pooling, grad: Tensor, weights: Tensor) -> Tensor:
-    found = pooling.weights_gradient(grad)
+    found = pooling.weights_gradient(of_bags(grad), 0)
     if len(found) == len(weights):
         return found
     assert lookup.kept is not None  # padding gets none

@@ -128,6 +128,18 @@ def look_up(source: Source, ids: Tensor | Bag) -> Lookup:
     return _of_nested(source, ids) if ids.is_nested else _of_tensor(source, ids)
 
 
+def ends_of_tables(sources: Sequence[Source], lengths: Sequence[int]) -> list[int]:
+    """Where the keys of some lookups, one after the other, end that are of one table. lengths: keys of each lookup
+
+    All are one part where the lookups of a table do not follow each other.
+    """
+    ends: list[int] = np.cumsum(lengths).tolist()
+    last = [i for i, one in enumerate(sources) if i + 1 == len(sources) or sources[i + 1].table != one.table]
+    if len({sources[i].table for i in last}) < len(last):
+        return ends[-1:]
+    return [ends[i] for i in last]
+
+
 def _of_tensor(source: Source, ids: Tensor) -> Lookup:
     _check(source, ids, "ids must be int64 or int32")
     is_pooled = source.pooling is not None
@@ -137,11 +149,11 @@ def _of_tensor(source: Source, ids: Tensor) -> Lookup:
             "takes ids of any shape and gives each its row"
         )
     n_samples = ids.shape[0] if ids.ndim else 1
-    keys, offsets = _keys(source, ids.reshape(-1))
-    by_sample = offsets
-    if ids.ndim != 1:
-        by_sample = offsets[np.arange(n_samples + 1) * (ids.numel() // max(1, n_samples))]
+    keys, before = _keys(source, ids.reshape(-1))
+    cuts = np.arange(n_samples + 1) * (ids.numel() // max(1, n_samples))
+    by_sample = cuts if before is None else before[cuts]
     if not is_pooled:
+        offsets = np.arange(len(keys) + 1) if before is None else before
         return Lookup(source, keys, offsets, by_sample, None, "sum", tuple(ids.shape))
     is_bag = ids.ndim == 2 and source.pooling != "max"
     return Lookup(source, keys, by_sample, by_sample, None, str(source.pooling), (n_samples,), is_bag=is_bag)
@@ -192,29 +204,33 @@ def _ragged(source: Source, values: Tensor, cuts: np.ndarray, weights: Tensor | 
         raise BadInput(
             f"{source}: offsets must start at 0, never fall, and end at {n}, the number of values, or before; got {got}"
         )
-    keys, offsets = _keys(source, values)
+    keys, before = _keys(source, values)
     kept = None
-    if weights is not None and len(keys) < n:
-        kept = np.flatnonzero(np.diff(offsets))
+    if weights is not None and before is not None and len(keys) < n:
+        kept = np.flatnonzero(np.diff(before))
         weights = weights[torch.from_numpy(kept)]
-    by_sample = offsets[cuts]
+    by_sample = cuts if before is None else before[cuts]
     shape = (len(cuts) - 1,)
     if ragged is not None:
+        offsets = np.arange(len(keys) + 1) if before is None else before
         return Lookup(source, keys, offsets, by_sample, None, "sum", shape, ragged)
     is_bag = source.pooling != "max"
     return Lookup(source, keys, by_sample, by_sample, weights, str(source.pooling), shape, None, is_bag, kept)
 
 
-def _keys(source: Source, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(keys int64 [n] of the ids that are no padding, int64 [len(ids) + 1]: how many of them come before each id)"""
+def _keys(source: Source, ids: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+    """(keys int64 [n] of the ids that are no padding, int64 [len(ids) + 1]: how many of them come before each id)
+
+    The second is None where no id is padding.
+    """
     keys = np.empty(ids.numel(), np.int64)
     fill_keys(source, ids, keys)
     if source.padding_key is None:
-        return keys, np.arange(len(keys) + 1)
+        return keys, None
     kept = keys != source.padding_key
-    offsets = np.zeros(len(keys) + 1, np.int64)
-    np.cumsum(kept, out=offsets[1:])
-    return keys[kept], offsets
+    before = np.zeros(len(keys) + 1, np.int64)
+    np.cumsum(kept, out=before[1:])
+    return keys[kept], before
 
 
 def fill_keys(source: Source, ids: Tensor, out: np.ndarray) -> None:

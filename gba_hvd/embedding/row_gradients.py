@@ -55,6 +55,17 @@ def hash_slots(n: int) -> np.ndarray:
     return np.full(1 << max(4, (2 * n - 1).bit_length()), -1, dtype=np.int32)
 
 
+def distinct_parts(keys: np.ndarray, ends: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys [d], number of each key's distinct one int32 [n]), in order of first appearance.
+
+    ends: where each part of the keys ends; no two parts have a key in common, as those of different tables
+    """
+    longest = int(np.diff(ends, prepend=0).max(initial=0))
+    found, number = np.empty_like(keys), np.empty(len(keys), dtype=np.int32)
+    count = kernels.number_distinct_parts(keys, np.array(ends, np.int64), hash_slots(longest), found, number)
+    return found[:count], number
+
+
 def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(distinct keys [d], number of each key's distinct one int32 [n], the hash slots)."""
     slots, found, number = hash_slots(len(keys)), np.empty_like(keys), np.empty(len(keys), dtype=np.int32)
@@ -67,10 +78,15 @@ def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     keys, number, _ = distinct(np.concatenate([part.keys for part, _ in parts]))
-    values = np.zeros((len(keys), parts[0][0].values.shape[1]), dtype=np.float32)
-    at = 0
-    for part, weight in parts:
-        kernels.add_rows(part.values, number[at : at + len(part.keys)], np.float32(weight), values)
+    first, n = parts[0][0].values, len(parts[0][0].keys)
+    if n and number[n - 1] < n - 1:  # a key comes twice in it
+        n = 0
+    values = np.empty((len(keys), first.shape[1]), dtype=np.float32)
+    np.multiply(first[:n], np.float32(parts[0][1]), out=values[:n])
+    values[n:], at = 0, 0
+    for i, (part, weight) in enumerate(parts):
+        if i > 0 or n == 0:
+            kernels.add_rows(part.values, number[at : at + len(part.keys)], np.float32(weight), values)
         at += len(part.keys)
     return RowGrad(keys, values, _accesses([part for part, _ in parts], number, len(keys)))
 
@@ -83,38 +99,54 @@ def _accesses(parts: Sequence[RowGrad], number: np.ndarray, n_rows: int) -> np.n
     return np.bincount(number, weights=np.concatenate(counted), minlength=n_rows).astype(np.uint32)
 
 
-def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> tuple[np.ndarray, np.ndarray]:
-    """One message for each owner of shards.
+@dataclass(frozen=True)
+class Packed:
+    """One message of row gradients for each owner of shards, before it is written.
 
-    Returns the float32 words of all messages in owner order, and the number of words of each, int64 [n_owners].
-
-    A message is, for each group of tables: the number of rows (int64), their keys (int64), their values (float32), and
-    their accesses (uint32) where they are counted.
+    words: int64 [owners], float32 words of each message. A message is, for each group of tables: the number of rows
+    (int64), their keys (int64), their values (float32), and their accesses (uint32) where they are counted.
     """
-    starts, orders = [], []
-    for grad in grads:
-        start, order = np.empty(n_owners + 1, dtype=np.int64), np.empty(len(grad.keys), dtype=np.int32)
-        kernels.order_by_owner(grad.keys, len(owner), owner, start, order)
-        starts.append(start)
-        orders.append(order)
-    words = np.zeros(n_owners, dtype=np.int64)
-    for grad, start in zip(grads, starts, strict=True):
-        words += 2 + np.diff(start) * (2 + grad.values.shape[1] + (grad.accesses is not None))
-    message = np.empty(int(words.sum()), dtype=np.float32)
-    at = 0
-    for rank in range(n_owners):
-        for grad, start, order in zip(grads, starts, orders, strict=True):
-            picked, dim = order[start[rank] : start[rank + 1]], grad.values.shape[1]
-            n = len(picked)
-            message[at : at + 2].view(np.int64)[0] = n
-            keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
-            values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
-            kernels.take_rows(grad.keys, grad.values, picked, keys, values)
-            at += 2 + (2 + dim) * n
-            if grad.accesses is not None:
-                message[at : at + n].view(np.uint32)[:] = grad.accesses[picked]
-                at += n
-    return message, words
+
+    words: np.ndarray
+    _grads: Sequence[RowGrad]
+    _starts: Sequence[np.ndarray]
+    _orders: Sequence[np.ndarray]
+
+    @classmethod
+    def of(cls, grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> Packed:
+        """owner: int32 [S], of each shard."""
+        starts, orders, words = [], [], np.zeros(n_owners, dtype=np.int64)
+        for grad in grads:
+            start, order = np.empty(n_owners + 1, dtype=np.int64), np.empty(len(grad.keys), dtype=np.int32)
+            kernels.order_by_owner(grad.keys, len(owner), owner, start, order)
+            words += 2 + np.diff(start) * (2 + grad.values.shape[1] + (grad.accesses is not None))
+            starts.append(start)
+            orders.append(order)
+        return cls(words, grads, starts, orders)
+
+    def write(self, message: np.ndarray) -> None:
+        """All messages, in the order of the owners. message: float32 [sum of words]"""
+        at = 0
+        for rank in range(len(self.words)):
+            for grad, start, order in zip(self._grads, self._starts, self._orders, strict=True):
+                picked, dim = order[start[rank] : start[rank + 1]], grad.values.shape[1]
+                n = len(picked)
+                message[at : at + 2].view(np.int64)[0] = n
+                keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
+                values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
+                kernels.take_rows(grad.keys, grad.values, picked, keys, values)
+                at += 2 + (2 + dim) * n
+                if grad.accesses is not None:
+                    message[at : at + n].view(np.uint32)[:] = grad.accesses[picked]
+                    at += n
+
+
+def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Packed` messages, float32 words in the order of the owners, and how many words each has, int64 [n_owners]."""
+    packed = Packed.of(grads, owner, n_owners)
+    message = np.empty(int(packed.words.sum()), dtype=np.float32)
+    packed.write(message)
+    return message, packed.words
 
 
 def unpack(message: np.ndarray, dims: Sequence[int], counted: bool = False) -> list[RowGrad]:

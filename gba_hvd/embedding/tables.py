@@ -8,6 +8,7 @@ a row, and who applies gradients, is the mode's concern, not decided here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from gba_hvd.embedding.lookups import (
     Lookup,
     PlainFields,
     Source,
+    ends_of_tables,
     fill_keys,
     is_row_of_each,
     look_up,
@@ -48,8 +50,9 @@ from gba_hvd.embedding.lookups import (
     same_ids,
 )
 from gba_hvd.embedding.module_dtype import FollowsDtype
-from gba_hvd.embedding.pooling import Pooling, pool, stack
-from gba_hvd.embedding.row_gradients import RowGrad, distinct
+from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
+from gba_hvd.embedding.row_buffers import RowBuffers
+from gba_hvd.embedding.row_gradients import RowGrad, distinct_parts
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.shm.layout import Group, Layout, keys_of_ids
@@ -179,6 +182,7 @@ class EmbeddingTables(FollowsDtype):
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
         self._handle, self._anchor = compiled.register(self)
+        self._row_buffers = RowBuffers()
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
@@ -274,18 +278,18 @@ class EmbeddingTables(FollowsDtype):
             _refuse_tracing()
             out = self._frozen_rows_of(ids) if self.is_frozen else {}
             rest = {name: ids[name] for name in ids if name not in out} if out else ids
-            for one, rows, index in self._fetched(rest, torch.is_grad_enabled()):
-                out[one.source.feature] = one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
+            for some in self._fetched(rest, torch.is_grad_enabled()):
+                for (one, _), rows in zip(some, pool([pooling for _, pooling in some], self._row_buffers), strict=True):
+                    out[one.source.feature] = one.result(rows)
         return {name: out[name].to(self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
         found, results = {}, {}
         first = len(self._passes.captured)
-        for one, rows, index in self._fetched(ids, train, weights_train):
-            pooling = Pooling(rows, index, one.offsets, one.weights, one.pooling)
-            results[one.source.feature] = pooling.pooled().view(*one.shape_of_rows, rows.shape[1])
-            found[one.source.feature] = one, pooling, rows
+        for one, pooling in itertools.chain.from_iterable(self._fetched(ids, train, weights_train)):
+            results[one.source.feature] = pooling.pooled().view(*one.shape_of_rows, pooling.rows.shape[1])
+            found[one.source.feature] = one, pooling, pooling.rows
         done = CompiledPass([found[name] for name in ids])
         for captured in self._passes.captured[first:]:
             captured.compiled.append(done)
@@ -303,19 +307,23 @@ class EmbeddingTables(FollowsDtype):
 
     def _fetched(
         self, ids: Ids, train: bool, weights_train: bool | None = None
-    ) -> Iterator[tuple[Lookup, Tensor, np.ndarray]]:
-        """Of each feature its lookup, the distinct rows that hold its own, a leaf, and which of them its keys are."""
+    ) -> Iterator[list[tuple[Lookup, Pooling]]]:
+        """Of each group of tables, its features' lookups and their pooling, of distinct rows that are one leaf."""
         self._refuse_unknown(ids)
         by_group: dict[int, list[Lookup]] = {}
         for one in self.lookups(ids):
             by_group.setdefault(one.source.group, []).append(self._with_pooled(one, ids, weights_train))
         for number, some in by_group.items():
+            some.sort(key=lambda one: one.source.first_key)  # features of one table side by side
             wanted, cuts = np.concatenate([one.keys for one in some]), [one.by_sample for one in some]
-            rows, index = self._fetch(number, wanted, cuts, train)
-            at = 0
-            for one in some:
-                yield one, rows, index[at : at + len(one.keys)]
-                at += len(one.keys)
+            lengths = [len(one.keys) for one in some]
+            ends = [len(wanted)] if self.pools_bags else ends_of_tables([one.source for one in some], lengths)
+            rows, index = self._fetch(number, wanted, ends, cuts, train)
+            parts = np.split(index, np.cumsum(lengths)[:-1])
+            yield [
+                (one, Pooling(rows, part, one.offsets, one.weights, one.pooling))
+                for one, part in zip(some, parts, strict=True)
+            ]
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -350,8 +358,9 @@ class EmbeddingTables(FollowsDtype):
         for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
         cuts = [np.arange(batch + 1)] * len(columns)
-        rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch).to(self.dtype)
+        ends = ends_of_tables(sources, [batch] * len(sources))
+        rows, index = self._fetch(sources[0].group, keys, ends, cuts, torch.is_grad_enabled())
+        return stack(rows, index, len(columns), batch, self._row_buffers).to(self.dtype)
 
     def _frozen_rows_of(self, ids: Ids) -> dict[str, Tensor]:
         """Of the features that give each id its row, by feature."""
@@ -389,6 +398,13 @@ class EmbeddingTables(FollowsDtype):
         return self._frozen_rows(plain.group, keys.reshape(-1)).view(*keys.shape, dim)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
+        sources = [self._sources[name] for name in ids]
+        is_one_group = len({source.group for source in sources}) == 1
+        if is_one_group and all(source.pooling for source in sources) and not torch.compiler.is_compiling():
+            (some,) = self._fetched(ids, torch.is_grad_enabled())
+            features = {one.source.feature: pooling for one, pooling in some}
+            _refuse_other_lengths([features[name].n_bags for name in ids])
+            return pool_stacked([features[name] for name in ids], self._row_buffers).to(self.dtype)
         found = self(ids)
         for name, rows in found.items():
             if rows.is_nested or rows.ndim != 2:
@@ -396,9 +412,7 @@ class EmbeddingTables(FollowsDtype):
                     f"stacked(): feature {name!r} is not pooled and gives every id a row; leave it out, and call "
                     "tables(ids) for it"
                 )
-        lengths = [len(found[name]) for name in ids]
-        if len(set(lengths)) > 1:
-            raise BadInput(f"stacked(): all fields need {lengths[0]} samples, got {lengths}")
+        _refuse_other_lengths([len(found[name]) for name in ids])
         return torch.stack([found[name] for name in ids], dim=1)
 
     def lookups(self, ids: Ids) -> list[Lookup]:
@@ -454,15 +468,16 @@ class EmbeddingTables(FollowsDtype):
         return lookup
 
     def _fetch(
-        self, group_number: int, wanted: np.ndarray, by_sample: list[np.ndarray], train: bool
+        self, group_number: int, wanted: np.ndarray, ends: list[int], by_sample: list[np.ndarray], train: bool
     ) -> tuple[Tensor, np.ndarray]:
         """The distinct rows of some keys as a leaf [d, dim], and each key's number among them int32 [n].
 
+        ends: see `distinct_parts`
         by_sample: int64 [B + 1] of each feature, where the keys of its samples begin and end
         train: the rows' gradient will be taken
         """
         if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
-            keys, index, _ = distinct(wanted)
+            keys, index = distinct_parts(wanted, ends)
             recorder.add(group_number, keys)
             return torch.zeros(len(keys), self.layout.groups[group_number].dim), index
         if self.memory is None:
@@ -472,8 +487,8 @@ class EmbeddingTables(FollowsDtype):
         if self.is_frozen:
             return self._frozen_rows(group_number, wanted), np.arange(len(wanted), dtype=np.int32)
         group = self.layout.groups[group_number]
-        keys, index, _ = distinct(wanted)
-        rows = torch.empty(len(keys), group.dim)
+        keys, index = distinct_parts(wanted, ends)
+        rows = self._row_buffers.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
         if train:
             rows.requires_grad_()
@@ -747,6 +762,11 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
         whole.looks_up_inside = whole.looks_up_inside or part.looks_up_inside
         part._joined = (whole,)
     return whole
+
+
+def _refuse_other_lengths(lengths: Sequence[int]) -> None:
+    if len(set(lengths)) > 1:
+        raise BadInput(f"stacked(): all fields need {lengths[0]} samples, got {lengths}")
 
 
 def _refuse_tracing() -> None:

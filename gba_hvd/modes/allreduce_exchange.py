@@ -36,11 +36,11 @@ from gba_hvd.embedding.apply_rows import apply_rows, by_row, write_rows
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.row_gradients import (
+    Packed,
     RowGrad,
     average_over_contributors,
     distinct,
     merge,
-    pack_by_owner,
     unpack,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
@@ -212,12 +212,16 @@ class AllreduceExchange:
         if self._world.size == 1:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
-        message, words = pack_by_owner(grads, self._server, self._world.size)
-        by_rank = np.split(message, np.cumsum(words)[:-1])
-        if self.several_hosts:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
-            local_parts = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
-            message, words = _joined(local_parts)
-        self._outboxes[self._world.rank].post(step, message, words)
+        packed = Packed.of(grads, self._server, self._world.size)
+        outbox, by_rank = self._outboxes[self._world.rank], []
+        if not self.several_hosts:
+            outbox.post(step, packed.words, packed.write)
+        else:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
+            message = np.empty(int(packed.words.sum()), np.float32)
+            packed.write(message)
+            by_rank = np.split(message, np.cumsum(packed.words)[:-1])
+            here, words = _joined([part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)])
+            outbox.post(step, words, lambda memory: np.copyto(memory, here))
         remote: dict[int, np.ndarray] = {}
         if exchange is not None:
             with exchange.measured():

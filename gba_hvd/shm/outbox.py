@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,15 @@ class Outbox:
     def path(folder: Path, pid: int, number: int) -> Path:
         return folder / f"outbox-{pid}-{number}"
 
-    def post(self, step: int, message: np.ndarray, words: np.ndarray) -> None:
-        """Leave one message for each rank: float32 words of all, in rank order, and how many each gets (int64 [ranks]).
+    def post(self, step: int, words: np.ndarray, write: Callable[[np.ndarray], None]) -> None:
+        """Leave one message for each rank. words: int64 [ranks], float32 words that each gets
 
+        write: called once with float32 [sum of words], the memory that readers map, to be filled in rank order
         Raises ShardMemoryError when the file system has no room for it.
         """
         half, header = self._half(step)
-        need = 4 * (_HEADER_WORDS + len(message))
+        n_words = int(words.sum())
+        need = 4 * (_HEADER_WORDS + n_words)
         if need > 4 * self._half_words:
             raise ShardMemoryError(
                 f"{need} bytes of row gradients of one worker in one step, {4 * self._half_words} were planned for: "
@@ -69,7 +72,7 @@ class Outbox:
                 ) from error
             self._reserved[step % 2] = need
         header[0] = -1
-        half[_HEADER_WORDS : _HEADER_WORDS + len(message)] = message
+        write(half[_HEADER_WORDS : _HEADER_WORDS + n_words])
         header[1 : 1 + len(words)] = np.cumsum(words)
         header[0] = step  # last: the message is complete
 

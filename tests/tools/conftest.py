@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.recovery.conftest import s3_options
-from tests.unit.conftest import _no_keeper, _no_settings, training
+from tests.unit.conftest import _no_keeper, _no_settings, make_tables, training
 
-__all__ = ["_no_keeper", "_no_settings", "s3_options", "training"]
+__all__ = ["_no_keeper", "_no_settings", "make_tables", "s3_options", "training"]

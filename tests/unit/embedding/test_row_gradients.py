@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gba_hvd.embedding.row_gradients import RowGrad, distinct, merge, pack_by_owner, unpack
+from gba_hvd.embedding.row_gradients import RowGrad, distinct, distinct_parts, merge, pack_by_owner, unpack
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.dense_gradients import DenseGradients
 
@@ -24,6 +24,22 @@ def test_distinct_keys_are_numbered_by_first_appearance(keys: list[int]) -> None
     found, number, _ = distinct(np.array(keys, dtype=np.int64))
     assert found.tolist() == list(dict.fromkeys(keys))
     assert found[number].tolist() == keys
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=60), max_size=5))
+def test_keys_of_several_tables_are_numbered_as_all_of_them_at_once(parts: list[list[int]]) -> None:
+    keys = np.array([1000 * i + key for i, some in enumerate(parts) for key in some], dtype=np.int64)
+    found, number = distinct_parts(keys, np.cumsum([len(some) for some in parts]).tolist())
+    expected, numbers, _ = distinct(keys)
+    assert found.tolist() == expected.tolist()
+    assert number.tolist() == numbers.tolist()
+
+
+def test_a_gradient_with_a_row_twice_is_added_up_as_well() -> None:
+    merged = merge([(row_grad([3, 5, 3], 2), 1.0), (row_grad([5], 2), 2.0)])
+    first, second = row_grad([3, 5, 3], 2).values, row_grad([5], 2).values
+    assert merged.keys.tolist() == [3, 5]
+    np.testing.assert_allclose(merged.values, [first[0] + first[2], first[1] + 2 * second[0]], rtol=1e-6)
 
 
 keys_lists = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=10), min_size=1, max_size=4)

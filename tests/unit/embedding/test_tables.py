@@ -281,6 +281,60 @@ def test_stacked_pools_multi_valued_fields(make_tables: MakeTables, mode: str) -
         torch.testing.assert_close(found[name], weights[name].grad)
 
 
+def test_a_feature_that_the_loss_does_not_use_adds_nothing(make_tables: MakeTables) -> None:
+    tables = make_tables(SIZES)
+    bags = {name: a_bag(name) for name in ("user", "ad")}
+    weights = weights_of(tables, "ad")
+    theirs = nn.functional.embedding_bag(bags["ad"].values, weights, bags["ad"].offsets, mode="sum")
+    tables(bags)["ad"].square().sum().backward()
+    theirs.square().sum().backward()
+    found = dense_gradients(tables)
+    torch.testing.assert_close(found["ad"], weights.grad)
+    assert not found["user"].any()
+
+
+def test_features_of_one_call_may_go_into_losses_of_their_own(make_tables: MakeTables) -> None:
+    tables = make_tables(SIZES)
+    ids = {name: ids_for(name, 20) for name in ("user", "ad")}
+    weights = {name: weights_of(tables, name) for name in ids}
+    ours = tables(ids)
+    for name in ids:
+        ours[name].square().sum().backward()
+        weights[name][ids[name]].square().sum().backward()
+    found = dense_gradients(tables)
+    for name in ids:
+        torch.testing.assert_close(found[name], weights[name].grad)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_stacked_features_of_tables_in_any_order(make_tables: MakeTables, mode: str) -> None:
+    tables = make_tables(
+        {"user": (50, 8), "ad": (30, 8)},
+        features={name: gba_hvd.Feature(name[:-1], mode) for name in ("user1", "ad1", "user2", "ad2")},
+    )
+    weights = {name: weights_of(tables, name) for name in ("user", "ad")}
+    for width in ((), (3,)):
+        ids = {f"{name}{n}": ids_for(name, 30, seed=n)[:15].view(5, *width or (3,)) for n in (1, 2) for name in weights}
+        if not width:
+            ids = {name: some[:, 0].contiguous() for name, some in ids.items()}
+        ours = tables.stacked(ids)
+        theirs = torch.stack(
+            [
+                nn.functional.embedding_bag(some.view(len(some), -1), weights[name[:-1]], mode=mode)
+                for name, some in ids.items()
+            ],
+            dim=1,
+        )
+        torch.testing.assert_close(ours, theirs)
+        factor = torch.randn(ours.shape, generator=torch.Generator().manual_seed(5))
+        (ours * factor).sum().backward()
+        (theirs * factor).sum().backward()
+        found = dense_gradients(tables)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight.grad)
+            weight.grad = None
+
+
 def test_stacked_needs_as_many_samples_in_every_field(make_tables: MakeTables) -> None:
     with pytest.raises(BadInput, match=r"all fields need 5 samples, got \[5, 4\]"):
         make_tables(SIZES).stacked({"user": a_bag("user"), "ad": ids_for("ad", 4)})

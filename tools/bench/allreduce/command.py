@@ -2,6 +2,8 @@
 
 All peers train the same dense modules (`dlrm.py`) on the same batches (`clicks.py`) with the same optimizer rule, one
 thread per worker. Every run is a fresh launch; runs of the peers alternate. Warm-up steps are not timed.
+
+--shapes: other models beside that DLRM, up to one whose time goes into its embeddings; see `shapes.command`.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ..harness import measure
-from ..harness.measure import Row, Subparsers, Variant
+from ..harness.measure import Row, RunFailed, Subparsers, Variant
+from .row import row_of
+from .shapes import command as shapes
 
 WORKERS = 2
 BATCHES_KEPT = 24  # per worker; cycled
@@ -23,6 +27,7 @@ WARMUP_STEPS = 8
 SAMPLES_TIMED = 250_000  # per worker and run, at least STEPS_LEAST steps, unless --steps says otherwise
 STEPS_LEAST = 30
 PEERS = ("ours", "horovod", "torchrec")
+BATCHES = (2048, 8192)
 # How peers are launched: each gets the best of the settings tried; the others stay here under names of their own.
 SETTINGS = {
     "ours": "HOROVOD_CYCLE_TIME=3: a step has one Horovod operation, so idle cycles cost more than latency",
@@ -40,23 +45,43 @@ SETTINGS = {
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = measure.add_benchmark(subparsers, "allreduce", "samples/s beside plain Horovod and TorchRec", __doc__, run)
-    parser.add_argument("--batch", type=int, nargs="+", default=[2048, 8192], help="samples per worker and step")
+    parser.add_argument(
+        "--shapes", nargs="*", choices=shapes.SHAPE_NAMES, metavar="SHAPE",
+        help=f"{', '.join(shapes.SHAPE_NAMES)}, or all of them where none is named; rows in --out are kept then",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step; default: "
+                        f"{' '.join(map(str, BATCHES))}, or what each shape has")  # fmt: skip
     parser.add_argument("--runs", type=int, default=5, help="launches of each peer at each batch size")
     parser.add_argument("--steps", type=int, help="timed steps per run")
     others = " ".join(name for name in SETTINGS if name not in PEERS)
-    names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}"
-    measure.add_chosen(parser, "--peers", SETTINGS, "PEER", default=list(PEERS), help=names)
+    names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}. With --shapes: "
+    peers = dict.fromkeys((*SETTINGS, *shapes.PEERS))
+    measure.add_chosen(parser, "--peers", peers, "PEER", default=None, help=names + " ".join(shapes.PEERS))
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
     parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
+    if args.shapes is not None:
+        args.peers = _of_these(args.peers, shapes.PEERS, shapes.PEERS, "with --shapes")
+        if args.profile or len(args.batch or [0]) > 1:
+            raise RunFailed("--shapes takes one --batch for all shapes, and no --profile")
+        return shapes.run(args)
+    args.peers = _of_these(args.peers, SETTINGS, PEERS, "without --shapes")
+    args.batch = args.batch or list(BATCHES)
     rows, result = compare(args)
     measure.write_json(args.out, result)
     show(rows, result)
     print(f"written to {args.out}")
     return 0
+
+
+def _of_these(names: Sequence[str] | None, known: Iterable[str], usual: Iterable[str], when: str) -> list[str]:
+    """The names, or the usual ones where none are given. Raises RunFailed for one that is not known."""
+    if strange := [name for name in names or () if name not in known]:
+        raise RunFailed(f"--peers {strange[0]} {when}: expected {', '.join(known)}")
+    return list(names or usual)
 
 
 def compare(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
@@ -113,25 +138,6 @@ class Launches:
         log = self._folder / "log"
         started = measure.launch(peer, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
         return started, [json.loads(path.read_text()) for path in results]
-
-
-def row_of(ranks: Sequence[Row], started: float, batch: int, steps: int) -> Row:
-    """What one run measured. The slowest worker's time counts; memory is that of the larger worker."""
-    seconds = max(rank["seconds"] for rank in ranks)
-    row = {
-        "steps": steps,
-        "samples_per_s": len(ranks) * batch * steps / seconds,
-        "ms_per_step": 1000 * seconds / steps,
-        "cpu_ms_per_step": 1000 * sum(rank["cpu_s"] for rank in ranks) / len(ranks) / steps,
-        "startup_s": max(rank["first_step_unix_s"] for rank in ranks) - started,
-        "peak_own_bytes": max(rank["peak_own_bytes"] for rank in ranks),
-        "loss_first": sum(rank["loss_first"] for rank in ranks) / len(ranks),
-        "loss_last": sum(rank["loss_last"] for rank in ranks) / len(ranks),
-    }
-    if "shared_bytes" in ranks[0]:
-        copies = sum(rank["shared_proportional_bytes"] for rank in ranks) / ranks[0]["shared_bytes"]
-        row |= {"table_bytes": ranks[0]["shared_bytes"], "table_copies_per_host": copies}
-    return row
 
 
 def headline(rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""Shapes of models in the benchmark of allreduce mode: their batches, what is concluded, and a very small run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gba_hvd_tools import bench
+from gba_hvd_tools.bench.allreduce.shapes import batches, command, torch_tables
+from gba_hvd_tools.bench.allreduce.shapes.shape import SHAPES
+
+import gba_hvd
+from gba_hvd import Bag
+from gba_hvd.shm import reaper
+from tests.unit.embedding.test_tables import MakeTables, dense_gradients, weights_of
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    return parser.parse_args(["bench", "allreduce", *words])
+
+
+def row(peer: str, run: int, samples_per_s: float, shape: str = "bags", **figures: float) -> dict[str, Any]:
+    usual = {"ms_per_step": 10.0, "cpu_ms_per_step": 9.0, "peak_own_bytes": 5, "load": 1.0, "loss_last": 0.5}
+    return {"shape": shape, "peer": peer, "run": run, "samples_per_s": samples_per_s, **usual, **figures}
+
+
+def test_every_shape_of_the_command_is_there_with_its_goals() -> None:
+    assert tuple(SHAPES) == command.SHAPE_NAMES
+    assert all(set(goals) == set(SHAPES) for goals in command.GOALS.values())
+
+
+def test_a_goal_is_judged_by_the_median_of_ratios_of_runs_side_by_side() -> None:
+    speeds = {"ours": (100, 20, 300), "torchrec": (50, 10, 300), "horovod": (100, 20)}
+    rows = [row(peer, run, speed) for peer, of_peer in speeds.items() for run, speed in enumerate(of_peer)]
+    found = command.summary(rows, {}, {"bags": 8})["bags"]
+    assert found["ratios"] == {"torchrec": 2.0, "horovod": 1.0}
+    assert found["goals"] == {
+        "torchrec": {"goal": 1.3, "is_met": True},
+        "horovod": {"goal": 1.5, "is_met": False},
+    }
+    assert "step" not in found
+
+
+def test_the_limit_is_the_dense_part_and_each_distinct_row_once() -> None:
+    rows = [
+        row("ours", 0, 400.0, ms_per_step=40.0),
+        row("dense", 0, 1600.0, ms_per_step=10.0, copied_per_s=2e9, gathered_per_s=1e9),
+    ]
+    traffic = {"bags": {"ids_per_sample": 260.0, "distinct_rows_per_step": 5e4, "bytes_per_step": 1e7}}
+    step = command.summary(rows, traffic, {"bags": 8})["bags"]["step"]
+    assert step["not_dense_share"] == 0.75
+    assert step["limit_samples_per_s"] == pytest.approx(2 * 8 / 0.02)
+    assert step["share_of_limit"] == pytest.approx(0.5)
+    assert "75% of ours is not dense; 10 MB of distinct rows at 1.0 GB/s" in command.parts_of_step("bags", step)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_all_workers_get_their_own_batches_with_as_many_ids_as_the_shape_says(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    traffic = batches.write(tmp_path, shape, batch=16, n_batches=2, workers=2)
+    of_workers = [batches.load(tmp_path, shape, rank) for rank in range(2)]
+    assert [len(one) for one in of_workers] == [2, 2]
+    first = next(iter(shape.fields))
+    assert not torch.equal(of_workers[0][0].ids[first][:10], of_workers[1][0].ids[first][:10])
+    n_ids = 0
+    for one in (one for some in of_workers for one in some):
+        for field, ids in one.ids.items():
+            (least, most), lengths = shape.fields[field].ids, one.lengths[field]
+            assert least <= int(lengths.min()) and int(lengths.max()) <= most
+            assert len(ids) == int(lengths.sum())
+            assert int(ids.min()) >= 0 and int(ids.max()) < shape.tables[shape.fields[field].table]
+            n_ids += len(ids)
+    assert traffic.ids == n_ids / 64
+    assert 0 < traffic.distinct_rows * 2 < n_ids
+    both = batches.joined([of_workers[0][0], of_workers[1][0]])
+    assert len(both.label) == 32
+    assert both.offsets(first).tolist() == (both.lengths[first].cumsum(0) - both.lengths[first]).tolist()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_ours_and_plain_torch_train_the_same_model(name: str, tmp_path: Path, make_tables: MakeTables) -> None:
+    from gba_hvd_tools.bench.allreduce.shapes import ours
+
+    shape = replace(SHAPES[name], tables=dict.fromkeys(SHAPES[name].tables, 200))
+    batches.write(tmp_path, shape, batch=8, n_batches=1, workers=1)
+    (batch,) = batches.load(tmp_path, shape, 0)
+    features = ours.tables_of(shape).features
+    tables = make_tables({table: (n, shape.dim) for table, n in shape.tables.items()}, features=features)
+    mine, theirs = ours.Model(shape, tables), torch_tables.Model(shape)
+    theirs.dense.load_state_dict(mine.dense.state_dict())
+    for table in shape.tables:
+        theirs.weights(table).data.copy_(weights_of(tables, table).detach())
+    ids = {field: ours.ids_of(shape, batch, field) for field in shape.fields}
+    assert name != "wide" or any(isinstance(one, Bag) for one in ids.values())
+    losses = [
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+        for logits in (mine(gba_hvd.Batch(ids, batch.dense, batch.label)), theirs(batch))
+    ]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    found = dense_gradients(tables)
+    for table in shape.tables:
+        expected = theirs.weights(table).grad
+        assert expected is not None
+        torch.testing.assert_close(found[table], expected.to_dense(), rtol=1e-4, atol=1e-7)
+
+
+def test_what_does_not_go_with_shapes_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in [
+        (("--shapes", "--peers", "ours_micro"), "--peers ours_micro with --shapes: expected ours, horovod"),
+        (("--peers", "torch"), "--peers torch without --shapes: expected ours, ours_micro"),
+        (("--shapes", "din", "--batch", "8", "16"), "one --batch"),
+        (("--shapes", "din", "--profile"), "no --profile"),
+    ]:
+        args = options("--out", str(tmp_path / "found.json"), *words)
+        assert args.run(args) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_torchrec_is_left_out_by_name_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.peer_environments, "PEERS", tmp_path)
+    out = tmp_path / "found.json"
+    args = options("--out", str(out), "--shapes", "din", "--peers", "torchrec", "--runs", "0")
+    assert args.run(args) == 0
+    assert "torchrec is left out" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_small_run_is_kept_and_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reaper, "start", lambda folder, grace_s: None)
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path))
+    out = tmp_path / "found.json"
+    words = ["--out", str(out), "--shapes", "din", "--batch", "16", "--steps", "2", "--runs", "1"]
+    args = options(*words, "--peers", "ours", "torch")
+    assert args.run(args) == 0
+    found = json.loads(out.read_text())
+    assert [one["peer"] for one in found["rows"]] == ["ours", "torch", "dense"]
+    assert set(found["summary"]["din"]["ratios"]) == {"torch"}
+    assert found["summary"]["din"]["step"]["share_of_limit"] > 0
+    capsys.readouterr()
+    args = options(*words, "--peers", "ours", "torch")
+    assert args.run(args) == 0
+    assert "3 rows in" in capsys.readouterr().out
