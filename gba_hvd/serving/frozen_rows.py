@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from gba_hvd.errors import BadInput
-from gba_hvd.serving.manifest import RowShards, Shard, StoredTable
-from gba_hvd.serving.row_shards import initial_rows, key_buckets
+from gba_hvd.serving.compact_rows import CompactRows
+from gba_hvd.serving.manifest import RowShards, StoredTable
+from gba_hvd.serving.row_shards import initial_rows, key_buckets, shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
 from recovery.errors import Damaged, StoreError
@@ -84,11 +85,13 @@ class FrozenVocabulary:
 
 
 class StoredRows:
-    """A `RowReader` of the shards of one table. mapped: from a folder; None: they are read into memory now."""
+    """A `RowReader` of the shards of one table. mapped: from a folder; None: read into memory now, as dtype."""
 
-    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None) -> None:
-        def part(shards: RowShards) -> _InMemory | _Mapped:
-            return _InMemory(store, table, shards) if mapped is None else _Mapped(table, shards, mapped)
+    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None, dtype: str = "float32") -> None:
+        def part(shards: RowShards) -> _InMemory | _Mapped | CompactRows:
+            if mapped is not None:
+                return _Mapped(table, shards, mapped)
+            return _InMemory(store, table, shards) if dtype == "float32" else CompactRows(store, table, shards, dtype)
 
         self._table, self._rows = table, part(table.rows)
         self._shared = None if table.shared is None else part(table.shared)
@@ -200,12 +203,3 @@ class _Mapped:
                     raise StoreError(f"{path} cannot be mapped: {error}") from error
                 self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
             return self._open[bucket]
-
-
-def shard_arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
-    """(keys int64 [n], rows float32 [n, dim]) of a shard's bytes; views."""
-    rows = np.frombuffer(data, "<f4", offset=shard.rows_at).reshape(shard.n_rows, table.dim)
-    if shard.has_keys:
-        return np.frombuffer(data, "<i8", shard.n_rows), rows
-    first = shard.bucket * part.rows_per_bucket
-    return np.arange(first, first + shard.n_rows), rows
