@@ -27,6 +27,10 @@ newest checkpoint when all of it was lost and the same command is given again:
 
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml checkpoint.url=FOLDER checkpoint.every_steps=500
 
+With a section `log_model` the trained model is logged with the run in MLflow, and registered under a name:
+
+    horovodrun ... --config FILE.yaml log_model.registered_model_name=ctr log_model.alias=champion
+
 OUT/summary.json is there from the start and renewed after each epoch: how the job ended (`status`, `error`), warnings,
 metrics by epoch and those of the best one, chosen by validation, the account of samples, restarts, each switch with its
 reason, how stale the micro-batches of asynchronous modes were, how many were refused (not finite) or given out again,
@@ -57,6 +61,7 @@ from ctr.dry_run import try_batch
 from ctr.measures import evaluate_part, selects
 from ctr.plan import most_steps, plan
 from ctr.pulse import ProgressFiles
+from ctr.served import logged_model
 from ctr.settings_list import ShowSettings
 from ctr.summary import JobSummary, stopped_early
 from gba_hvd.callbacks import Callback
@@ -155,7 +160,10 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
     if faults.faults:
         callbacks.append(faults)
     if config.mlflow:
-        callbacks.append(MLflowCallback("ctr examples", config=config.as_dict(), data=splits.description))
+        log_model = logged_model(config, splits.train)
+        callbacks.append(
+            MLflowCallback("ctr examples", config=config.as_dict(), data=splits.description, log_model=log_model)
+        )
     state.register_callbacks(callbacks)
 
     by = selects(config)

@@ -431,12 +431,26 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class LoggedModel:
+    """The trained model in MLflow: see `gba_hvd.LogModel`. Without this section no model is logged."""
+
+    name: str = setting("ctr", "of the logged model")
+    registered_model_name: str | None = setting(None, "a model of the registry, which gets a new version", off="null")
+    alias: str | None = setting(None, "of that version", off="null")
+    tables: Literal["all", "touched"] = setting("all", "rows: all, or those that training has changed")
+    activation: Literal["none", "sigmoid"] = setting("sigmoid", "of predictions; sigmoid: probabilities", off="none")
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """All settings of `train_ctr.py`."""
 
     name: str
     seed: int = setting(2021, "of weights, order of samples and dropout")
     mlflow: bool = setting(True, "write the run to MLflow", off="false")
+    log_model: LoggedModel | None = field(
+        default=None, metadata=documented("the trained model in MLflow: docs/SERVING.md", off="null")
+    )
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     embedding: Embedding = field(default_factory=Embedding)
@@ -455,6 +469,13 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         self._check_sequences()
+        _require(
+            self.log_model is None or self.mlflow, "log_model: the model is logged with the run, and mlflow is off"
+        )
+        _require(
+            self.log_model is None or self.model.kind != "youtube_dnn",
+            "log_model: a youtube_dnn is built with its training data, so nothing can open it elsewhere; leave it out",
+        )
         for name, compressor, check in (
             ("compression", self.compression, dense_spec_of),
             ("row_compression", self.row_compression, row_spec_of),

@@ -5,12 +5,15 @@ Without the job's data: its arguments say what of the data the model depends on.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+import gba_hvd
 from ctr.build import build_click_model, build_sequence_model, make_tables, shared_features
 from ctr.config import JobConfig, section_from
 from ctr.datasets import Log
@@ -24,6 +27,15 @@ def arguments_of(config: JobConfig, log: Log) -> dict[str, Any]:
     }  # fmt: skip
     found: dict[str, Any] = json.loads(json.dumps(arguments))
     return found
+
+
+def logged_model(config: JobConfig, log: Log) -> gba_hvd.LogModel | None:
+    """What the settings' `log_model` asks for; None without it. Its example is the log's first samples."""
+    if config.log_model is None:
+        return None
+    how = dataclasses.asdict(config.log_model)
+    example = log.take(np.arange(min(4, len(log))))
+    return gba_hvd.LogModel(input_example=example, build="ctr.served:build", arguments=arguments_of(config, log), **how)
 
 
 def build(

@@ -10,8 +10,8 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from gba_hvd.serving.frozen_rows import shard_arrays
 from gba_hvd.serving.manifest import ModelManifest, RowShards, Shard, StoredObject, StoredTable
+from gba_hvd.serving.row_shards import shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.serving.tensor_file import decode_tensors
 from recovery.errors import Damaged
@@ -68,18 +68,30 @@ class ModelDifference:
     other: tuple[str, ...]
 
 
-def diff_models(store: Store, old: ModelManifest, new: ModelManifest) -> ModelDifference:
-    """How two versions at one URL differ. Only the shards that differ are read, two at a time.
+@dataclass(frozen=True)
+class _Stores:
+    """Where the objects of both versions are."""
 
+    old: Store
+    new: Store
+
+
+def diff_models(
+    store: Store, old: ModelManifest, new: ModelManifest, new_store: Store | None = None
+) -> ModelDifference:
+    """How two versions differ. Only the shards that differ are read, two at a time.
+
+    store: of both; new_store: of the new version, where that is another one
     Raises Damaged when one of them is not what was saved.
     """
+    stores = _Stores(store, store if new_store is None else new_store)
     by_name = {table.name: table for table in old.tables}
-    tables = [_table(store, by_name.pop(table.name, None), table) for table in new.tables]
+    tables = [_table(stores, by_name.pop(table.name, None), table) for table in new.tables]
     gone = [TableDifference(name, table.n_rows, note="only in the old version") for name, table in by_name.items()]
-    return ModelDifference((*tables, *gone), _tensors(store, old, new), tuple(_other(old, new)))
+    return ModelDifference((*tables, *gone), _tensors(stores, old, new), tuple(_other(old, new)))
 
 
-def _table(store: Store, old: StoredTable | None, new: StoredTable) -> TableDifference:
+def _table(stores: _Stores, old: StoredTable | None, new: StoredTable) -> TableDifference:
     if old is None:
         return TableDifference(new.name, new.n_rows, note="only in the new version")
     if (old.dim, old.keys) != (new.dim, new.keys) or old.initial != new.initial:
@@ -93,11 +105,13 @@ def _table(store: Store, old: StoredTable | None, new: StoredTable) -> TableDiff
     if not all(cuts):
         note = "its shards are cut in another way, so rows were not compared"
         return TableDifference(new.name, new.n_rows, 0, 0, 0, 0, *sizes, note)
-    (changed, added, removed), *more = (_rows(store, (old, a), (new, b)) for a, b in pairs)
+    (changed, added, removed), *more = (_rows(stores, (old, a), (new, b)) for a, b in pairs)
     return TableDifference(new.name, new.n_rows, changed, added, removed, sum(map(sum, more)), *sizes)
 
 
-def _rows(store: Store, old: tuple[StoredTable, RowShards], new: tuple[StoredTable, RowShards]) -> tuple[int, int, int]:
+def _rows(
+    stores: _Stores, old: tuple[StoredTable, RowShards], new: tuple[StoredTable, RowShards]
+) -> tuple[int, int, int]:
     """(rows that changed, that only the new version has, that only the old one has)"""
     changed = added = removed = 0
     a, b = ({shard.bucket: shard for shard in part.shards} for _, part in (old, new))
@@ -106,8 +120,8 @@ def _rows(store: Store, old: tuple[StoredTable, RowShards], new: tuple[StoredTab
         if mine is None or theirs is None:
             added, removed = added + (mine.n_rows if mine else 0), removed + (theirs.n_rows if theirs else 0)
         elif mine.sha256 != theirs.sha256:
-            keys, rows = _read(store, theirs, *old)
-            new_keys, new_rows = _read(store, mine, *new)
+            keys, rows = _read(stores.old, theirs, *old)
+            new_keys, new_rows = _read(stores.new, mine, *new)
             both, at, new_at = np.intersect1d(keys, new_keys, assume_unique=True, return_indices=True)
             changed += int((rows[at].view(np.uint32) != new_rows[new_at].view(np.uint32)).any(axis=1).sum())
             added, removed = added + len(new_keys) - len(both), removed + len(keys) - len(both)
@@ -118,12 +132,12 @@ def _read(store: Store, shard: Shard, table: StoredTable, part: RowShards) -> tu
     return shard_arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
 
 
-def _tensors(store: Store, old: ModelManifest, new: ModelManifest) -> dict[str, str]:
+def _tensors(stores: _Stores, old: ModelManifest, new: ModelManifest) -> dict[str, str]:
     if old.dense.sha256 == new.dense.sha256:
         return {}
     a, b = (
         decode_tensors(bytes(get_verified(store, one.name, one.n_bytes, one.sha256)), one.name)
-        for one in (old.dense, new.dense)
+        for store, one in ((stores.old, old.dense), (stores.new, new.dense))
     )
     found = {name: "removed" for name in a.keys() - b.keys()} | {name: "added" for name in b.keys() - a.keys()}
     for name in a.keys() & b.keys():

@@ -83,8 +83,8 @@ class Follower:
     it holds a lock that calls share, and an update waits for the calls before it. Calls of a module inside it do not;
     `reading()` holds the lock for several calls.
 
-    model: of `load_for_inference` or `open_model`, built as the job's model is; its rows are in memory from the first
-    update on, also those of a model that was mapped.
+    model: of `load_for_inference` or `open_model`, built as the job's model is; its rows are float32 in memory from the
+    first update on, also those of a model that was mapped or has another `row_dtype`.
     every_s: between two looks of the thread. on_update: called in the thread that polls.
     clock: seconds since 1970, as the clocks of the job's hosts have them; storage_options: see `recovery.open_store`.
 

@@ -17,9 +17,10 @@ import torch
 
 from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.errors import BadInput
+from gba_hvd.serving.compact_rows import CompactRows
 from gba_hvd.serving.direct_rows import Buckets, DirectRows
-from gba_hvd.serving.manifest import ALIGNMENT, RowShards, Shard, StoredTable
-from gba_hvd.serving.row_shards import initial_rows, key_buckets
+from gba_hvd.serving.manifest import ALIGNMENT, RowShards, StoredTable
+from gba_hvd.serving.row_shards import initial_rows, key_buckets, shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
 from recovery.errors import Damaged, StoreError
@@ -105,18 +106,22 @@ class FrozenVocabulary:
 
 
 class StoredRows:
-    """A `RowReader` of the shards of one table. mapped: from a folder; None: they are read into memory now."""
+    """A `RowReader` of the shards of one table. mapped: from a folder; None: read into memory now, as dtype."""
 
-    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None) -> None:
-        def part(shards: RowShards) -> _InMemory | _Mapped:
-            return _InMemory(store, table, shards) if mapped is None else _Mapped(table, shards, mapped)
+    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None, dtype: str = "float32") -> None:
+        def part(shards: RowShards) -> _InMemory | _Mapped | CompactRows:
+            if mapped is not None:
+                return _Mapped(table, shards, mapped)
+            return _InMemory(store, table, shards) if dtype == "float32" else CompactRows(store, table, shards, dtype)
 
         self._table, self._rows = table, part(table.rows)
         self._shared = None if table.shared is None else part(table.shared)
 
     @property
     def buckets(self) -> Buckets | None:
-        """All rows, for `DirectRows`; None where some are not stored, or have keys of their own."""
+        """All rows, for `DirectRows`; None where some are not stored, not float32, or have keys of their own."""
+        if isinstance(self._rows, CompactRows):
+            return None
         per = self._table.rows.rows_per_bucket
         return self._rows.buckets if self._table.rows.is_complete and per and not per & (per - 1) else None
 
@@ -242,12 +247,3 @@ class _Mapped:
                     raise StoreError(f"{path} cannot be mapped: {error}") from error
                 self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
             return self._open[bucket]
-
-
-def shard_arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
-    """(keys int64 [n], rows float32 [n, dim]) of a shard's bytes; views."""
-    rows = np.frombuffer(data, "<f4", offset=shard.rows_at).reshape(shard.n_rows, table.dim)
-    if shard.has_keys:
-        return np.frombuffer(data, "<i8", shard.n_rows), rows
-    first = shard.bucket * part.rows_per_bucket
-    return np.arange(first, first + shard.n_rows), rows

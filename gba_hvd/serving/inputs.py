@@ -103,6 +103,20 @@ def described(field: Spec) -> str:
     return f"{of}{field['dtype']}"
 
 
+def values_of(spec: Spec, value: Any) -> dict[str, Tensor | Bag]:
+    """The fields of an input, by column."""
+    match spec["kind"]:
+        case "batch":
+            found: dict[str, Tensor | Bag] = {one["column"]: value.ids[key] for key, one in spec["ids"].items()}
+            return found if spec["dense"] is None else found | {spec["dense"]["column"]: value.dense}
+        case "mapping":
+            return {k: v for key, part in spec["parts"].items() for k, v in values_of(part, value[key]).items()}
+        case "arguments":
+            parts = zip(spec["parts"], value, strict=True)
+            return {k: v for part, one in parts for k, v in values_of(part, one).items()}
+    return {spec["column"]: value}
+
+
 def columns_of(spec: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]]:
     """The columns of a request for which `input_of` gives this input."""
     match spec["kind"]:
@@ -134,19 +148,20 @@ def input_of(spec: Spec, request: Mapping[str, Any]) -> Any:
     sizes = {name: len(one.offsets) if isinstance(one, Bag) else len(one) for name, one in read.items()}
     if len(set(sizes.values())) > 1:
         raise BadInput(f"the fields of a request need one number of samples, got {sizes}")
-    return _input(spec, read, next(iter(sizes.values()), 0))
+    return value_from(spec, read, next(iter(sizes.values()), 0))
 
 
-def _input(spec: Spec, read: Mapping[str, Tensor | Bag], n: int) -> Any:
+def value_from(spec: Spec, read: Mapping[str, Tensor | Bag], n: int) -> Any:
+    """The input of n samples that has these fields, by column."""
     match spec["kind"]:
         case "batch":
             dense = torch.empty(n, 0) if spec["dense"] is None else read[spec["dense"]["column"]]
             assert isinstance(dense, Tensor)
             return Batch({key: read[one["column"]] for key, one in spec["ids"].items()}, dense, torch.zeros(n))
         case "mapping":
-            return {key: _input(part, read, n) for key, part in spec["parts"].items()}
+            return {key: value_from(part, read, n) for key, part in spec["parts"].items()}
         case "arguments":
-            return tuple(_input(part, read, n) for part in spec["parts"])
+            return tuple(value_from(part, read, n) for part in spec["parts"])
     return read[spec["column"]]
 
 

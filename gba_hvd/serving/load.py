@@ -15,6 +15,7 @@ from gba_hvd.batch import Batch
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.compact_rows import PACKED
 from gba_hvd.serving.frozen_rows import StoredRows
 from gba_hvd.serving.manifest import ModelManifest, read_manifest
 from gba_hvd.serving.module import assemble, freeze, padding_rows_of
@@ -92,10 +93,14 @@ def open_model(
     version: int | str = "newest",
     device: str | torch.device = "cpu",
     tables: str = "memory",
+    row_dtype: str = "float32",
     **storage_options: Any,
 ) -> OpenModel:
     """Open a saved model: its module, and `predict` for columns. Arguments and errors: as of `load_for_inference`."""
     refuse_unknown("tables", tables, _WHERE)
+    refuse_unknown("row_dtype", row_dtype, ("float32", *PACKED))
+    if tables == "mmap" and row_dtype != "float32":
+        raise BadInput(f"tables='mmap' maps rows of the files, which are float32; row_dtype={row_dtype!r} needs memory")
     store = open_store(url, **storage_options)
     folder = _folder_of(store) if tables == "mmap" else None
     manifest = read_manifest(store, version)
@@ -104,7 +109,7 @@ def open_model(
     values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
     stored = {table.name: table for table in manifest.tables}
     own = assemble(module, stored, manifest.converted, values, padding_rows_of(values), manifest.lookup_dtypes)
-    freeze(module, own, {table.name: StoredRows(store, table, folder) for table in manifest.tables})
+    freeze(module, own, {table.name: StoredRows(store, table, folder, row_dtype) for table in manifest.tables})
     example = manifest.example
     columns = None
     if example is not None:
@@ -118,6 +123,7 @@ def load_for_inference(
     tables: str = "memory",
     *,
     version: int | str = "newest",
+    row_dtype: str = "float32",
     **storage_options: Any,
 ) -> nn.Module:
     """The module of a saved model, in evaluation mode: its predictions are those of the model that was saved, bit for
@@ -131,13 +137,15 @@ def load_for_inference(
     processes of a machine share them, and a model may be larger than the memory; for a local folder. Then sizes are
     checked, and bytes by `gba-hvd model verify`.
     version: "newest", or its number. storage_options: see `recovery.open_store`.
+    row_dtype: of rows in memory, "float32", or "int8" or "bfloat16" with the errors that `compact_rows` states; what is
+    looked up is float32.
 
     Opening a model runs its builder: open only those whose writer you trust.
 
     Raises BadInput where there is no model, no such version, or its builder is missing or builds another one; Damaged
     where an object is gone, truncated or altered; StoreError where the store fails.
     """
-    return open_model(url, version=version, device=device, tables=tables, **storage_options).module
+    return open_model(url, version=version, device=device, tables=tables, row_dtype=row_dtype, **storage_options).module
 
 
 def _folder_of(store: Store) -> Path:

@@ -137,6 +137,28 @@ class BuilderRecord:
 
 
 @dataclass(frozen=True)
+class StoredLookup:
+    """What the rows of a feature are, that a program takes: of the ids in a column, in a table.
+
+    pooling: of several ids, "sum", "mean" or "max"; None: each has its row. padding: an id that stands for no value
+    """
+
+    feature: str
+    column: str
+    table: str
+    pooling: str | None
+    padding: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """The dense part as a program (`dense_program`)."""
+
+    file: StoredObject
+    lookups: tuple[StoredLookup, ...]
+
+
+@dataclass(frozen=True)
 class ModelManifest:
     """One version of a model.
 
@@ -158,6 +180,7 @@ class ModelManifest:
     source: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     lookup_dtypes: Mapping[str, str] = field(default_factory=dict)
+    program: StoredProgram | None = None
 
     @property
     def name(self) -> str:
@@ -170,7 +193,8 @@ class ModelManifest:
 
     def files(self) -> Iterator[StoredObject]:
         """All objects but shards."""
-        yield from (one for one in (self.dense, self.builder.code, self.example) if one is not None)
+        program = None if self.program is None else self.program.file
+        yield from (one for one in (self.dense, self.builder.code, self.example, program) if one is not None)
 
     def objects(self) -> Iterator[StoredObject]:
         """Every object, shards first."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlflow
 import pandas
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
 
@@ -20,7 +21,12 @@ class SavedModel(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> pandas.DataFrame:
-        return pandas.DataFrame(self._model.predict(model_input))
+        from gba_hvd.errors import BadInput
+
+        try:
+            return pandas.DataFrame(self._model.predict(model_input))
+        except BadInput as error:  # what a server answers with status 400; any other error has no text there
+            raise MlflowException.invalid_parameter_value(str(error)) from error
 
 
 if not __name__.startswith("gba_hvd."):  # (run by MLflow, as a copy)

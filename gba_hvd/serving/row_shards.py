@@ -171,3 +171,12 @@ def initial_rows(initial: Initial, rows: np.ndarray, dim: int) -> np.ndarray:
     for at, row in enumerate(rows.tolist()):
         kernels.init_rows(out[at], 0, dim, row + 1, row, 1, dim, seed, std)
     return out
+
+
+def shard_arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
+    """(keys int64 [n], rows float32 [n, dim]) of a shard's bytes; views."""
+    rows = np.frombuffer(data, "<f4", offset=shard.rows_at).reshape(shard.n_rows, table.dim)
+    if shard.has_keys:
+        return np.frombuffer(data, "<i8", shard.n_rows), rows
+    first = shard.bucket * part.rows_per_bucket
+    return np.arange(first, first + shard.n_rows), rows

@@ -20,12 +20,15 @@ from gba_hvd.convert import is_converted
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.dense_program import exported_dense_part
 from gba_hvd.serving.manifest import (
     BuilderRecord,
     ConvertedModule,
     Initial,
     ModelManifest,
     RowShards,
+    StoredLookup,
+    StoredProgram,
     StoredTable,
     next_version,
     to_json,
@@ -77,6 +80,7 @@ def save_model(
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
     shard_bytes: int | None = None,
+    dense_program: bool = False,
     source: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
@@ -98,6 +102,8 @@ def save_model(
     fields of a request, and the built module is compared with the model on it, bit for bit.
     activation: "sigmoid": what `predict` applies to the model's outputs; "none".
     shard_bytes: size of a shard of rows. Default: a 1024th of the table, at least 16 KiB.
+    dense_program: also store the dense part as a program of `torch.export`, which takes looked-up rows, for servers
+    without this package (docs/FORMAT.md). Needs an input_example of two samples or more.
     source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
@@ -113,6 +119,9 @@ def save_model(
         )
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model)
+    if dense_program and input_example is None:
+        raise BadInput("dense_program=True needs input_example, by which the model is traced")
+    exported = exported_dense_part(model, input_example) if dense_program else None
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
     stored_as = stand_ins(list(rows.values()))
@@ -128,8 +137,9 @@ def save_model(
     stored = tuple(writer.table(one) for one in rows.values())
     example = None if spec is None else inputs.columns_of(spec, input_example)
     return _commit(
-        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written
-    )
+        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written,
+        exported,
+    )  # fmt: skip
 
 
 def export_model(
@@ -218,14 +228,16 @@ def _commit(
     store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     activation: str, source: Mapping[str, Any], written: Written,
+    exported: tuple[bytes, tuple[StoredLookup, ...]] | None = None,
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
+    program = None if exported is None else StoredProgram(put_file(store, [exported[0]], "pt2"), exported[1])
     with next_version(store) as number:
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
-            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model),
+            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program,
         )  # fmt: skip
         store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)

@@ -15,7 +15,8 @@ The way of a record to MLflow, and which process owns what:
 - A job that resumes from a checkpoint has its name, so it continues its run; what the run holds of later steps is then
   superseded, see `recovery_records`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
 - Order in which things become visible: the run (RUNNING), parameters, metrics, tags; `events.jsonl` every few seconds;
-  at the end the last metrics, events, the final status, then the plots, then the model.
+  at the end the last metrics, events, the final status, then the plots, `report.html` and the run's description, then
+  the model, and the report again with it.
 - A model (`log_model`) is written by the chief beside the spool, and logged after the run has ended: what fails then
   leaves the spool with the model, for `gba-hvd mlflow send`.
 

@@ -26,7 +26,7 @@ from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
 from gba_hvd.tracking.epochs import is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
-from gba_hvd.tracking.records import metric_key, metrics_records, params_records
+from gba_hvd.tracking.records import PAGE_QUERY, metric_key, metrics_records, params_records
 from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
     SpoolStatus,
@@ -454,8 +454,7 @@ class _Interval:
 def how_to_open(status: SpoolStatus) -> str:
     """One sentence with the exact command or address."""
     uri = redacted(status.tracking_uri or "")
-    # Without the query MLflow opens its pages for language models.
-    page = f"/#/experiments/{status.experiment_id}/runs/{status.run_id}?workflowType=machine_learning"
+    page = f"/#/experiments/{status.experiment_id}/runs/{status.run_id}{PAGE_QUERY}"
     if uri.startswith(("http://", "https://")):
         return f"Open {uri.rstrip('/')}{page}"
     return f"Open it: mlflow ui --backend-store-uri '{uri}' and then http://127.0.0.1:5000{page}"

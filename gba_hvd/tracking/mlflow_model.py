@@ -36,6 +36,7 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
 
         example, outputs = pandas.DataFrame(facts["columns"]), pandas.DataFrame(facts["outputs"])
         signature = infer_signature(example, outputs.astype("float32"))
+        signature.inputs = _uncast(signature.inputs)
         info = Model.log(
             artifact_path=None,
             flavor=pyfunc,
@@ -50,6 +51,18 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
             tags=facts["tags"],
         )
     return str(info.model_uri)
+
+
+def _uncast(schema: Any) -> Any:
+    """Columns of whole numbers and booleans as `Any`, so that the model gets what came and refuses it by its name.
+
+    `mlflow models serve` casts a request to the types of the signature: 0.5 to the id 0, "false" to true.
+    """
+    from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
+
+    exact = (DataType.long, DataType.integer, DataType.boolean)
+    as_it_is = AnyType()  # type: ignore[no-untyped-call]
+    return Schema([ColSpec(as_it_is, one.name, one.required) if one.type in exact else one for one in schema.inputs])
 
 
 def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:

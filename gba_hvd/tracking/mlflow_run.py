@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -17,14 +18,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from mlflow import MlflowClient, get_tracking_uri
-from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking import mlflow_model
 from gba_hvd.tracking.delivery import may_report
-from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
+from gba_hvd.tracking.records import PAGE_QUERY, LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
-from gba_hvd.tracking.run_history import RunHistory
+from gba_hvd.tracking.report.run_note import OWN, run_note
+from gba_hvd.tracking.run_history import DATA_FILE, RunHistory
 from recovery.redaction import redacted
 
 JOB_TAG = "gba_hvd.job_id"
@@ -32,7 +34,9 @@ CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, se
 REASON_TAG = "gba_hvd.status_reason"
 CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
+NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
 EVENTS_FILE = "events.jsonl"
+REPORT_FILE = "report.html"
 CHECKPOINTS_FILE = "checkpoints.json"  # where they are; what is in them stays there
 
 
@@ -125,6 +129,28 @@ class JobRun:
     def put_text(self, path: str, text: str) -> None:
         self._client.log_text(self.run_id, text, path)
 
+    def put_data(self, text: str) -> None:
+        """What the job says of its data (JSON): an artifact, and the run's datasets, one for each part (train, ...)."""
+        self.put_text(DATA_FILE, text)
+        found = json.loads(text)
+        parts = {str(name): one for name, one in found.items() if isinstance(one, dict)} or {"data": found}
+        inputs = []
+        for name, one in parts.items():
+            about = json.dumps(one, sort_keys=True)
+            digest = hashlib.sha256(about.encode()).hexdigest()[:8]
+            source = json.dumps({"uri": str(one.get("dir", ""))})
+            dataset = Dataset(name, digest, "local", source, profile=about[:16_000])
+            inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
+        self._client.log_inputs(self.run_id, inputs)
+
+    def put_report(self, story: RunHistory, html: str) -> None:
+        """The report as an artifact, and its first part as the run's description, unless a person has written one."""
+        self.put_text(REPORT_FILE, html)
+        note = self._client.get_run(self.run_id).data.tags.get(NOTE_TAG, "")
+        if not note or OWN in note:
+            address = f"#/experiments/{self.experiment_id}/runs/{self.run_id}/artifacts/{REPORT_FILE}{PAGE_QUERY}"
+            self.set_tags({NOTE_TAG: run_note(story, address)[:8000]})
+
     def put_file(self, file: Path) -> None:
         self._client.log_artifact(self.run_id, str(file))
 
@@ -142,11 +168,14 @@ class JobRun:
 
     def events(self) -> list[Record]:
         """Those that were delivered so far."""
-        if all(info.path != EVENTS_FILE for info in self._client.list_artifacts(self.run_id)):
-            return []
+        return [json.loads(line) for line in self._text(EVENTS_FILE).splitlines()]
+
+    def _text(self, path: str) -> str:
+        """Of an artifact; empty where there is none."""
+        if all(info.path != path for info in self._client.list_artifacts(self.run_id)):
+            return ""
         with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
-            text = Path(self._client.download_artifacts(self.run_id, EVENTS_FILE, folder)).read_text()
-        return [json.loads(line) for line in text.splitlines()]
+            return Path(self._client.download_artifacts(self.run_id, path, folder)).read_text()
 
     def put_events(self, events: list[Record]) -> list[Record]:
         """Merge `events` with those of earlier chiefs; returns all of them."""
@@ -163,6 +192,26 @@ class JobRun:
         names = self._client.get_run(self.run_id).data.metrics
         resumes = resumes_of_points(self._history_of(RESUMED_FROM)) if RESUMED_FROM in names else []
         return {key: in_force(self._history_of(key), resumes) for key in sorted(names) if wanted(key)}
+
+    def story(self, wanted: Callable[[str], bool], events: list[Record] | None = None) -> RunHistory:
+        """All that the run holds, of the metrics that are wanted. events: where they are known"""
+        run = self._client.get_run(self.run_id)
+        info, tags = run.info, run.data.tags
+        now = {tag.removeprefix(CHANGED): text for tag, text in tags.items() if tag.startswith(CHANGED)}
+        return RunHistory(
+            title=info.run_name or info.run_id,
+            source=f"MLflow run {info.run_id} at {redacted(self._uri)}",
+            job_id=tags.get(JOB_TAG, ""),
+            status=info.status,
+            reason=tags.get(REASON_TAG, ""),
+            started_ms=info.start_time,
+            ended_ms=info.end_time,
+            params={**run.data.params, **now},
+            first_params={key: run.data.params.get(key, "") for key in now},
+            history=self.history(wanted),
+            events=tuple(self.events() if events is None else events),
+            data=json.loads(self._text(DATA_FILE) or "{}"),
+        )
 
     def _history_of(self, key: str) -> list[Point]:
         history = self._client.get_metric_history(self.run_id, key)
@@ -216,22 +265,7 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
     run = _run_called(client, name)
     if isinstance(run, list):
         return [f"{r.info.run_id}  {r.info.run_name}  {r.data.tags.get(JOB_TAG, '')}".rstrip() for r in run]
-    info, tags = run.info, run.data.tags
-    job = JobRun(client, run, "", joined=True)
-    now = {tag.removeprefix(CHANGED): text for tag, text in tags.items() if tag.startswith(CHANGED)}
-    return RunHistory(
-        title=info.run_name or info.run_id,
-        source=f"MLflow run {info.run_id} at {redacted(uri)}",
-        job_id=tags.get(JOB_TAG, ""),
-        status=info.status,
-        reason=tags.get(REASON_TAG, ""),
-        started_ms=info.start_time,
-        ended_ms=info.end_time,
-        params={**run.data.params, **now},
-        first_params={key: run.data.params.get(key, "") for key in now},
-        history=job.history(wanted),
-        events=tuple(job.events()),
-    )
+    return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
 def _run_called(client: MlflowClient, name: str) -> Run | list[Run]:

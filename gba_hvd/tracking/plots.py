@@ -1,4 +1,8 @@
-"""The pictures a run ends with: learning curves, throughput with modes and changes marked, workers, rounds, delays."""
+"""The pictures a run ends with: learning curves, throughput with modes and changes marked, workers, rounds, delays.
+
+Nothing is shown by colour alone: lines differ in their dashes too, modes stand by name in the picture, and kinds of
+events have signs of their own. Lines have the colours of Okabe and Ito, which the colour-blind can tell apart.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from gba_hvd.extras import extra
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.records import Point, Record
-from gba_hvd.tracking.recovery_records import events_in_force
+from gba_hvd.tracking.recovery_records import events_in_force, pointers
 
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"  # before clipping, where it is asked for
@@ -21,16 +25,27 @@ WORKERS = "workers"
 DENSE_LR = "dense_lr"  # parameter: at the start; metric: where a schedule moves it and the script does not log it
 SCRIPT_LRS = ("lr", "learning_rate")  # metrics by which a script logs it
 MODE = "mode"  # index into switching.MODES
+_BLUE, _RED, _GREEN, _PURPLE, _ORANGE, _SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+_INK, _GRID, _PAPER = "#333333", "#dddddd", "#ffffff"
+_COLOURS = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE, _SKY)
+_DASHES = ("-", "--", "-.", ":")
 _MARKED = {
-    "membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "switch_failed": "#c0392b",
-    "rows_restored": "#2f8f5b", "resumed": "#2f8f5b",
+    "worker_lost": (_RED, "x"), "rows_lost": (_RED, "v"), "switch_failed": (_RED, "s"), "membership": (_INK, "o"),
+    "rows_restored": (_GREEN, "P"), "resumed": (_GREEN, "D"),
 }  # fmt: skip
-_INK, _GRID = "#333333", "#dddddd"
-_COLOURS = ("#2c6fbb", "#d1761c", "#2f8f5b", "#8e44ad", "#c0392b", "#5d6d7e", "#b7950b", "#16a085")
 _SHADES = (
     "#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7", "#d5dcf5", "#ece8c4", "#f2d9e6", "#dcecd0",
 )  # fmt: skip
 MODE_COLOURS = dict(zip(MODES, _SHADES, strict=True))
+_OTHER_MODE = "#eeeeee"
+# What each colour is on a dark ground; those that are not here stay.
+DARK = {
+    _INK: "#d5dce4", _GRID: "#36414d", _PAPER: "#1b222a", _BLUE: "#5fb0e6", _RED: "#ff8f45", _GREEN: "#35c79b",
+    _PURPLE: "#e29ac3", _OTHER_MODE: "#333b44", **dict(zip(_SHADES, (
+        "#2a333d", "#20402c", "#4a3a1c", "#4b2a26", "#3d2b45", "#20413c", "#2b3355", "#42401f", "#472a3a", "#30421f",
+    ), strict=True)),
+}  # fmt: skip
+WIDE, NARROW = 9.0, 4.4  # inches: for a window, for a phone
 
 History = Mapping[str, Sequence[Point]]
 
@@ -42,10 +57,6 @@ class ModeSpan:
     first: int
     last: int
     mode: str
-
-
-def is_plotted(key: str) -> bool:
-    return key in (LOSS, THROUGHPUT, WORKERS, MODE) or key.startswith(gauges.PREFIX) or _is_quality(key)
 
 
 def _is_quality(key: str) -> bool:
@@ -81,27 +92,42 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSp
     return spans
 
 
-def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png") -> list[Path]:
-    """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
+@dataclass(frozen=True)
+class _Sheet:
+    """What a picture is drawn on."""
+
+    title: str
+    width: float = WIDE
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.width < WIDE
+
+
+def draw_plots(
+    history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png", width: float = WIDE
+) -> list[Path]:
+    """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib. width: in inches
 
     learning_curves, throughput; in runs that measured it also workers (their pace), vocabulary (of hashed tables),
     rounds of replicas, gain (predicted in mode "auto") and staleness
     """
+    sheet = _Sheet(title, width)
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
             "learning_curves",
             any((key == LOSS or _is_quality(key)) and points for key, points in history.items()),
-            lambda file: _learning_curves(history, title, file),
+            lambda file: _learning_curves(history, events, sheet, file),
         ),
-        ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
-        ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
-        ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
-        ("gain", bool(history.get(gauges.GAIN)), lambda file: _gain(history, events, title, file)),
-        ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, title, file)),
+        ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, sheet, file)),
+        ("workers", bool(_paces(history)), lambda file: _workers(history, events, sheet, file)),
+        ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, sheet, file)),
+        ("gain", bool(history.get(gauges.GAIN)), lambda file: _gain(history, events, sheet, file)),
+        ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, sheet, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
-            lambda file: _staleness(history, events, title, file),
+            lambda file: _staleness(history, events, sheet, file),
         ),
     ]
     return [draw(folder / f"{name}.{form}") for name, has_data, draw in drawn if has_data]
@@ -113,106 +139,102 @@ def last_staleness(events: Sequence[Record], key: str = "staleness") -> dict[int
     return gauges.whole_numbers(reported[-1]) if reported else {}
 
 
-def _learning_curves(history: History, title: str, file: Path) -> Path:
+def _learning_curves(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     qualities = [key for key in history if _is_quality(key) and history[key]]
-    figure, axes = _figure(title, rows=1 + bool(qualities and history.get(LOSS)))
+    figure, axes = _figure(sheet, rows=1 + bool(qualities and history.get(LOSS)))
     upper = axes[0]
     if history.get(LOSS):
         steps, values = _xy(history[LOSS])
-        upper.plot(steps, values, color=_COLOURS[0], alpha=0.3, linewidth=0.8)
-        upper.plot(steps, _smooth(values), color=_COLOURS[0], linewidth=1.6, label="smoothed")
+        upper.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=0.8)
+        upper.plot(steps, _smooth(values), color=_BLUE, linewidth=1.6, label="smoothed")
         upper.set_ylabel("training loss")
-    for key, colour in zip(qualities, _COLOURS[1:] * len(qualities), strict=False):
+    for number, key in enumerate(qualities, start=1):
         steps, values = _xy(history[key])
-        axes[-1].plot(steps, values, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=key)
+        axes[-1].plot(steps, values, marker="o", markersize=3.5, label=key, **_line(number))
         axes[-1].set_ylabel("AUC")
-    if qualities:
-        axes[-1].legend(loc="lower right", frameon=False)
+    _ground(axes, history, events, sheet)
+    if qualities and axes[-1] is not upper:
+        axes[-1].legend(loc="lower right", frameon=False, labelcolor=_INK, fontsize=9)
     return _save(figure, axes, file)
 
 
-def _throughput(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+def _line(number: int) -> dict[str, Any]:
+    """How the nth of several lines looks: no two have the same colour and dashes."""
+    dashes = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": dashes, "linewidth": 1.4}
+
+
+def _throughput(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     workers = history.get(WORKERS)
-    figure, axes = _figure(title, rows=1 + bool(workers))
+    figure, axes = _figure(sheet, rows=1 + bool(workers))
     steps, values = _xy(history[THROUGHPUT])
-    axes[0].plot(steps, values, color=_COLOURS[0], linewidth=1.4)
+    axes[0].plot(steps, values, color=_BLUE, linewidth=1.4)
     axes[0].set_ylabel("samples/s")
     axes[0].set_ylim(bottom=0)
     axes[0].yaxis.set_major_formatter("{x:,.0f}")
     if workers:
         steps, counts = _xy(workers)
-        axes[-1].step(steps, counts, where="post", color=_COLOURS[2], linewidth=1.6)
+        axes[-1].step(steps, counts, where="post", color=_GREEN, linewidth=1.6)
         axes[-1].set_ylabel("workers")
         axes[-1].set_ylim(0, max(counts) + 1)
         axes[-1].yaxis.get_major_locator().set_params(integer=True)
-    if _shade_modes(axes, history, events) | _mark_events(axes, events):
-        _legend_above(axes[0])
+    _ground(axes, history, events, sheet)
     return _save(figure, axes, file)
 
 
-def _workers(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
-    figure, axes = _figure(title, rows=1)
+def _workers(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
+    figure, axes = _figure(sheet, rows=1)
     paces = _paces(history)
     for number, (rank, points) in enumerate(sorted(paces.items())):
         steps, values = _xy(points)
-        colour = _COLOURS[number % len(_COLOURS)]
-        label = f"worker {rank}" if len(paces) <= 16 else None
-        axes[0].plot(steps, values, color=colour, linewidth=1.4, label=label)
+        axes[0].plot(steps, values, label=f"worker {rank}" if len(paces) <= 16 else None, **_line(number))
     axes[0].set_ylabel("ms per micro-batch")
     axes[0].set_ylim(bottom=0)
-    _shade_modes(axes, history, events)
-    _mark_events(axes, events)
-    _legend_above(axes[0])
+    _ground(axes, history, events, sheet)
     return _save(figure, axes, file)
 
 
-def _rounds(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+def _rounds(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     panels = _recorded(history, _ROUNDS)
-    figure, axes = _figure(title, rows=len(panels))
+    figure, axes = _figure(sheet, rows=len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
-    _shade_modes(axes, history, events)
-    _mark_events(axes, events)
-    _legend_above(axes[0])
+    _ground(axes, history, events, sheet)
     return _save(figure, axes, file)
 
 
-def _gain(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+def _gain(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     names = {gauge: gauge.removeprefix(gauges.PREFIX).split("_")[0] for gauge in gauges.RATES.values()}
     rates = _recorded(history, [_Panel("samples/s, as decided by", names, form="{x:,.0f}")])
-    figure, axes = _figure(title, rows=1 + len(rates))
+    figure, axes = _figure(sheet, rows=1 + len(rates))
     _over_time(axes[0], _Panel("gba over allreduce", {gauges.GAIN: None}, form="{x:,.2f}"), history)
     axes[0].axhline(1.0, color=_INK, linewidth=0.8)
     for axis, panel in zip(axes[1:], rates, strict=True):
         _over_time(axis, panel, history)
-    _shade_modes(axes, history, events)
-    _mark_events(axes, events)
-    _legend_above(axes[0])
+    _ground(axes, history, events, sheet)
     return _save(figure, axes, file)
 
 
-def _vocabulary(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+def _vocabulary(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     panels = _vocabularies(history)
-    figure, axes = _figure(title, rows=len(panels))
+    figure, axes = _figure(sheet, rows=len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
-    _shade_modes(axes, history, events)
-    _mark_events(axes, events)
-    _legend_above(axes[0])
+    _ground(axes, history, events, sheet)
     return _save(figure, axes, file)
 
 
-def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+def _staleness(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     histogram, panels = last_staleness(events), _recorded(history, [*_DELAYS, *_gaps(history)])
-    figure, axes = _figure(title, rows=len(panels) + bool(histogram), shared=False)
+    figure, axes = _figure(sheet, rows=len(panels) + bool(histogram), shared=False)
     for axis, panel in zip(axes, panels, strict=False):
         _over_time(axis, panel, history)
         _shade_modes([axis], history, events)
-        _legend_above(axis)
+        _legend_above(axis, sheet)
         axis.set_xlabel("global step")
     if histogram:
         total = sum(histogram.values())
-        bars = axes[-1].bar(list(histogram), [100 * n / total for n in histogram.values()], color=_COLOURS[0])
+        bars = axes[-1].bar(list(histogram), [100 * n / total for n in histogram.values()], color=_BLUE)
         axes[-1].bar_label(bars, labels=[f"{n:,}" for n in histogram.values()], fontsize=8, color=_INK)
         axes[-1].set_ylabel("% of micro-batches")
         axes[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -275,10 +297,8 @@ def _over_time(axis: Any, panel: _Panel, history: History) -> None:
     for number, (key, label) in enumerate(panel.lines.items()):
         if _is_recorded(history, key):
             steps, values = _xy(history[key])
-            axis.plot(
-                steps, values, color=_COLOURS[number % len(_COLOURS)], linewidth=1.4, label=label,
-                drawstyle="steps-post" if panel.counts else "default",
-            )  # fmt: skip
+            drawstyle = "steps-post" if panel.counts else "default"
+            axis.plot(steps, values, label=label, drawstyle=drawstyle, **_line(number))
     axis.set_ylabel(panel.label)
     axis.set_ylim(bottom=0)
     axis.yaxis.get_major_locator().set_params(integer=panel.counts)
@@ -300,69 +320,104 @@ def shaded(history: History, events: Sequence[Record]) -> bool:
 
 
 def marked(events: Sequence[Record]) -> bool:
-    """Whether events are drawn as dashed lines."""
+    """Whether events are drawn as lines."""
     return any(str(event.get("event")) in _MARKED for event in events)
 
 
-def _shade_modes(axes: Sequence[Any], history: History, events: Sequence[Record]) -> bool:
-    """Colour the ground by mode, when there was more than allreduce."""
+def _ground(axes: Sequence[Any], history: History, events: Sequence[Record], sheet: _Sheet) -> None:
+    """Modes, events and checkpoints behind the curves, and a legend of all."""
+    _shade_modes(axes, history, events)
+    _mark_events(axes, events)
+    _mark_checkpoints(axes[0], events)
+    _legend_above(axes[0], sheet)
+
+
+def _shade_modes(axes: Sequence[Any], history: History, events: Sequence[Record]) -> None:
+    """Colour the ground by mode, when there was more than allreduce; the names are in the first picture."""
     spans = mode_spans(history.get(MODE, ()), events)
     if not shaded(history, events):
-        return False
-    named: set[str] = set()
+        return
+    whole = spans[-1].last - spans[0].first
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(low, high + 0.1 * (high - low))  # room for the names
     for span in spans:
+        colour = MODE_COLOURS.get(span.mode, _OTHER_MODE)
         for axis in axes:
-            label = span.mode if axis is axes[0] and span.mode not in named else None
-            colour = MODE_COLOURS.get(span.mode, "#eeeeee")
-            axis.axvspan(span.first, span.last, color=colour, alpha=0.8, linewidth=0, zorder=0, label=label)
-        named.add(span.mode)
-    return True
+            axis.axvspan(span.first, span.last, color=colour, alpha=0.8, linewidth=0, zorder=0)
+        share = (span.last - span.first) / whole
+        axes[0].text(
+            (span.first + span.last) / 2, 0.98, span.mode, transform=axes[0].get_xaxis_transform(), ha="center",
+            va="top", fontsize=8, color=_INK, rotation=90 if share < 0.015 * len(span.mode) else 0, clip_on=True,
+        )  # fmt: skip
 
 
-def _mark_events(axes: Sequence[Any], events: Sequence[Record]) -> bool:
-    named: set[str] = set()
+def _mark_events(axes: Sequence[Any], events: Sequence[Record]) -> None:
+    """A line at each step with events, and on it a sign for each kind."""
+    kinds: dict[int, list[str]] = {}
     for event in events:
-        kind = str(event.get("event"))
-        if kind in _MARKED:
-            for axis in axes:
-                label = kind.replace("_", " ") if axis is axes[0] and kind not in named else None
-                axis.axvline(event.get("step", 0), color=_MARKED[kind], linestyle="--", linewidth=1.1, label=label)
-            named.add(kind)
-    return bool(named)
+        if (kind := str(event.get("event"))) in _MARKED:
+            kinds.setdefault(int(event.get("step", 0)), []).append(kind)
+    for step in kinds:
+        for axis in axes:
+            axis.axvline(step, color=_INK, linestyle="--", linewidth=0.9)
+    for kind, (colour, sign) in _MARKED.items():
+        at = [
+            (step, 0.88 - 0.08 * list(dict.fromkeys(some)).index(kind)) for step, some in kinds.items() if kind in some
+        ]
+        if at:
+            steps, heights = zip(*at, strict=True)
+            axes[0].plot(
+                steps, heights, transform=axes[0].get_xaxis_transform(), marker=sign, markersize=6, color=colour,
+                linestyle="", label=kind.replace("_", " "),
+            )  # fmt: skip
 
 
-def _legend_above(axis: Any) -> None:
+def _mark_checkpoints(axis: Any, events: Sequence[Record]) -> None:
+    """A triangle at each saved step, at the lower edge."""
+    steps = sorted({one["step"] for one in pointers(events)})
+    if steps:
+        axis.plot(
+            steps, [0.0] * len(steps), transform=axis.get_xaxis_transform(), marker="^", markersize=5, color=_INK,
+            linestyle="", clip_on=False, label="checkpoint",
+        )  # fmt: skip
+
+
+def _legend_above(axis: Any, sheet: _Sheet) -> None:
     """Over the picture, where it hides no curve."""
     handles, labels = axis.get_legend_handles_labels()
     if handles:
         axis.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(8, len(labels)), frameon=False,
-            fontsize=9, borderaxespad=0.2, columnspacing=1.4, handlelength=1.5,
+            handles, labels, loc="lower left", bbox_to_anchor=(0, 1),
+            ncols=min(2 if sheet.is_narrow else 8, len(labels)), frameon=False, fontsize=9, labelcolor=_INK,
+            borderaxespad=0.2, columnspacing=1.4, handlelength=2.6,
         )  # fmt: skip
 
 
-def _figure(title: str, rows: int, shared: bool = True) -> tuple[Any, list[Any]]:
+def _figure(sheet: _Sheet, rows: int, shared: bool = True) -> tuple[Any, list[Any]]:
     with extra("plots", "matplotlib", "plots need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.9 + 2.5 * rows), layout="constrained")
+    figure = Figure(figsize=(sheet.width, 0.9 + 2.5 * rows), layout="constrained", facecolor=_PAPER)
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, 1, sharex=shared, squeeze=False)[:, 0])
-    if title:
-        figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)  # a name may have a $
+    if sheet.title:
+        figure.suptitle(sheet.title, fontsize=11, color=_INK, parse_math=False)  # a name may have a $
     return figure, axes
 
 
 def _save(figure: Any, axes: list[Any], file: Path, across: str = "global step") -> Path:
     for axis in axes:
+        axis.set_facecolor("none")
         axis.grid(color=_GRID, linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["bottom", "left"]].set_color(_INK)
+        axis.tick_params(colors=_INK)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.yaxis.label.set_color(_INK)
         axis.margins(x=0.01)
-    axes[-1].set_xlabel(across)
+    axes[-1].set_xlabel(across, color=_INK)
     figure.savefig(file, dpi=130)
     return file
 

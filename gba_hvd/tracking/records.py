@@ -29,6 +29,7 @@ MAX_METRICS = 900
 MAX_PARAMS = 100
 MAX_TAGS = 90
 MAX_TOTAL = 1000
+PAGE_QUERY = "?workflowType=machine_learning"  # without it MLflow opens its pages for language models
 _MAX_KEY = 250
 _MAX_TEXT = 4000
 _ONE_BY_ONE = frozenset({"job", "artifact", "end", "model"})

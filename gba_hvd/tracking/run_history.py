@@ -6,6 +6,7 @@ From MLflow it comes through `mlflow_run.read_history`; from records on disk, wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, last_staleness, m
 from gba_hvd.tracking.records import Point, Record, merge_events
 from gba_hvd.tracking.spool import all_records
 
+DATA_FILE = "data.json"  # the artifact with the description of the data
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -36,6 +38,7 @@ class RunHistory:
     """A job by its records. Times in milliseconds since 1970; history by metric, ascending in steps.
 
     params: of the newest launch; first_params: of the first one, where they were others
+    data: the description of the data (`MLflowCallback(data=)`)
 
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
@@ -51,6 +54,7 @@ class RunHistory:
     history: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     events: Sequence[Record] = ()
     first_params: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def n_steps(self) -> int:
@@ -127,6 +131,18 @@ class RunHistory:
     def recoveries(self) -> list[Record]:
         return recovery_records.recoveries(self.events)
 
+    @property
+    def pls(self) -> float | None:
+        """Portion of lost samples of all recoveries; None when none has measured it."""
+        totals = [one["pls_total"] for one in self.recoveries if one["pls_total"] is not None]
+        return float(totals[-1]) if totals else None
+
+    @property
+    def logged_model(self) -> Mapping[str, Any] | None:
+        """`model_uri`, and where it is registered `name` and `version`, of the newest model in MLflow."""
+        logged = [event.get("data", {}) for event in self.events_of("model_logged")]
+        return logged[-1] if logged and logged[-1].get("model_uri") else None
+
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
 
@@ -202,7 +218,13 @@ def from_files(path: Path) -> RunHistory:
         first_params={key: text for key, text in first.items() if text != params[key]},
         history=_history(records),
         events=tuple(events),
+        data=_data_of(records),
     )
+
+
+def _data_of(records: Iterable[Record]) -> dict[str, Any]:
+    texts = [record["text"] for record in records if record.get("kind") == "artifact" and record["path"] == DATA_FILE]
+    return json.loads(texts[-1]) if texts else {}
 
 
 def measured_of(history: Mapping[str, Sequence[Point]]) -> list[MeasuredTogether]:
@@ -260,6 +282,8 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "row_density": traffic_summary.row_density(story.events),
         "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
+        "model": None if story.logged_model is None else dict(story.logged_model),
+        "data": dict(story.data),
         "params": dict(story.params),
         "first_params": dict(story.first_params),
     }  # fmt: skip

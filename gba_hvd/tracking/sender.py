@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import DeliveryAction, first_line
 from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, pack
+from gba_hvd.tracking.run_history import DATA_FILE
 from gba_hvd.tracking.spool import all_records, model_path, read_lines, read_status, write_status
 from recovery.redaction import redacted
 
@@ -118,6 +119,7 @@ class Sender:
             elif self.status.recorded:  # its end was written
                 self._model_failed("the model was not logged: the worker ended while it wrote it; a checkpoint has it, "
                                    "if the job saved one: `gba-hvd model export`")  # fmt: skip
+                self._put_report()
             self._set(done=True)
 
     def _carry_out(self, line: SpoolLine) -> None:
@@ -128,7 +130,10 @@ class Sender:
                 if record["chief"]:
                     self._call(lambda run: run.claim(record["stamp"]))
             case "artifact":
-                self._call(lambda run: run.put_text(record["path"], record["text"]), artifact=record["path"])
+                path, text = record["path"], record["text"]
+                self._call(
+                    lambda run: run.put_data(text) if path == DATA_FILE else run.put_text(path, text), artifact=path
+                )
             case "end":
                 if self._events_waiting:
                     self._put_events()
@@ -141,6 +146,7 @@ class Sender:
                     self._log_model()
                 elif self._events_waiting:  # one says why
                     self._put_events()
+                self._put_report()  # again, with the model
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)
 
@@ -197,6 +203,8 @@ class Sender:
     def _log_model(self) -> None:
         """Log and register the model that the worker has written. What MLflow refuses for good is an event; so is the
         first failure of what may pass, after which the spool waits with the model."""
+        from gba_hvd.tracking.mlflow_model import read_facts
+
         folder = model_path(self.spool)
         try:
             if self.status.model_uri is None:
@@ -222,15 +230,19 @@ class Sender:
             return
         self._set(model_problem=None)
         as_version = f", version {version}" if version else ""
-        self._report_event("model_logged", f"the model is logged as {uri}{as_version}", "info")
+        facts = read_facts(folder)
+        name = facts["registered_model_name"] if version else facts["name"]
+        self._report_event(
+            "model_logged", f"the model is logged as {uri}{as_version}", "info", name=name, version=version
+        )
 
     def _model_failed(self, message: str) -> None:
         self._set(model_problem=message)
         say(message)
         self._report_event("model_not_logged", message, "warning")
 
-    def _report_event(self, kind: str, message: str, level: str) -> None:
-        data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool))}
+    def _report_event(self, kind: str, message: str, level: str, **about: str) -> None:
+        data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool)), **about}
         event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
         self._own_events.append(event | ({"level": level} if level == "warning" else {}))
         self._put_events()
@@ -280,16 +292,25 @@ class Sender:
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"]))
         self._set(recorded=True)
+        self._put_report(with_plots=True)
+
+    def _put_report(self, with_plots: bool = False) -> None:
+        """The report, and the pictures as files of their own."""
+        assert self.job is not None
         try:
-            from gba_hvd.tracking.plots import draw_plots, is_plotted
+            from gba_hvd.tracking.plots import draw_plots
+            from gba_hvd.tracking.report.page import page
 
             run = self._run_now()
-            with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
-                history = run.history(is_plotted)
-                for file in draw_plots(history, self._put_events(), job["run_name"] or job["job_id"], Path(folder)):
-                    run.put_file(file)
-        except Exception as error:  # any error: the record of the run is complete, only the pictures are missing
-            say(f"no plots: {first_line(error)}")
+            story = run.story(lambda key: not key.startswith("system/"), self._put_events())
+            if with_plots:
+                title = self.job["run_name"] or self.job["job_id"]
+                with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+                    for file in draw_plots(story.history, story.events, title, Path(folder)):
+                        run.put_file(file)
+            run.put_report(story, page(story))
+        except Exception as error:  # any error: the record of the run is complete, only what is made of it is missing
+            say(f"no report: {first_line(error)}")
 
     def _note(self, line: SpoolLine) -> None:
         record = line.record

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from ctr.config import Checkpoint, JobConfig, Switching, load
+from ctr.config import Checkpoint, JobConfig, LoggedModel, Switching, load
 from ctr.plan import plan
 from ctr.settings_list import settings_list
 from gba_hvd import Compression, GBACallback
@@ -242,7 +242,8 @@ def test_the_list_of_settings_is_a_file_of_the_defaults(tmp_path: Path, capsys: 
     assert load(file_with(tmp_path, listed)) == JobConfig(name="job")
     optional = "\n".join(line[2:] for line in listed.splitlines() if re.match(r"# +\w+:( |$)", line))
     config = load(file_with(tmp_path, optional), ["checkpoint.url=folder", "name=job"])
-    assert config == JobConfig(name="job", switching=Switching(), checkpoint=Checkpoint(url="folder"))
+    sections = {"switching": Switching(), "checkpoint": Checkpoint(url="folder"), "log_model": LoggedModel()}
+    assert config == JobConfig(name="job", **sections)
 
 
 def every_setting(section: type, where: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import gba_hvd
 from tests.unit.conftest import _no_keeper as _no_keeper
-from tests.unit.serving.conftest import CODE
+from tests.unit.serving.conftest import CODE, batch, evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
 from tests.unit.serving.conftest import trained as trained
 
+SCORE = Path(__file__).resolve().parents[2] / "examples" / "serve" / "score.py"
 CONSUMER = Path(__file__).resolve().parents[2] / "examples" / "serve" / "consumer.py"
 
 
@@ -35,3 +38,25 @@ def test_a_reader_of_the_format_alone_finds_the_same_rows(
     assert [int(line[0]) for line in found] == ids
     rows = np.array([[float(number) for number in line[1:]] for line in found], np.float32)
     assert np.array_equal(rows, model.tables.rows("user", ids))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_program_scores_without_this_package_and_the_class_of_the_model(
+    trained: Callable[..., nn.Module], tmp_path: Path, hashed: bool
+) -> None:
+    arguments = {"users": 100, "hashed": hashed}
+    model, one = trained(**arguments), batch(20, 100)
+    example = batch(3)
+    gba_hvd.save_model(
+        model, tmp_path / "m", build=CODE, arguments=arguments, input_example=example, dense_program=True
+    )
+    history = [part.tolist() for part in torch.tensor_split(one.ids["history"].values, one.ids["history"].offsets[1:])]
+    request = {"user": one.ids["user"].tolist(), "item": one.ids["item"].tolist(), "history": history}
+    (tmp_path / "request.json").write_text(json.dumps({**request, "dense": one.dense.tolist()}))
+    blocked = "import sys; sys.modules['gba_hvd'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    blocked += f"sys.path.insert(0, {str(SCORE.parent)!r}); runpy.run_path(sys.argv[0])"
+    command = [sys.executable, "-c", blocked, str(SCORE), str(tmp_path / "m"), str(tmp_path / "request.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert torch.allclose(torch.tensor(json.loads(done.stdout)), evaluated(model, one), atol=1e-6)

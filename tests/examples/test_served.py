@@ -9,7 +9,7 @@ import pytest
 from ctr.build import build_model, build_tables
 from ctr.config import load
 from ctr.datasets import open_splits
-from ctr.served import arguments_of, build
+from ctr.served import arguments_of, build, logged_model
 from gba_hvd.errors import BadInput
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -43,3 +43,26 @@ def test_a_youtube_dnn_needs_the_popularity_of_its_items() -> None:
     config = load(CONFIGS / "youtube_dnn.yaml")
     with pytest.raises(BadInput, match="popularity of its items"):
         build(config.as_dict(), {"user": 2, "item": 3}, 0)
+
+
+def test_the_settings_say_what_is_logged() -> None:
+    config = load(CONFIGS / "synthetic.yaml", ["log_model.registered_model_name=ctr", "log_model.alias=best"])
+    splits = open_splits(config.data)
+    found = logged_model(config, splits.train)
+    assert found is not None
+    assert (found.name, found.registered_model_name, found.alias, found.activation) == ("ctr", "ctr", "best", "sigmoid")
+    tables = build_tables(config, splits.train)
+    found.check(build_model(config, tables, splits.train))
+    assert logged_model(load(CONFIGS / "synthetic.yaml"), splits.train) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("synthetic", "mlflow=false", "log_model: the model is logged with the run, and mlflow is off"),
+        ("youtube_dnn", "seed=1", "log_model: a youtube_dnn is built with its training data"),
+    ],
+)
+def test_a_model_that_cannot_be_logged_is_refused(name: str, override: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        load(CONFIGS / f"{name}.yaml", ["log_model.name=ctr", override])

@@ -22,7 +22,8 @@ DECISIONS = {
 
 
 def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-42") -> None:
-    """Allreduce; from step 100 worker 2 is slow; gba from 120 to 300; worker 1 dies at 330."""
+    """Allreduce; from step 100 worker 2 is slow; gba from 120 to 300; worker 1 dies at 330, and its host's rows come
+    back from a checkpoint; there is one every 100 steps."""
     draw = random.Random(1)
     listeners = list(callbacks)
     job = Job(job_id, 0, 3, 0, "h1", True, {"lr": 0.05, "global_batch": 3072, "note": "<b>not bold</b>"})
@@ -74,8 +75,15 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
             was, to, reason = SWITCHES[k]
             data = {"from": was, "to": to, "seconds": 0.0123, "reason": reason}
             events.append(Event("switch", k, f"{was} -> {to}: {reason}", data))
+        if k % 100 == 0:
+            data = {"url": "file:///jobs/ctr", "manifest": f"manifests/000001-{k:08d}.json", "kind": "full"}
+            data |= {"saved_step": k, "n_bytes": 2_500_000, "rows": 9000, "seconds": 0.4}
+            events.append(Event("checkpoint", k, f"step {k} saved", data))
         if k == 330:
+            events.append(Event("worker_lost", k, "a worker is gone, or cannot be reached"))
             events.append(Event("membership", k, "2 workers on 1 host, before 3; resuming at step 330"))
+            data = {"rows_restored": 3000, "rows_lost": 0, "age": 30.0, "pls": 0.0025, "pls_total": 0.0025}
+            events.append(Event("rows_restored", k, "3,000 rows came back from the checkpoint, 30 steps old", data))
         if k == n_steps:
             total = 3072 * n_steps
             data = {"samples_total": total, "samples_applied": total - dropped, "samples_dropped": dropped}

@@ -168,6 +168,23 @@ def test_a_job_logs_the_model_that_it_has_trained(
     assert np.array_equal(scores, found["scores"].numpy())
 
 
+# What an answer with status 400 has, and what is wrong with the request. `mlflow models serve` casts columns to the
+# types of the signature: 0.5 would become the id 0, 2**63 a negative one.
+BAD_REQUESTS: list[tuple[str, Callable[[pd.DataFrame], pd.DataFrame]]] = [
+    ("table 'user' has rows 0 to 49, got id 50", lambda frame: frame.assign(user=50)),
+    ("field 'user': expected int64, got float64", lambda frame: frame.assign(user=0.5)),
+    ("field 'user': expected int64, got float64", lambda frame: frame.assign(user=[None, 1, 2, 3, 4])),
+    ("field 'user': 9223372036854775808 does not fit", lambda frame: frame.assign(user=np.uint64(2**63))),
+    ("field 'item': expected int64, got", lambda frame: frame.assign(item="1")),
+    ("missing inputs ['history']", lambda frame: frame.drop(columns=["history"])),
+    ("column history", lambda frame: frame.assign(history=[["a"]] * 5)),
+    ("column history", lambda frame: frame.assign(history=[[0.5]] * 5)),
+    ("has rows 0 to 8, got id 9", lambda frame: frame.assign(history=[[9]] * 5)),
+    ("field 'dense': expected [B, 2] of float32, got [5, 1]", lambda frame: frame.assign(dense=[[1.0]] * 5)),
+    ("column dense", lambda frame: frame.assign(dense=[["x", 1.0]] * 5)),
+]
+
+
 def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_path: Path) -> None:
     model, one = trained(), batch(5)
     callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
@@ -182,6 +199,7 @@ def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_p
             [*command, "--host", "127.0.0.1", "--port", str(port)], env=os.environ | settings, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
+    answers: list[tuple[int, str, str]] = []
     try:
 
         def answer(path: str, data: bytes | None = None) -> tuple[int, bytes]:
@@ -205,10 +223,12 @@ def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_p
         assert status == 200, text
         scores = [row["score"] for row in json.loads(text)["predictions"]]
         assert np.array_equal(np.array(scores, np.float32), evaluated(model, one).numpy())
-        frame.loc[0, "user"] = 50
-        status, text = answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())
-        assert status >= 400
-        assert b"table 'user' has rows 0 to 49, got id 50" in text
+        for words, wrong in BAD_REQUESTS:
+            bad = json.dumps({"dataframe_split": wrong(frame).to_dict("split")})
+            status, text = answer("invocations", bad.encode())
+            answers.append((status, words, json.loads(text).get("message", text)))
+        assert [one for one in answers if one[0] != 400 or one[1] not in one[2]] == []
+        assert answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())[0] == 200
     finally:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and the test fails
             os.killpg(served.pid, signal.SIGTERM)
@@ -278,6 +298,32 @@ def test_a_server_or_store_that_is_down_keeps_the_model_until_it_is_sent(
     assert "model_logged" in artifact(server.uri, only_run(server.uri, "down"), "events.jsonl", tmp_path / "b")
     assert not spool_dir.exists()
     assert np.array_equal(predicted(server.uri, "models:/later/1", one, tmp_path), evaluated(model, one).numpy())
+
+
+def test_a_registry_that_is_down_gets_the_model_that_is_logged_already(
+    trained: Trained, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool_dir = tmp_path / "spool"
+    with monkeypatch.context() as patched:
+        patched.setattr(MLflowCallback, "_start_sender", lambda self: None)
+        how = log_model(registered_model_name="once_up", alias="newest")
+        callback = patient(*["m"], tracking_uri=database, spool_dir=spool_dir, log_model=how)
+        run_job(callback, trained(), "registry down")
+
+    def down(*args: Any) -> str:
+        raise ConnectionError("the registry does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gba_hvd.tracking.mlflow_model.register", down)
+        assert cli.main(["mlflow", "send", str(spool_dir), "--timeout", "3"]) == 1
+    run = only_run(database, "registry down")
+    assert run.info.status == "FINISHED"
+    events = artifact(database, run, "events.jsonl", tmp_path / "a")
+    assert f"the registry does not answer; send it with: gba-hvd mlflow send {callback.spool}" in events
+    assert cli.main(["mlflow", "send", str(spool_dir)]) == 0
+    (logged,) = logged_models(database, "registry down")
+    found = client(database).get_model_version_by_alias("once_up", "newest")
+    assert (found.source, not spool_dir.exists()) == (logged.model_uri, True)
 
 
 def test_a_registry_that_refuses_costs_the_version_only(

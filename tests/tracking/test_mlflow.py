@@ -95,7 +95,7 @@ def test_a_run_ends_as_the_job_ended(
     assert run.data.tags["gba_hvd.event.membership"] == "step 3: 1 -> 2 workers"
     assert run.data.tags.get("gba_hvd.status_reason", "") == (f"{type(error).__name__}: {error}" if error else "")
     assert artifact_names(database, run) == {
-        *("config.json", "data.json", "events.jsonl", "learning_curves.png", "throughput.png")
+        *("config.json", "data.json", "events.jsonl", "learning_curves.png", "throughput.png", "report.html")
     }
     assert json.loads(artifact(database, run, "config.json", tmp_path / "down")) == {"hidden": [8]}
     assert not (tmp_path / "spool").exists()

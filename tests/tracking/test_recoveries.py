@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gba_hvd_tools.report.page import page
 from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.entities import Metric
@@ -34,6 +33,7 @@ from gba_hvd.tracking.recovery_records import (
     recoveries,
     resumes_of_points,
 )
+from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.run_history import RunHistory, as_json, from_files
 from gba_hvd.tracking.spool import all_records
 from tests.tracking.conftest import job, step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import json
@@ -13,18 +14,21 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.report.page import page
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
-from gba_hvd.tracking import MLflowCallback
+from gba_hvd.tracking import MLflowCallback, plots
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
-from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, is_plotted, mode_spans
+from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
+from gba_hvd.tracking.report.next_steps import next_steps
+from gba_hvd.tracking.report.overview import headline
+from gba_hvd.tracking.report.page import page
+from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
@@ -168,7 +172,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "source"):
             self._open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -249,8 +253,121 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ["300", "mode missed", "", missed],
     ]
     assert [row[0] for row in table(story, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
-    assert "The ground shows the mode" not in shown.text and "Dashed lines" not in shown.text
+    assert "The ground shows the mode" not in shown.text and "Upright lines" not in shown.text
     assert "prefers-color-scheme: dark" in html
+
+
+def story_of(*events: Record, **about: object) -> RunHistory:
+    return dataclasses.replace(RunHistory("t", "here", "j", "FINISHED", "", 0, 61_000, {}, {}, events), **about)
+
+
+SAVED = {
+    "event": "checkpoint",
+    "step": 40,
+    "message": "",
+    "data": {"url": "s3://b/job", "manifest": "m", "saved_step": 40},
+}
+LOGGED = {"event": "model_logged", "step": 50, "message": "", "data": {"model_uri": "models:/m-1", "name": "ctr"}}
+OPEN = {"event": "checkpoint_failed", "step": 9, "message": "why", "level": "warning", "unix_s": 1.0}
+BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_restored": 5, "rows_lost": 0, "pls": 0.1,
+                                                                     "pls_total": 0.25}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("story", "words"),
+    [
+        (story_of(status="RUNNING", job_id="a b"), "gba-hvd status 'a b'"),
+        (story_of(SAVED, status="FAILED"), "it resumes from the checkpoint of step 40"),
+        (story_of(status="KILLED"), "The job saved no checkpoint, so it starts over"),
+        (story_of(OPEN), "Read the table of warnings (1 not over)"),
+        (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
+        (story_of(SAVED), "gba-hvd model export s3://b/job MODEL_URL"),
+        (story_of(), "Neither a model nor a checkpoint was saved"),
+        (story_of(LOGGED), "mlflow models serve --env-manager local -m models:/m-1"),
+        (
+            story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}}),
+            "mlflow models serve --env-manager local -m models:/ctr/3",
+        ),
+        (story_of(), "report scores of data it was not trained on"),
+    ],
+)
+def test_what_to_do_next_follows_from_the_records(story: RunHistory, words: str):
+    assert words in " ".join(f"{one.text} {one.command}" for one in next_steps(story))
+
+
+def scored(*values: float) -> dict[str, list[Point]]:
+    return {"valid_auc": [Point("valid_auc", value, 0, 10 * i) for i, value in enumerate(values, start=1)]}
+
+
+def test_whether_more_epochs_help():
+    texts = [
+        " ".join(one.text for one in next_steps(story_of(LOGGED, history=scored(*values))))
+        for values in ((0.7, 0.8), (0.8, 0.7, 0.6), (0.8, 0.7))
+    ]
+    assert "more epochs may be better" in texts[0]
+    assert "No epoch after step 10 was better: 2 epochs could be saved" in texts[1]
+    assert "epoch" not in texts[2]
+
+
+def test_the_headline_is_the_story_in_short():
+    params = {"model.kind": "deepfm", "data.dir": "/data/clicks"}
+    workers = {"workers": [Point("workers", 3.0, 0, 10), Point("workers", 2.0, 0, 20)]}
+    story = story_of(SAVED, params=params, history=scored(0.7, 0.81) | workers)
+    assert headline(story) == (
+        "deepfm on /data/clicks: 40 steps, 2 to 3 workers, 1 min 01 s. The best valid_auc is 0.8100, in step 20. "
+        "Nothing went wrong that still holds."
+    )
+    assert headline(story_of(OPEN)) == "A model: 9 steps, 1 min 01 s. What went wrong: warnings (1)."
+    assert "What went wrong: end (why)" in headline(story_of(status="FAILED", reason="why"))
+
+
+def test_the_data_of_a_job_is_on_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    data = {"train": {"kind": "click log", "samples": 1200}, "valid": {"kind": "click log", "samples": 60}}
+    callback = MLflowCallback(spool_dir=tmp_path, system_metrics=False, data=data)
+    callback.on_job(job("data"))
+    story = from_files(tmp_path)
+    assert story.data == data
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story)))
+    assert (facts["data"], facts["samples, train"], facts["samples, valid"]) == ("click log", "1,200", "60")
+    assert ["train.samples", "1200"] in table(story, "Data")
+
+
+def test_the_saved_model_and_its_version_are_on_the_page():
+    story = story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}})
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story)))
+    assert (facts["saved model"], facts["its address"]) == ("ctr, version 3", "models:/m-1")
+
+
+def test_failures_are_counted_with_their_pls():
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story_of(BACK, BACK | {"step": 20}))))
+    assert facts["recoveries"] == "2"
+    assert facts["rows back from a checkpoint"] == "10"
+    assert facts["portion of lost samples (PLS)"] == "0.25000"
+
+
+def test_the_note_of_a_run_is_the_first_part_as_markdown():
+    note = run_note(story_of(LOGGED, params={"model": "a*b_c<b>`"}), "#/report")
+    assert note.startswith("a\\*b\\_c\\<b\\>\\`: 50 steps")
+    assert "**What went wrong**: warnings: none" in note
+    assert "1. Serve the model" in note
+    assert "[The whole report](#/report)" in note
+
+
+def test_lines_differ_without_their_colours():
+    looks = [(line["color"], line["linestyle"]) for line in map(plots._line, range(12))]
+    assert len(set(looks)) == 12
+    dashes = [dash for _, dash in looks]
+    assert all(a != b for a, b in itertools.pairwise(dashes))
+    signs = [sign for _, sign in plots._MARKED.values()]
+    assert len(set(signs)) == len(signs)
+
+
+def test_every_colour_of_a_picture_has_one_for_dark_ground(whole_page: str):
+    for data in re.findall(r"base64,([^\"]+)", whole_page):
+        svg = base64.b64decode(data).decode()
+        left = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg)) - {plots._ORANGE, plots._SKY}
+        assert not left and "prefers-color-scheme:dark" in svg
 
 
 def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_first(
@@ -269,7 +386,7 @@ def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_f
 
 def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
     text = Page(whole_page).text
-    assert "Throughput and workers. The ground shows the mode. Dashed lines show what happened." in text
+    assert "Throughput and workers. The ground shows the mode. Upright lines show what happened." in text
 
 
 def test_pictures_come_for_what_was_measured(spool: Path, tmp_path: Path):
@@ -315,10 +432,6 @@ def test_rounds_that_were_all_dropped_are_shown_as_such(tmp_path: Path):
     picture = drawn(gauge("job/rounds_dropped", 1, 3), tmp_path)["rounds"]
     assert "<!-- rounds dropped so far -->" in picture
     assert "<!-- rounds/s -->" not in picture
-
-
-def test_what_is_drawn_of_rounds_is_fetched_from_mlflow():
-    assert all(is_plotted(key) for key in PACE)
 
 
 def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

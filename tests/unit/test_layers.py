@@ -57,7 +57,7 @@ LAYERS = {
     ],
     "gba_hvd_tools": [
         ["signals", "virtual_hosts", "build_progress", "running_jobs"],
-        ["build_horovod", "checkpoint", "doctor", "launch", "plan", "report", "bench.harness"],
+        ["build_horovod", "checkpoint", "doctor", "launch", "plan", "bench.harness"],
         ["simulated"],
         ["bench", "chaos"],
         ["commands", "simulated.real_worker"],

@@ -43,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
     predict.add_argument("--mmap", action="store_true", help="map the rows of a local folder instead of reading all")
+    dtypes = ("float32", "int8", "bfloat16")
+    predict.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
     _add_version(predict)
     predict.set_defaults(run=run_predict)
     verify = _add(commands, "verify", "read every byte of a version and compare checksums; names all that is damaged")
@@ -53,6 +55,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     diff.add_argument("url", metavar="URL")
     diff.add_argument("old", type=int, metavar="OLD", help="number of a version")
     diff.add_argument("new", type=int, metavar="NEW", nargs="?", help="default: the newest")
+    diff.add_argument("--new-url", metavar="URL", help="where the new version is; default: the same URL")
+    diff.add_argument(
+        "--new-option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --new-url"
+    )
     diff.set_defaults(run=run_diff)
 
 
@@ -108,8 +114,9 @@ def run_predict(args: argparse.Namespace) -> int:
     from gba_hvd.serving.score_file import n_samples, score_file
 
     model = open_model(
-        args.url, version=_version(args), tables="mmap" if args.mmap else "memory", **options_of(args.option)
-    )
+        args.url, version=_version(args), tables="mmap" if args.mmap else "memory", row_dtype=args.row_dtype,
+        **options_of(args.option),
+    )  # fmt: skip
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
         n = score_file(model, args.input, args.out, keep=args.keep, batch=args.batch, on_samples=on_samples)
     if args.json:
@@ -136,18 +143,22 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
     from gba_hvd.serving.compare import diff_models
     from gba_hvd.serving.manifest import read_manifest
 
+    if args.new_option and args.new_url is None:
+        raise BadInput("--new-option is for the store of --new-url, which is not given")
     store, old = _opened(args, args.old)
-    new = read_manifest(store, "newest" if args.new is None else args.new)
-    found = diff_models(store, old, new)
+    new_store = store if args.new_url is None else store_of(args.new_url, args.new_option)
+    new = read_manifest(new_store, "newest" if args.new is None else args.new)
+    found = diff_models(store, old, new, new_store)
     if args.json:
         tables = [vars(table) for table in found.tables]
         about: dict[str, Any] = {"from": old.version, "to": new.version, "tables": tables}
         print(json.dumps({**about, "tensors": found.tensors, "other": list(found.other)}, indent=2))
         return 0
-    print(f"version {old.version} to {new.version}")
+    print(f"version {old.version} to {new.version}" + (f" of {new_store.url}" if args.new_url else ""))
     rows = [
         (
             t.table,

@@ -1,4 +1,4 @@
-"""`gba-hvd report`: one HTML page about a run, with everything in it. What the page shows is in `report/page.py`."""
+"""`gba-hvd report`: one HTML page about a run, with everything in it. What the page shows is in `tracking/report`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
     from gba_hvd.tracking.find_run import read
+    from gba_hvd.tracking.report.page import page
     from gba_hvd.tracking.run_history import as_json
     from gba_hvd.tracking.sender_process import prepare_process
-
-    from ..report.page import page
 
     prepare_process()
     story = read(args.target, args.tracking_uri)

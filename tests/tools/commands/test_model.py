@@ -84,6 +84,23 @@ def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert np.allclose(pd.read_csv(tmp_path / "out.csv")["score"], found["score"], atol=1e-6)
 
 
+def test_rows_in_fewer_bits_give_almost_the_same_scores(
+    exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame_of(batch(30)).to_parquet(tmp_path / "in.parquet")
+    scores = {}
+    for dtype in ("float32", "int8", "bfloat16"):
+        how = ["--out", tmp_path / f"{dtype}.parquet", "--row-dtype", dtype]
+        said(capsys, "predict", exported[1], tmp_path / "in.parquet", *how)
+        scores[dtype] = pd.read_parquet(tmp_path / f"{dtype}.parquet")["score"]
+    for dtype in ("int8", "bfloat16"):
+        assert 0 < (scores[dtype] - scores["float32"]).abs().max() < 0.2
+    how = ["--out", tmp_path / "o.parquet", "--mmap", "--row-dtype", "int8"]
+    assert "row_dtype='int8' needs memory" in said(
+        capsys, "predict", exported[1], tmp_path / "in.parquet", *how, status=1
+    )
+
+
 def test_a_csv_file_has_a_column_for_each_number(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +174,20 @@ def test_diff_counts_rows_and_names_tensors(exported: Any, capsys: pytest.Captur
     text = said(capsys, "diff", url, 1, 2)
     assert "version 1 to 2" in text and "mlp.0.bias: changed" in text
     assert "has no version 7" in said(capsys, "diff", url, 7, status=1)
+
+
+def test_diff_of_versions_at_two_urls(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, url = exported
+    change_rows(model, "user", np.arange(10, 13), seed=99)
+    model.mlp[0].bias.data += 0.5
+    gba_hvd.save_model(model, tmp_path / "other", build=CODE, input_example=batch(2))
+    found = as_json(capsys, "diff", url, 1, "--new-url", tmp_path / "other")
+    assert [(t["table"], t["changed"], t["new_shards"]) for t in found["tables"]] == [
+        ("user", 3, 1), ("item", 0, 0), ("word", 0, 0),
+    ]  # fmt: skip
+    assert found["tensors"] == {"mlp.0.bias": "changed, by 0.5 at most"}
+    assert f"version 1 to 1 of {tmp_path}/other" in said(capsys, "diff", url, 1, "--new-url", tmp_path / "other")
+    assert "--new-url, which is not given" in said(capsys, "diff", url, 1, "--new-option", "key=k", status=1)
 
 
 def test_diff_of_hashed_tables(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +17,18 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
-from gba_hvd.serving.manifest import read_manifest
+from gba_hvd.serving.manifest import read_manifest, versions
 from gba_hvd.serving.row_sources import CheckpointRows
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from recovery.config import Config
+from recovery.errors import StoreError
 from recovery.restore.open_checkpoint import open_checkpoint
 from recovery.selection.selector import Selection
 from recovery.state_codec import encode
 from recovery.storage.open import open_store
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
-from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
+from tests.recovery.storage.test_stores import small_disk as small_disk
+from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated, objects
 from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
 
 
@@ -121,6 +126,79 @@ def test_what_does_not_fit_is_refused(trained: Trained, tmp_path: Path, how: dic
     with pytest.raises(BadInput, match=words):
         gba_hvd.export_model(tmp_path / "c", tmp_path / "m", **{"build": CODE, **how})
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("how", ["save", "export"])
+def test_a_disk_that_is_full_in_the_middle_leaves_the_version_before(
+    trained: Trained, small_disk: Path, tmp_path: Path, how: str
+) -> None:
+    """A real one, of 1 MiB: the first shards still find room."""
+    arguments, one = {"users": 10_000}, batch(30, 10_000)
+    model, url = trained(**arguments), small_disk / "m"
+
+    def write() -> int:
+        if how == "save":
+            return gba_hvd.save_model(model, url, build=CODE, arguments=arguments).version
+        checkpoint(model, model.tables, tmp_path / f"c{len(list(tmp_path.iterdir()))}")
+        newest = max(tmp_path.glob("c*"), key=lambda path: int(path.name[1:]))
+        return gba_hvd.export_model(newest, url, build=CODE, arguments=arguments).version
+
+    assert write() == 1
+    expected, before = evaluated(model, one), objects(url)
+    change_rows(model, "user", np.arange(10_000), seed=9)
+    (small_disk / "filler").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 80_000))
+    with pytest.raises(StoreError, match="the disk is full: free space"):
+        write()
+    written = objects(url).keys() - before.keys()
+    assert written and all(name.startswith("rows/") for name in written)
+    assert torch.equal(gba_hvd.load_for_inference(url)(one), expected)
+    (small_disk / "filler").unlink()
+    assert write() == 2
+    assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
+    assert torch.equal(gba_hvd.load_for_inference(url, version=1)(one), expected)
+
+
+EXPORTS = """
+import sys, gba_hvd
+from recovery.errors import StoreError
+url, checkpoint, build, n = *sys.argv[1:4], int(sys.argv[4])
+sys.stdin.readline()
+while n:
+    try:
+        print(gba_hvd.export_model(checkpoint, url, build=build).version, flush=True)
+        n -= 1
+    except StoreError as error:
+        assert "another process saves version" in str(error), error
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_two_processes_that_export_to_one_place_never_share_a_version(trained: Trained, tmp_path: Path) -> None:
+    one, models, exporters = batch(30), [trained(), trained()], []
+    for number, model in enumerate(models):
+        change_rows(model, "user", np.arange(50), seed=20 + number)
+        checkpoint(model, model.tables, tmp_path / f"c{number}")
+        command = [sys.executable, "-c", EXPORTS, str(tmp_path / "m"), str(tmp_path / f"c{number}"), CODE, "6"]
+        exporters.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    for exporter in exporters:
+        assert exporter.stdin is not None
+        exporter.stdin.write("now\n")
+        exporter.stdin.flush()
+    found = []
+    for exporter in exporters:
+        out, errors = exporter.communicate(timeout=250)
+        assert exporter.returncode == 0, errors
+        found.append([int(line) for line in out.split()])
+    store = open_store(tmp_path / "m")
+    assert sorted(found[0] + found[1]) == versions(store)
+    assert not [name for name in store.names("versions/") if not name.endswith(".json")]
+    for numbers, model in zip(found, models, strict=True):
+        expected = evaluated(model, one)
+        for version in numbers:
+            assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m", version=version)(one), expected)
 
 
 def test_the_rows_of_a_chain_of_saves_are_the_newest(trained: Trained, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The page that `gba-hvd report` writes: from a story to HTML with pictures, styles and tables inside, no scripts.
+"""The report as HTML: from a story to one page with pictures, styles and tables inside, no scripts.
 
 Which facts and tables there are is decided here; how they look, in `templates/`. Nothing of a story is trusted: Jinja2
-escapes every text. A section with nothing to say is left out.
+escapes every text. A section with nothing to show is left out. Tables that most readers do not need are folded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gba_hvd.tracking.plots import MODE_COLOURS, draw_plots, marked, shaded
+from gba_hvd.tracking.plots import DARK, MODE_COLOURS, NARROW, WIDE, draw_plots, marked, shaded
+from gba_hvd.tracking.records import flatten
+from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
+from gba_hvd.tracking.report.tables import Cell, Table, date, duration, table
 from gba_hvd.tracking.run_history import by_mode
-
-from . import overview, timeline, traffic
-from .tables import Cell, Table, date, duration, table
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
@@ -28,11 +28,12 @@ _PICTURES = {
     "workers": "Pace of every worker: lower is faster",
     "vocabulary": "Ids that hashed tables have rows for, on the chief's host",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
-    "gain": "How many times as fast as allreduce gba is, and both rates: of the mode at hand measured, else predicted",
+    "gain": "How many times as fast as allreduce gba is: measured for the mode at hand, else predicted",
     "staleness": "Staleness, and what it cost",
 }
-_ON_THE_GROUND = ("throughput", "workers", "rounds", "gain", "vocabulary")  # pictures with modes and events drawn in
-_STATUS = {"FINISHED": "good", "RUNNING": "busy"}
+_WITHOUT_EVENTS = ("staleness",)  # pictures in which no events are drawn
+_STATUS = {"FINISHED": "good", "RUNNING": "busy", "not ended": "busy"}
+_MANY = 100  # values of a description
 
 
 def page(story: RunHistory) -> str:
@@ -46,23 +47,26 @@ def page(story: RunHistory) -> str:
     facts = {
         "What trained": overview.what_trained(story),
         "How well": overview.how_well(story),
-        "What happened": overview.what_happened(story),
+        "What went wrong": overview.what_went_wrong(story),
         "What it cost": overview.cost(story),
     }
-    first = [overview.warnings(story), timeline.switches(story), timeline.decisions(story), overview.epochs(story)]
-    rest = [
-        _modes(story), _staleness(story), _dense_ages(story), _gaps(story), _account(story),
-        traffic.bytes_of_modes(story), traffic.density(story), traffic.decisions(story), timeline.recoveries(story),
-        timeline.checkpoints(story), timeline.events(story), _parameters(story),
+    first = [overview.warnings(story), timeline.recoveries(story), timeline.switches(story), overview.epochs(story)]
+    folded = [
+        _modes(story), timeline.decisions(story), _staleness(story), _dense_ages(story), _gaps(story), _account(story),
+        traffic.bytes_of_modes(story), traffic.density(story), traffic.decisions(story), timeline.checkpoints(story),
+        timeline.events(story), _data(story), _parameters(story),
     ]  # fmt: skip
     return templates.get_template("report.html").render(
         story=story,
         status_kind=_STATUS.get(story.status, "bad"),
+        headline=overview.headline(story),
         times=_times(story),
         overview=facts,
+        next_steps=next_steps.next_steps(story),
         first=[one for one in first if one is not None],
         pictures=_pictures(story),
-        rest=[one for one in rest if one is not None],
+        folded=[one for one in folded if one is not None],
+        words=glossary.words_of(story),
         written=date(time.time() * 1000),
     )
 
@@ -77,17 +81,32 @@ def _times(story: RunHistory) -> list[str]:
 
 
 def _pictures(story: RunHistory) -> list[dict[str, str]]:
-    """Each with its caption, which explains colours and lines where there are any."""
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
-        files = draw_plots(story.history, story.events, "", Path(folder), form="svg")
-        drawn = {file.stem: base64.b64encode(file.read_bytes()).decode() for file in files}
+    """Each for a window and for a phone, with its caption, which explains grounds and lines where there are any."""
+    drawn: dict[str, dict[str, str]] = {}
+    for size, width in (("wide", WIDE), ("narrow", NARROW)):
+        with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+            for file in draw_plots(story.history, story.events, "", Path(folder), form="svg", width=width):
+                svg = _light_and_dark(file.read_text())
+                drawn.setdefault(file.stem, {})[size] = base64.b64encode(svg.encode()).decode()
     extra = [" The ground shows the mode."] if shaded(story.history, story.events) else []
-    extra += [" Dashed lines show what happened."] if marked(story.events) else []
+    lines = [" Upright lines show what happened."] if marked(story.events) else []
     return [
-        {"caption": f"{title}.{''.join(extra) if name in _ON_THE_GROUND else ''}", "data": drawn[name]}
+        {"title": title, "caption": f"{title}.{''.join(extra + lines * (name not in _WITHOUT_EVENTS))}", **drawn[name]}
         for name, title in _PICTURES.items()
         if name in drawn
     ]
+
+
+def _light_and_dark(svg: str) -> str:
+    """A picture whose colours follow the reader's setting, `prefers-color-scheme`."""
+    names = {colour: f"--c{number}" for number, colour in enumerate(DARK)}
+    for colour, name in names.items():
+        svg = svg.replace(colour, f"var({name})")
+    light = "".join(f"{name}:{colour};" for colour, name in names.items())
+    dark = "".join(f"{name}:{DARK[colour]};" for colour, name in names.items())
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    head, defs, rest = svg.partition("<defs>")
+    return f"{head}{style}{defs}{rest}"
 
 
 def _modes(story: RunHistory) -> Table | None:
@@ -150,3 +169,12 @@ def _parameters(story: RunHistory) -> Table | None:
     marked = [i for i, (name, *_) in enumerate(rows) if name in story.first_params]
     note = "The job was launched again with other settings, which are marked."
     return table("Parameters", ["name", "value", "at the first launch"], rows, "lll", marked, note)
+
+
+def _data(story: RunHistory) -> Table | None:
+    """The job's description of its data."""
+    values = list(flatten(story.data).items())
+    rows = [[name, value] for name, value in values[:_MANY]]
+    if len(values) > _MANY:
+        rows.append([f"... and {len(values) - _MANY:,} more", ""])
+    return table("Data", ["name", "value"], rows, "ll")

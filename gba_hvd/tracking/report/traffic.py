@@ -1,12 +1,11 @@
-"""Bytes and what compression made of them, on the page that `gba-hvd report` writes. Without such events: nothing."""
+"""Bytes and what compression made of them, in the report. Without such events: nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import traffic_summary
-
-from .tables import Table, size, table
+from gba_hvd.tracking.report.tables import Table, size, table
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory

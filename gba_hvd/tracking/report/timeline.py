@@ -1,4 +1,4 @@
-"""What happened to a job, on the page that `gba-hvd report` writes: switches, checkpoints, recoveries, other events.
+"""What happened to a job, in the report: switches, checkpoints, recoveries, other events.
 
 Events of steps that were done again, because the job resumed from a checkpoint, stay, and are named superseded.
 """
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.recovery_records import is_event_superseded, place_of
-
-from .tables import Table, duration, figure, size, table
+from gba_hvd.tracking.report.tables import Table, duration, figure, size, table
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record
@@ -68,7 +67,8 @@ def recoveries(story: RunHistory) -> Table | None:
         for one in story.recoveries
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
-    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrll")
+    note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer."
+    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrll", note=note)
 
 
 def _what_was_lost(recovery: Record) -> str:

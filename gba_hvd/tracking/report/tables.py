@@ -1,4 +1,4 @@
-"""Tables and figures of the page that `gba-hvd report` writes, as plain values; the templates make HTML of them."""
+"""Tables and figures of the report, as plain values; the templates make HTML of them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def table(
     """None without rows: a section with nothing to say is left out."""
     cells = [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows]
     return Table(title, headings, cells, sides, frozenset(marked), note) if cells else None
+
+
+def counted(n: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def figure(value: Any, form: str) -> str:

@@ -1,0 +1,111 @@
+"""The dense part of a model as a program of `torch.export`: looked-up rows and other fields in, outputs out.
+
+For servers that have neither this package nor the model's class: they look rows up in the shards, pool them, and run
+the program (`docs/FORMAT.md`). The model's lookups are recorded on its example, and replaced by the program's inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.batch import Bag
+from gba_hvd.convert import is_converted
+from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.errors import BadInput
+from gba_hvd.serving import inputs
+from gba_hvd.serving.manifest import StoredLookup
+from gba_hvd.serving.module import evaluating, tables_in
+
+Values = Mapping[str, Tensor | Bag]
+
+
+def exported_dense_part(model: nn.Module, example: Any) -> tuple[bytes, tuple[StoredLookup, ...]]:
+    """The program, as `torch.export.save` writes it, and what its rows are; its batch size is free.
+
+    It takes two mappings: rows by feature, [B, ...] as the tables return them; and by column the fields that are
+    tensors, ids included. example: an input of at least two samples. Raises BadInput for a model that cannot be split
+    so: lookups of ids that are no field of the input, converted modules, what `torch.export` cannot trace.
+    """
+    if any(is_converted(module) for module in model.modules()):
+        raise BadInput("dense_program: a converted model looks rows up inside its modules; only models that call "
+                       "EmbeddingTables can be split")  # fmt: skip
+    spec = inputs.spec_of(example, model)
+    values = inputs.values_of(spec, example)
+    n = min(len(one.offsets) if isinstance(one, Bag) else len(one) for one in values.values())
+    if n < 2:
+        raise BadInput(f"dense_program: input_example has {n} samples, at least 2 are needed to keep their number free")
+    fields = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+    with evaluating(model), torch.no_grad():
+        rows, lookups = _recorded(model, spec, values, example)
+        program = _DensePart(model, spec, {name: one for name, one in values.items() if isinstance(one, Bag)})
+        samples = torch.export.Dim("samples")
+        shapes = ({name: {0: samples} for name in rows}, {name: {0: samples} for name in fields})
+        try:
+            exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # any error of the compiler or of the model under it
+            raise BadInput(f"dense_program: torch.export cannot trace {type(model).__name__}: {error}") from error
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    return file.getvalue(), lookups
+
+
+def _recorded(
+    model: nn.Module, spec: inputs.Spec, values: Values, example: Any
+) -> tuple[dict[str, Tensor], tuple[StoredLookup, ...]]:
+    """What the tables returned on the example, by feature, and which column each feature's ids were."""
+    columns = {id(one): name for name, one in values.items()}
+    rows: dict[str, Tensor] = {}
+    lookups: dict[str, StoredLookup] = {}
+
+    def record(tables: EmbeddingTables, ids: Any) -> dict[str, Tensor]:
+        found = EmbeddingTables.forward(tables, ids)
+        for name, one in ids.items():
+            if id(one) not in columns or found[name].is_nested:
+                raise BadInput(f"dense_program: the ids of feature {name!r} are no field of input_example as it is")
+            feature = tables.features[name]
+            about = tables.tables[feature.table]
+            padding = None if about.padding_idx is None else about.padding_idx % about.n_rows
+            lookups[name] = StoredLookup(name, columns[id(one)], feature.table, feature.pooling, padding)
+        rows.update(found)
+        return found
+
+    with _replaced(model, record):
+        model(*example) if isinstance(example, tuple) else model(example)
+    return rows, tuple(lookups.values())
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, look_up: Any) -> Iterator[None]:
+    """Lookups of a model's tables are calls of look_up(tables, ids)."""
+    tables = tables_in(model)
+    try:
+        for one in tables:
+            one.forward = lambda ids, one=one: look_up(one, ids)  # type: ignore[method-assign, misc]
+            one.stacked = lambda ids, one=one: torch.stack(list(look_up(one, ids).values()), 1)  # type: ignore[method-assign, misc]
+        yield
+    finally:
+        for one in tables:
+            del one.forward, one.stacked
+
+
+class _DensePart(nn.Module):
+    """The model with its lookups replaced by the rows that it is given."""
+
+    def __init__(self, model: nn.Module, spec: inputs.Spec, bags: Values) -> None:
+        super().__init__()
+        self.model, self._spec, self._bags = model, spec, bags
+
+    def forward(self, rows: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
+        def given(tables: EmbeddingTables, ids: Any) -> dict[str, Tensor]:
+            return {name: rows[name].to(tables.dtype) for name in ids}
+
+        n = next(iter({**rows, **fields}.values())).shape[0]
+        value = inputs.value_from(self._spec, {**self._bags, **fields}, n)
+        with _replaced(self.model, given):
+            return self.model(*value) if isinstance(value, tuple) else self.model(value)

@@ -1,0 +1,98 @@
+"""What a reader of the report can do next: decided from the records alone, each step with its reason and a command."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gba_hvd.tracking.report.overview import open_warnings
+from gba_hvd.tracking.report.tables import counted
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.run_history import RunHistory
+
+_ENDED = ("FINISHED", "FAILED", "KILLED")
+_MANY_DROPPED = 0.05  # of all samples
+
+
+@dataclass(frozen=True)
+class NextStep:
+    text: str
+    command: str = ""
+
+
+def next_steps(story: RunHistory) -> list[NextStep]:
+    """The most urgent first."""
+    if story.status not in _ENDED:
+        return [*_of_warnings(story), NextStep("The job has not ended: see where it stands.", _status(story))]
+    steps = [*_of_an_end(story), *_of_warnings(story), *_of_losses(story), *_of_the_model(story), *_of_quality(story)]
+    return steps or [NextStep("Nothing is left to do.")]
+
+
+def _status(story: RunHistory) -> str:
+    return f"gba-hvd status {shlex.quote(story.job_id)}" if story.job_id else "gba-hvd status"
+
+
+def _of_an_end(story: RunHistory) -> list[NextStep]:
+    if story.status == "FINISHED":
+        return []
+    if story.checkpoints:
+        step = story.checkpoints[-1]["step"]
+        return [NextStep(f"Start the same command again: it resumes from the checkpoint of step {step:,}.")]
+    return [
+        NextStep(
+            "The job saved no checkpoint, so it starts over. Register one, and the next failure costs minutes:",
+            "recovery.CheckpointCallback(URL, every_s=60)",
+        )
+    ]
+
+
+def _of_warnings(story: RunHistory) -> list[NextStep]:
+    n = len(open_warnings(story))
+    return [NextStep(f"Read the table of warnings ({n:,} not over): each says what to do.")] if n else []
+
+
+def _of_losses(story: RunHistory) -> list[NextStep]:
+    steps = []
+    if any(one["rows_lost"] for one in story.recoveries) and not story.checkpoints:
+        steps.append(NextStep("Rows of a lost host started over, since there was no checkpoint:",
+                              "recovery.CheckpointCallback(URL, every_s=60)"))  # fmt: skip
+    elif story.pls:
+        text = f"Rows came back older than they were (PLS {story.pls:.5f}). If that costs quality, save more often:"
+        steps.append(NextStep(text, "gba-hvd plan --help"))
+    account = story.account
+    if account and account["dropped"] > _MANY_DROPPED * account["total"]:
+        share = account["dropped"] / account["total"]
+        steps.append(NextStep(f"{share:.0%} of the samples were too stale and dropped: see the staleness below."))
+    return steps
+
+
+def _of_the_model(story: RunHistory) -> list[NextStep]:
+    logged = story.logged_model
+    if logged is not None:
+        name, version = logged.get("name"), logged.get("version")
+        uri = f"models:/{name}/{version}" if name and version else str(logged["model_uri"])
+        return [NextStep("Serve the model, or score a data frame with mlflow.pyfunc.load_model:",
+                         f"mlflow models serve --env-manager local -m {shlex.quote(uri)}")]  # fmt: skip
+    if story.checkpoints:
+        url = shlex.quote(str(story.checkpoints[-1].get("url") or "URL"))
+        return [NextStep("No model was saved. Make one from the newest checkpoint:",
+                         f"gba-hvd model export {url} MODEL_URL --build FILE.py:CALLABLE")]  # fmt: skip
+    if story.status == "FINISHED":
+        return [NextStep("Neither a model nor a checkpoint was saved. Save the model of the next job:",
+                         "gba_hvd.MLflowCallback(log_model=gba_hvd.LogModel(...))")]  # fmt: skip
+    return []
+
+
+def _of_quality(story: RunHistory) -> list[NextStep]:
+    best, measured = story.best, story.measured
+    if best is None:
+        return [NextStep("How good the model is is not known: report scores of data it was not trained on:",
+                         "state.report(valid_auc=...)")]  # fmt: skip
+    after = [one for one in measured if one.step > best.step]
+    if story.status == "FINISHED" and len(measured) > 1 and not after:
+        return [NextStep("The last epoch is the best one: more epochs may be better still.")]
+    if len(after) >= 2:
+        return [NextStep(f"No epoch after {best.name} was better: {counted(len(after), 'epoch')} could be saved.")]
+    return []

@@ -1,0 +1,245 @@
+"""The first part of the report: in one sentence, then what trained, how well, what went wrong, what it cost.
+
+A reader who has seen neither the project nor the job understands this part. What to do next is in `next_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gba_hvd.tracking import traffic_summary
+from gba_hvd.tracking.epochs import chooser
+from gba_hvd.tracking.gauges import ELP, mean_staleness
+from gba_hvd.tracking.open_warnings import over_since
+from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
+from gba_hvd.tracking.report.tables import Table, counted, duration, size, table
+from gba_hvd.tracking.run_history import by_mode
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.records import Record
+    from gba_hvd.tracking.run_history import RunHistory
+
+# What a job may call them; the first that is there counts.
+_MODEL = ("model.kind", "model.name", "model", "model_name", "architecture")
+_DATA = ("data.dir", "data.preset", "data.name", "data", "dataset", "dataset.name")
+_MORE = {
+    "widths": ("model.hidden", "hidden"), "dropout": ("model.dropout", "dropout"),
+    "embedding columns": ("embedding.dim",), "rows": ("row_optimizer", "embedding.optimizer"),
+    "dense learning rate": ("dense.lr", "dense_lr", "lr", "learning_rate"), "global batch": ("global_batch",),
+    "micro-batch": ("micro_batch",), "mode": ("mode",), "seed": ("seed",),
+}  # fmt: skip
+_OTHER_FAILURES = ("checkpoint_failed", "refused", "shard_steps_missed", "residual_lost", "switch_failed")
+
+
+@dataclass(frozen=True)
+class Fact:
+    name: str
+    value: str
+    kind: str = ""  # "bad" and "good" stand out
+
+
+def headline(story: RunHistory) -> str:
+    """What happened, in two or three sentences."""
+    model, data = _param(story, _MODEL), _data(story)
+    what = f"{model or 'A model'}{f' on {data}' if data else ''}: {counted(story.n_steps, 'step')}"
+    if workers := _workers(story):
+        what += f", {workers} worker{'' if workers == '1' else 's'}"
+    if (seconds := _seconds(story)) is not None:
+        what += f", {duration(seconds)}"
+    modes = [one.mode for one in by_mode(story)]
+    what += f", in the modes {' and '.join(modes)}." if len(modes) > 1 else "."
+    best = story.best
+    if best is not None and (by := chooser(best.values)) is not None:
+        what += f" The best {by[0]} is {best.values[by[0]]:.4f}, in {best.name}."
+    if n_lost := len(story.events_of("worker_lost", "worker_failed")):
+        what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost"
+        back = sum(int(one["rows_restored"] or 0) for one in story.recoveries)
+        what += f", and {counted(back, 'row')} came back from a checkpoint." if back else "."
+    bad = [fact for fact in what_went_wrong(story) if fact.kind == "bad"]
+    if bad:
+        what += f" What went wrong: {', '.join(f'{fact.name} ({fact.value})' for fact in bad[:3])}."
+    elif story.status == "FINISHED":
+        what += " Nothing went wrong that still holds."
+    return what
+
+
+def what_trained(story: RunHistory) -> list[Fact]:
+    facts = [Fact("name", story.title), Fact("model", _param(story, _MODEL)), Fact("data", _data(story))]
+    facts += [Fact(f"samples, {part}", f"{n:,}") for part, n in _samples(story).items()]
+    facts += [Fact(name, _param(story, keys)) for name, keys in _MORE.items()]
+    facts.append(Fact("workers", _workers(story)))
+    if n_switches := len(story.events_of("switch")):
+        facts.append(Fact("changes of mode", f"{n_switches:,}"))
+    if (logged := story.logged_model) is not None:
+        facts.append(Fact("saved model", _name_of(logged), "good"))
+        facts.append(Fact("its address", str(logged["model_uri"])))
+    return [fact for fact in facts if fact.value]
+
+
+def _name_of(logged: Mapping[str, object]) -> str:
+    version = logged.get("version")
+    return f"{logged.get('name') or 'model'}, version {version}" if version else f"{logged.get('name') or 'model'}"
+
+
+def how_well(story: RunHistory) -> list[Fact]:
+    best = story.best
+    if best is None:
+        return [Fact("best epoch", "not known: no metric of a validation set was reported")]
+    by = chooser(best.values)
+    assert by is not None
+    first = [by[0], *(name for name in sorted(best.values, key=_test_first) if name != by[0])]
+    return [Fact("best epoch", f"{best.name}, by {by[0]}"), *(Fact(name, f"{best.values[name]:.5f}") for name in first)]
+
+
+def _test_first(name: str) -> tuple[bool, str]:
+    return not name.startswith("test"), name
+
+
+def epochs(story: RunHistory) -> Table | None:
+    """A row for each step at which quality was measured; metrics of one step stand together."""
+    measured, best = story.measured, story.best
+    names = list(dict.fromkeys(name for one in measured for name in one.values))
+    times = story.epoch_seconds
+    rows = [
+        [
+            one.name if one.epoch is not None else "-",
+            f"{one.step:,}",
+            duration(times[one.step]) if one.step in times else "-",
+            *(f"{one.values[name]:.5f}" if name in one.values else "-" for name in names),
+        ]
+        for one in measured
+    ]
+    marked = [i for i, one in enumerate(measured) if best is not None and one.step == best.step]
+    note = "The best epoch by validation is marked; its test figures are the ones to quote." if marked else ""
+    return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
+
+
+def warnings(story: RunHistory) -> Table | None:
+    rows = [
+        [
+            f"{event.get('step', 0):,}", str(event.get("event", "")).replace("_", " "),
+            "" if over is None else f"since step {over:,}", str(event.get("message", "")),
+        ]
+        for event, over in zip(story.events, over_since(story.events), strict=True)
+        if event.get("level") == "warning"
+    ]  # fmt: skip
+    return table("Warnings", ["step", "kind", "over", "what did not happen, why, and what to do"], rows, "rlll")
+
+
+def open_warnings(story: RunHistory) -> list[Record]:
+    """Those that still hold."""
+    return [
+        event
+        for event, over in zip(story.events, over_since(story.events), strict=True)
+        if event.get("level") == "warning" and over is None
+    ]
+
+
+def what_went_wrong(story: RunHistory) -> list[Fact]:
+    """Counts; the sentences are in the tables below."""
+    facts = []
+    if story.status in ("FAILED", "KILLED"):
+        facts.append(Fact("end", story.reason or f"the job was {story.status.lower()}", "bad"))
+    facts += [Fact("end", str(event.get("message", ""))) for event in story.events_of("stopped_early")]
+    n_warnings, n_open = len(_warnings(story)), len(open_warnings(story))
+    n_over = n_warnings - n_open
+    words = f"{n_warnings:,}" + (f", {n_over:,} of them over" if n_over else "") if n_warnings else "none"
+    facts.append(Fact("warnings", words, "bad" if n_open else ""))
+    for event in story.events_of("mode_missed"):
+        facts.append(Fact("mode", str(event.get("message", "")).partition(". ")[0], "bad"))
+    n_lost = len(story.events_of("worker_lost", "worker_failed"))
+    n_changes = len(story.events_of("membership"))
+    facts.append(Fact("workers lost", f"{n_lost:,}" if n_lost else "none"))
+    if n_changes:
+        facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
+    facts += _recovered(story)
+    kinds = [str(event["event"]).replace("_", " ") for event in story.events_of(*_OTHER_FAILURES)]
+    if kinds:
+        words = ", ".join(f"{kind} x {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+        facts.append(Fact("other failures", words))
+    account = story.account
+    for name in ("dropped", "lost") if account else ():
+        share = account[name] / max(1, account["total"])
+        text = f"{account[name]:,} ({share:.2%})" if account[name] else "none"
+        facts.append(Fact(f"samples {name}", text, "bad" if account[name] and name == "lost" else ""))
+    return facts
+
+
+def _recovered(story: RunHistory) -> list[Fact]:
+    recoveries = story.recoveries
+    if not recoveries:
+        return []
+    counts = ("rows_restored", "rows_lost", "samples_redone")
+    total = {name: sum(int(one[name] or 0) for one in recoveries) for name in counts}
+    facts = [Fact("recoveries", f"{len(recoveries):,}")]
+    if total["rows_restored"]:
+        facts.append(Fact("rows back from a checkpoint", f"{total['rows_restored']:,}"))
+    if total["rows_lost"]:
+        facts.append(Fact("rows that started over", f"{total['rows_lost']:,}", "bad"))
+    if story.pls is not None:
+        facts.append(Fact("portion of lost samples (PLS)", f"{story.pls:.5f}"))
+    if total["samples_redone"]:
+        facts.append(Fact("samples trained again", f"{total['samples_redone']:,}"))
+    return facts
+
+
+def _warnings(story: RunHistory) -> list[Record]:
+    return [event for event in story.events if event.get("level") == "warning"]
+
+
+def cost(story: RunHistory) -> list[Fact]:
+    facts = []
+    if (seconds := _seconds(story)) is not None:
+        facts.append(Fact("time", duration(seconds)))
+    facts.append(Fact("global steps", f"{story.n_steps:,}"))
+    if times := list(story.epoch_seconds.values()):
+        facts.append(Fact("time per epoch, median", duration(sorted(times)[len(times) // 2])))
+    rates = sorted(point.value for point in story.history.get(THROUGHPUT, ()) if math.isfinite(point.value))
+    if rates:
+        facts.append(Fact("samples/s, median", f"{rates[len(rates) // 2]:,.0f}"))
+    by_kind = traffic_summary.bytes_by_mode(story.events).values()
+    if by_kind:
+        facts.append(Fact("sent by all workers", size(sum(one["sent"] for one in by_kind))))
+        facts.append(Fact("received by all workers", size(sum(one["received"] for one in by_kind))))
+    if checkpoints := story.checkpoints:
+        n_bytes = sum(int(one["bytes"] or 0) for one in checkpoints)
+        facts.append(Fact("checkpoints", f"{len(checkpoints):,}" + (f", {size(n_bytes)}" if n_bytes else "")))
+    if story.staleness:
+        facts.append(Fact("staleness, mean", f"{mean_staleness(story.staleness):.2f} steps"))
+    if (elp := story.last(ELP)) is not None:
+        facts.append(Fact("samples computed on at once (ELP)", f"{elp:,.0f}"))
+    return facts
+
+
+def _param(story: RunHistory, keys: tuple[str, ...]) -> str:
+    values = (story.params.get(key, "") for key in keys)
+    return next((value for value in values if value not in ("", "null", '""', "{}")), "")
+
+
+def _data(story: RunHistory) -> str:
+    """By its parameter; else the kind that its description has."""
+    kinds = {str(one["kind"]) for one in story.data.values() if isinstance(one, Mapping) and one.get("kind")}
+    return _param(story, _DATA) or str(story.data.get("name") or story.data.get("kind") or ", ".join(sorted(kinds)))
+
+
+def _samples(story: RunHistory) -> dict[str, int]:
+    """By part of the data, where its description has numbers of samples."""
+    found = {name: one.get("samples") for name, one in story.data.items() if isinstance(one, Mapping)}
+    return {name: n for name, n in found.items() if isinstance(n, int)}
+
+
+def _workers(story: RunHistory) -> str:
+    workers = [point.value for point in story.history.get(WORKERS, ())]
+    if not workers:
+        return ""
+    low, high = min(workers), max(workers)
+    return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+
+
+def _seconds(story: RunHistory) -> float | None:
+    if story.started_ms is None or story.ended_ms is None:
+        return None
+    return (story.ended_ms - story.started_ms) / 1000

@@ -1,0 +1,108 @@
+"""The dense part as a program: which models can be split, and that the saved model stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.serving.compare import verify_model
+from gba_hvd.serving.manifest import StoredLookup, read_manifest
+from recovery.storage.open import open_store
+from tests.unit.serving.conftest import CODE, batch, evaluated
+from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch
+
+
+def test_a_program_is_kept_with_what_its_rows_are(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(30)
+    expected = evaluated(model, one)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(3), dense_program=True)
+    assert torch.equal(evaluated(model, one), expected), "the model looks rows up as before"
+    store = open_store(tmp_path / "m")
+    manifest = read_manifest(store)
+    assert manifest.program is not None
+    assert manifest.program.lookups == (
+        StoredLookup("user", "user", "user", "sum"), StoredLookup("item", "item", "item", "sum", 0),
+        StoredLookup("history", "history", "item", "mean", 0),
+    )  # fmt: skip
+    assert verify_model(store, manifest) == []
+    file = tmp_path / "m" / manifest.program.file.name
+    program: Any = torch.export.load(file).module()
+    rows = model.tables(one.ids)
+    fields = {"user": one.ids["user"], "item": one.ids["item"], "dense": one.dense}
+    assert torch.allclose(program(rows, fields), expected, atol=1e-6)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert len(verify_model(store, manifest)) == 1
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
+
+
+class Stacked(nn.Module):
+    """Rows of all fields at once; ids are used beside their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables({"a": (9, 4), "b": (7, 4)}, gba_hvd.SGD(lr=0.1))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        known = (ids["a"] > 0).float().unsqueeze(1)
+        return self.out(self.tables.stacked(ids).flatten(1)) * known
+
+
+def test_stacked_rows_and_ids_that_are_used_otherwise(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    model = Stacked()
+    job_memory(model.tables)
+    example = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
+    gba_hvd.save_model(model, tmp_path / "m", input_example=example, dense_program=True)
+    manifest = read_manifest(open_store(tmp_path / "m"))
+    assert manifest.program is not None
+    program: Any = torch.export.load(tmp_path / "m" / manifest.program.file.name).module()
+    ids = {"a": torch.tensor([0, 5, 8]), "b": torch.tensor([6, 1, 0])}
+    assert torch.allclose(program(model.tables(ids), ids), evaluated(model, ids), atol=1e-6)
+    assert evaluated(model, ids)[0] == 0
+
+
+class Shifted(Stacked):
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward({name: (one + 1) % 7 for name, one in ids.items()})
+
+
+class Branching(Stacked):
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = super().forward(ids)
+        return out if out.sum() > 0 else -out
+
+
+EXAMPLE = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "words"),
+    [
+        (Shifted, EXAMPLE, "the ids of feature 'a' are no field of input_example as it is"),
+        (Branching, EXAMPLE, "torch.export cannot trace Branching"),
+        (Stacked, {name: one[:1] for name, one in EXAMPLE.items()}, "input_example has 1 samples, at least 2"),
+        (Stacked, None, "dense_program=True needs input_example"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_nothing_is_written(
+    job_memory: Callable[..., None], tmp_path: Path, kind: type[Stacked], example: Any, words: str
+) -> None:
+    model = kind()
+    job_memory(model.tables)
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.save_model(model, tmp_path / "m", input_example=example, dense_program=True)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_converted_model_is_refused(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    model = Converted()
+    job_memory(gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), keep=["kept"]))
+    with pytest.raises(BadInput, match="a converted model looks rows up inside its modules"):
+        gba_hvd.save_model(model, tmp_path / "m", input_example=converted_batch(3), dense_program=True)

@@ -1,1 +1,0 @@
-"""The page that `gba-hvd report` writes."""
