@@ -53,7 +53,7 @@ class Run:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises RunFailed before anything is measured; what fails later is written and told, and costs status 1."""
+    """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
     from .shape import SHAPES
 
     shapes, peers = args.shapes or list(SHAPE_NAMES), list(args.peers)
