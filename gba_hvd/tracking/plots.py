@@ -33,17 +33,18 @@ _MARKED = {
     "worker_lost": (_RED, "x"), "rows_lost": (_RED, "v"), "switch_failed": (_RED, "s"), "membership": (_INK, "o"),
     "rows_restored": (_GREEN, "P"), "resumed": (_GREEN, "D"),
 }  # fmt: skip
-_SHADES = (
-    "#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7", "#d5dcf5", "#ece8c4", "#f2d9e6", "#dcecd0",
-)  # fmt: skip
+# The ground of each mode: on light paper, and on dark.
+_SHADES = {
+    "#dfe7ef": "#2a333d", "#cfe8d5": "#20402c", "#f6e3c5": "#4a3a1c", "#f3d0cb": "#4b2a26",
+    "#e6d6ec": "#3d2b45", "#d3ebe7": "#20413c", "#d5dcf5": "#2b3355", "#ece8c4": "#42401f",
+    "#f2d9e6": "#472a3a", "#dcecd0": "#30421f",
+}  # fmt: skip
 MODE_COLOURS = dict(zip(MODES, _SHADES, strict=True))
 _OTHER_MODE = "#eeeeee"
 # What each colour is on a dark ground; those that are not here stay.
-DARK = {
+DARK = _SHADES | {
     _INK: "#d5dce4", _GRID: "#36414d", _PAPER: "#1b222a", _BLUE: "#5fb0e6", _RED: "#ff8f45", _GREEN: "#35c79b",
-    _PURPLE: "#e29ac3", _OTHER_MODE: "#333b44", **dict(zip(_SHADES, (
-        "#2a333d", "#20402c", "#4a3a1c", "#4b2a26", "#3d2b45", "#20413c", "#2b3355", "#42401f", "#472a3a", "#30421f",
-    ), strict=True)),
+    _PURPLE: "#e29ac3", _OTHER_MODE: "#333b44",
 }  # fmt: skip
 WIDE, NARROW = 9.0, 4.4  # inches: for a window, for a phone
 
