@@ -301,6 +301,9 @@ def cluster(
     job = Cluster(folder, plan, environ or {}, script)
     try:
         yield job
+    except BaseException:
+        print(job.log())  # shown with the failure
+        raise
     finally:
         job.end()
 

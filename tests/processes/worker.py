@@ -576,13 +576,13 @@ def learn_of_the_servers() -> None:
 
 
 def follow_checkpoints() -> None:
-    """A chief that is held reports what became of a checkpoint, as it would before its next step."""
+    """What a held chief would do before its next step: report what became of a checkpoint; asynchronously, begin one."""
     engine, checkpoints = state.engine, checkpoints_of(state.engine)
     if checkpoints is None or engine.world.rank != 0:
         return
     line = state.saving._host_server
     if engine.mode.servers is not None:
-        checkpoints.schedule.poll(engine.mode.servers.contact.saved)
+        state.saving.save_asynchronously_if_due()
     elif line is not None:
         checkpoints.schedule.poll(line.saved)
 
