@@ -251,7 +251,9 @@ def gather_stored(
     missing: Any,
     out: Any,
 ) -> int:
-    """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket that is in no memory.
+    """out[i] = the row of keys[i], from `start` on.
+
+    Returns -1, or where to continue after a bucket that is in no memory.
 
     Tables stand one after the other: table t has the keys from first_key[t] on, the last of which is of no table, and
     the buckets from first_bucket[t] on, of 2 ** bits[t] rows each. words: where each bucket starts in `memory`, or -1
