@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, no traces outside the test's own folder, the same examples.
+"""What holds for every test: one thread per process, no settings of who runs it, the same examples.
 
 Markers, warnings as errors and the time-out per test are in pyproject.toml.
 """
@@ -6,7 +6,6 @@ Markers, warnings as errors and the time-out per test are in pyproject.toml.
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def _interruptible() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings from the environment of whoever runs the tests must not decide what they find."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,11 +1,23 @@
-"""What the process tests share: the parameters that one worker alone arrives at."""
+"""What the process tests share: how servers start, and the parameters that one worker alone arrives at."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from . import prefork
 from .cluster import cluster
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    """Servers that a test starts from its own process are forked as those of jobs are, see `prefork`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", prefork.interpreter())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Starts workers and servers by `fork` from a process that has imported torch, Horovod and the kernels already.
 
-A worker of a test trains for a second and took four to start: 1.3 s for torch, 1.3 s for what `torch.optim` imports of
-`torch._dynamo`, 0.9 s for numba and the compiled kernels. Here one process per test runner imports all that once.
+A worker of a test trains for a second and took five to start: 1.3 s for torch, 1.3 s for what `torch.optim` imports of
+`torch._dynamo`, 0.9 s for numba and the compiled kernels, the rest for this package and what it needs. Here one process
+per test runner imports all that once.
 
     horovodrun ... python prefork_client.py SOCKET worker.py     in place of     horovodrun ... python worker.py
 
@@ -13,7 +14,8 @@ started with.
 A worker's `sys.executable` is a script that starts a companion server in the same way, and everything else by the real
 interpreter.
 
-Nothing of `gba_hvd` is imported before the fork but the kernels, since the environment decides at import.
+Of this package one module reads the environment when it is imported, `gba_hvd.trace`: a worker that is to write a trace
+imports the package again.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ _START_S = 300.0  # on a busy machine imports take long
 _PR_SET_PDEATHSIG = 1
 _INTERPRETER = """#!/bin/sh
 case "$1 $2" in
-    "-c "*"from gba_hvd.ps.server.server import main"*) exec {client} "$@" ;;
+    "-c "*"from gba_hvd.ps.server"*) exec {client} "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -92,13 +95,20 @@ def _interpreter(socket_path: str) -> str:
 
 
 def _import() -> None:
-    """What takes long and does not read the environment."""
+    """What workers and servers need."""
+    import gba_hvd_tools.chaos.data  # noqa: F401
     import horovod.torch  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
     import torch
 
+    import gba_hvd
+    import gba_hvd.ps.server.server
+    import recovery.callback  # noqa: F401
     from gba_hvd import kernels
     from gba_hvd.compression import kernels as compression_kernels
 
+    for name in gba_hvd.__all__:
+        getattr(gba_hvd, name)  # imports the module that has it
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # imports torch._dynamo
     kernels.load()
@@ -205,14 +215,18 @@ def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         setattr(sys, name, open(number, mode, buffering=1, closefd=False))  # noqa: SIM115
     sys.executable = interpreter
-    code: bytes | str
+    code: types.CodeType | None
     if request["arguments"][0] == "-c":
-        _, code, *more = request["arguments"]
+        _, text, *more = request["arguments"]
         sys.argv, folder, name = ["-c", *more], "", "<string>"
+        code = compile(text, name, "exec")
     else:
         sys.argv = request["arguments"]
         name = sys.argv[0]
-        code, folder = Path(name).read_bytes(), str(Path(name).parent)
+        code, folder = SourceFileLoader("__main__", name).get_code("__main__"), str(Path(name).parent)
+    if "GBA_HVD_TRACE" in os.environ:
+        for module in [one for one in sys.modules if one.partition(".")[0] in ("gba_hvd", "gba_hvd_tools", "recovery")]:
+            del sys.modules[module]
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     random.seed()
     import numpy as np
@@ -222,7 +236,8 @@ def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
     torch.seed()
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__file__ = name
-    return compile(code, name, "exec")
+    assert code is not None
+    return code
 
 
 def _place(first: int) -> tuple[int, int]:

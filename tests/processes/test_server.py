@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from recovery.restore.inspect import read_state
 from recovery.storage.open import open_store
 from recovery.storage.store import manifest_names
 
-from . import fuzz_server, prefork
+from . import fuzz_server
 from .cluster import wait_for
 from .fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
 
@@ -56,14 +57,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 PATIENCE_S = 120.0  # a busy machine takes long to import torch
 LAYOUT = Layout.of(TABLES, (), N_SHARDS, seed=3, init_std=0.1)
 BEGIN = np.arange(N_DENSE, dtype=np.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forked_servers() -> Iterator[None]:
-    """As those of jobs, see `prefork`; the one that dies at a given point starts from nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", prefork.interpreter())
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -298,16 +291,27 @@ server.main(folder, index)
 """
 
 
-def replace_by_one_that_dies(host: Host, point: str, index: int = 0, after: int = 0) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Dying:
+    """A server that is to die. client: stands for it, and ends as it ends."""
+
+    client: subprocess.Popen[bytes]
+    pid: int
+
+    def wait(self) -> int:
+        return self.client.wait(PATIENCE_S)
+
+
+def replace_by_one_that_dies(host: Host, point: str, index: int = 0, after: int = 0) -> Dying:
     """after: a process that has to be dead first; until then the server stands at that point."""
     old = host.pid(index)
     with open(host.folder / f"ps-{index}.log", "ab") as log:
-        dying = subprocess.Popen(
+        client = subprocess.Popen(
             [sys.executable, "-c", _DIES, str(host.folder), str(index), point, str(after)], stdout=log, stderr=log
         )
     os.kill(old, signal.SIGKILL)  # the new one waits for the lock, which the old one's end releases
-    wait_for(lambda: launch.pid_of(host.folder, index) == dying.pid, "the server that will die", PATIENCE_S)
-    return dying
+    wait_for(lambda: launch.pid_of(host.folder, index) not in (None, old), "the server that will die", PATIENCE_S)
+    return Dying(client, host.pid(index))
 
 
 def restarted(host: Host, dead: int, index: int = 0) -> None:
@@ -362,7 +366,7 @@ def test_a_killed_server_goes_on_where_it_stopped(tmp_path: Path, point: str, st
             first.send(PushDone(WORKER, GENERATION, given.micro, given.serial))
             if point == "push stored":
                 break
-        assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+        assert dying.wait() == -signal.SIGKILL
         restarted(host, dying.pid)
 
         account = finish_epoch(host.peer(), host.layout, first_request=10)
@@ -386,7 +390,7 @@ def test_a_server_killed_while_it_takes_over_takes_over_when_asked_again(tmp_pat
         peer = host.peer()
         body, frames = fuzz_server.enter(host.endpoints)
         peer.send(body, frames)
-        assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+        assert dying.wait() == -signal.SIGKILL
         restarted(host, dying.pid)
         assert host.peer().ask(body, frames)[0] == Ok()
         assert finish_epoch(host.peer(), host.layout, 1)["applied"] == 64
@@ -540,7 +544,7 @@ def test_a_server_that_dies_in_a_step_beside_the_coordinator_costs_what_it_had_n
         for me, peer in enumerate(peers):
             assert peer.ask(*fuzz_server.enter(host.endpoints, me, owner))[0] == Ok()
         train_with(peers, host.layout, owner, 1, steps=1)
-        assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+        assert dying.wait() == -signal.SIGKILL
         restarted(host, dying.pid, index=1)
         account = finish_with([host.peer(i) for i in (0, 1)], host.layout, owner, 10)
         assert (account["total"], account["applied"], account["lost"]) == (64, 64 - lost, lost)
@@ -582,7 +586,7 @@ def test_a_coordinator_and_another_server_that_die_one_right_after_the_other_cos
         for given in leases[:2]:
             peers[0].send(PushDone(WORKER, GENERATION, given.micro, given.serial))
         for index, dying in ((first, one), (1 - first, other)):
-            assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+            assert dying.wait() == -signal.SIGKILL
             restarted(host, dying.pid, index)
         peers = [host.peer(i) for i in (0, 1)]
         for given in leases[1:]:

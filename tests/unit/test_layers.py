@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.unit import syntax
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"gba_hvd": "gba_hvd", "recovery": "recovery", "gba_hvd_tools": "tools"}
 # Lowest first. A name stands for a file, or for a package and all in it that has no entry of its own.
@@ -80,10 +82,9 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-@cache
 def nodes(module: str) -> list[ast.AST]:
     """All nodes of a file's syntax tree."""
-    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+    return syntax.nodes(MODULES[module].read_text())
 
 
 @cache

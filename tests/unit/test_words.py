@@ -6,11 +6,12 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.unit.syntax import nodes
 
 ROOT = Path(__file__).parents[2]
 # A part of an identifier (words joined by _), and why it does not say what it means.
@@ -55,14 +56,9 @@ ALLOWED = {
 }
 
 
-@cache
-def _nodes(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
-
-
-def _names(path: Path) -> set[str]:
+def _names(source: str) -> set[str]:
     found: set[str] = set()
-    for node in _nodes(path.read_text()):
+    for node in nodes(source):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name):
@@ -93,7 +89,7 @@ def test_the_check_finds_words_in_camel_case_and_snake_case() -> None:
 @pytest.mark.parametrize("package", ["gba_hvd", "recovery", "tools", "examples", *WORDS_OF])
 def test_names_are_the_field_s_words(package: str) -> None:
     words = {**WORDS, **WORDS_OF.get(package, {})}
-    found = {str(path): _offences(_names(path), words) for path in sorted((ROOT / package).rglob("*.py"))}
+    found = {str(path): _offences(_names(path.read_text()), words) for path in sorted((ROOT / package).rglob("*.py"))}
     assert not {path: words for path, words in found.items() if words}
 
 
@@ -120,18 +116,25 @@ def _prose(source: str) -> list[tuple[int, str]]:
     """(line, text) of all comments and docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
             found.append((node.body[0].lineno, text))
     return found
 
 
+def _found(text: str, phrases: Mapping[str, str], beside: str) -> Iterator[tuple[str, str]]:
+    """(phrase, why) of each phrase in a text that no character `beside` touches."""
+    if re.search(rf"(?<!{beside})(?:{'|'.join(phrases)})(?!{beside})", text, re.IGNORECASE):
+        for phrase, why in phrases.items():
+            for match in re.finditer(rf"(?<!{beside})(?:{phrase})(?!{beside})", text, re.IGNORECASE):
+                yield match.group(), why
+
+
 def _phrases(source: str) -> list[str]:
     return [
-        f"line {line}: {match.group()!r}: {why}"
+        f"line {line}: {phrase!r}: {why}"
         for line, text in _prose(source)
-        for phrase, why in PROSE.items()
-        for match in re.finditer(rf"(?<!\w)(?:{phrase})(?!\w)", " ".join(text.split()), re.IGNORECASE)
+        for phrase, why in _found(" ".join(text.split()), PROSE, r"\w")
     ]
 
 
@@ -159,24 +162,23 @@ def _messages(source: str) -> list[tuple[int, str]]:
     """(line, text) of all strings that are no docstrings; of an f-string its parts."""
     docstrings = {
         id(node.body[0].value)
-        for node in _nodes(source)
+        for node in nodes(source)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         if node.body and isinstance(node.body[0], ast.Expr)
     }
     return [
         (node.lineno, node.value)
-        for node in _nodes(source)
+        for node in nodes(source)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
     ]
 
 
 def _phrases_of_messages(source: str) -> list[str]:
     return [
-        f"line {line}: {match.group()!r}: {why}"
+        f"line {line}: {phrase!r}: {why}"
         for line, text in _messages(source)
-        for phrase, why in MESSAGES.items()
-        for match in re.finditer(rf"(?<![\w-])(?:{phrase})(?![\w-])", text, re.IGNORECASE)
         if text not in STORED and " " in text
+        for phrase, why in _found(text, MESSAGES, r"[\w-]")
     ]
 
 
@@ -207,10 +209,9 @@ def _phrases_of_pages(text: str) -> list[str]:
         r"```.*?```|`[^`]*`|\]\([^)]*\)", lambda match: re.sub(r"[^\n]", " ", match.group()), text, flags=re.S
     )
     return [
-        f"line {number}: {match.group()!r}: {why}"
+        f"line {number}: {phrase!r}: {why}"
         for number, line in enumerate(plain.splitlines(), start=1)
-        for phrase, why in PROSE.items()
-        for match in re.finditer(rf"(?<!\w)(?:{phrase})(?!\w)", line, re.IGNORECASE)
+        for phrase, why in _found(line, PROSE, r"\w")
     ]
 
 
