@@ -127,6 +127,8 @@ class Sender:
                 self.job = record
                 if record["chief"]:
                     self._call(lambda run: run.claim(record["stamp"]))
+            case "settings":
+                self._call(lambda run: run.note_removed(record["names"]))
             case "artifact":
                 self._call(lambda run: run.put_text(record["path"], record["text"]), artifact=record["path"])
             case "end":
