@@ -546,7 +546,7 @@ def test_without_a_run_there_is_nothing_to_report_on(tmp_path: Path, capsys: pyt
 def test_of_many_runs_the_ten_newest_are_named(database: str, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = client(database).create_experiment("many")
     for number in range(12):
-        client(database).create_run(experiment, start_time=1000 + number, run_name=f"run-{number}")
+        client(database).create_run(experiment, start_time=2**42 + number, run_name=f"run-{number}")
     assert cli.main(["report", "--tracking-uri", database]) == 1
     named = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert named == [f"run-{number}" for number in range(11, 1, -1)]
