@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-fast check docs pictures bench clean
+.PHONY: help setup demo test test-all test-fast check docs pictures bench bench-smoke clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ pictures: setup  ## the pictures of README.md, to docs/img; runs the demo (4 min
 
 bench: setup  ## ours against plain Horovod and TorchRec, to runs/bench/allreduce.json
 	$(VENV)/bin/gba-hvd bench allreduce --out runs/bench/allreduce.json
+
+bench-smoke: setup  ## is a ratio to a peer worse than the one in docs/bench.json? (5 minutes, a quiet machine)
+	$(VENV)/bin/gba-hvd bench smoke
 
 clean:  ## remove what runs and builds left; the environment and the cached Horovod wheel stay
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

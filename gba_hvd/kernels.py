@@ -58,6 +58,8 @@ class KernelFile:
             self._python.clear()
 
 
+_ROWS_AHEAD = 32  # rows that are looked for before the first of them is copied
+
 _FILE = KernelFile(globals())
 load = _FILE.load
 _inlined = functools.partial(_FILE.add, inline="always")
@@ -140,6 +142,18 @@ def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
             break
         out[i] = base + row
     return bad
+
+
+@_compiled("int64(int64[:, ::1], int64[::1], int64[::1], int64[:, ::1])")
+def fill_stacked_keys(ids: Any, first_key: Any, n_rows: Any, out: Any) -> int:
+    """out[b, f] = first_key[f] + ids[b, f]; returns the first f with an id outside 0 to n_rows[f] - 1, or -1."""
+    n_fields = ids.shape[1]
+    for b in range(ids.shape[0]):
+        for f in range(n_fields):
+            if not 0 <= ids[b, f] < n_rows[f]:
+                return f
+            out[b, f] = first_key[f] + ids[b, f]
+    return -1
 
 
 @_compiled("int64(int64[::1], int64[::1])")
@@ -228,6 +242,49 @@ def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
         base, p = starts[i] + skip, i * width
         for j in range(width):
             to[p + j] = flat[base + j]
+
+
+@_compiled(
+    "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], int64[::1],float32[:, ::1])"
+)
+def gather_stored(
+    keys: Any,
+    start: int,
+    first_key: Any,
+    first_bucket: Any,
+    bits: Any,
+    words: Any,
+    memory: Any,
+    missing: Any,
+    out: Any,
+) -> int:
+    """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket in no memory.
+
+    Tables stand one after the other: table t has the keys from first_key[t] on, the last of which is of no table, and
+    the buckets from first_bucket[t] on, of 2 ** bits[t] rows each. words: where each bucket starts in `memory`, or -1
+    missing: int64 [1], gets the key whose bucket that is
+    """
+    to, dim, t, n_tables = out.ravel(), np.uint64(out.shape[1]), 0, len(first_key) - 1
+    found = np.empty(_ROWS_AHEAD, np.uint64)
+    for block in range(start, len(keys), _ROWS_AHEAD):
+        n = min(_ROWS_AHEAD, len(keys) - block)
+        for j in range(n):
+            key = keys[block + j]
+            while key < first_key[t] or key >= first_key[t + 1]:  # (usually the same or the next table)
+                t = t + 1 if t + 1 < n_tables else 0
+            row = key - first_key[t]
+            bucket = row >> bits[t]
+            at = words[first_bucket[t] + bucket]
+            if at < 0:
+                missing[0] = key
+                return block
+            found[j] = np.uint64(at) + np.uint64(row - (bucket << bits[t])) * dim
+            to[np.uint64(block + j) * dim] = memory[found[j]]  # independent reads: the rows come to the cache together
+        for j in range(n):
+            base, p = found[j], np.uint64(block + j) * dim
+            for c in range(dim):
+                to[p + c] = memory[base + c]
+    return -1
 
 
 @_compiled("void(int64[::1], int64, int32[::1], int64[::1], int32[::1])")

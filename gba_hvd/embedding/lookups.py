@@ -6,7 +6,7 @@ the forward pass sees bags of keys only: a feature that is not pooled is a bag o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -41,6 +41,24 @@ class Source:
 
     def __str__(self) -> str:
         return f"table {self.table!r}" if self.feature == self.table else f"feature {self.feature!r} of {self.table!r}"
+
+
+@dataclass(frozen=True)
+class PlainFields:
+    """Fields of one group whose ids need no more than a check and an offset. first_key, n_rows: int64 [F]"""
+
+    group: int
+    first_key: np.ndarray
+    n_rows: np.ndarray
+
+
+def plain_fields(sources: Sequence[Source]) -> PlainFields | None:
+    """None for fields of several groups, hashed tables, features that are not pooled, and padding."""
+    groups = {source.group for source in sources}
+    if len(groups) != 1 or any(not s.n_rows or s.padding_key is not None or s.pooling is None for s in sources):
+        return None
+    starts, sizes = zip(*((source.first_key, source.n_rows) for source in sources), strict=True)
+    return PlainFields(groups.pop(), np.array(starts, np.int64), np.array(sizes, np.int64))
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,13 @@ class Lookup:
         if self.ragged is not None:
             return torch.nested.nested_tensor_from_jagged(rows, self.ragged)
         return rows if len(self.shape) == 1 else rows.view(*self.shape, rows.shape[1])
+
+
+def is_row_of_each(source: Source, ids: Tensor | Bag) -> bool:
+    """Whether each id becomes a row of the result: none is padding, and none are pooled."""
+    if not isinstance(ids, Tensor) or ids.is_nested or source.padding_key is not None:
+        return False
+    return source.pooling is None or ids.ndim == 1
 
 
 def look_up(source: Source, ids: Tensor | Bag) -> Lookup:

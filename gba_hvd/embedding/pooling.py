@@ -65,7 +65,9 @@ class Pooling:
 
 
 def pool(rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, kind: str) -> Tensor:
-    """float32 [m, dim], by autograd; see `Pooling`."""
+    """float32 [m, dim], by autograd where something has a gradient; see `Pooling`."""
+    if not rows.requires_grad and (weights is None or not weights.requires_grad):
+        return Pooling(rows, index, offsets, weights, kind).pooled()
     return _Pool.apply(rows, weights, index, offsets, kind)  # type: ignore[no-any-return, no-untyped-call]
 
 

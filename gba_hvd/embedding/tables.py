@@ -36,7 +36,17 @@ from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_ro
 from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import Ids as Ids
-from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
+from gba_hvd.embedding.lookups import (
+    Lookup,
+    PlainFields,
+    Source,
+    fill_keys,
+    is_row_of_each,
+    look_up,
+    plain_fields,
+    pooled_elsewhere,
+    same_ids,
+)
 from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
@@ -164,6 +174,7 @@ class EmbeddingTables(FollowsDtype):
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
+        self._plain_fields: dict[tuple[str, ...], PlainFields | None] = {}
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
@@ -254,17 +265,18 @@ class EmbeddingTables(FollowsDtype):
         not cut the values, and weights of a Bag where they would be ignored.
         """
         ids = by_feature(ids)
+        out: dict[str, Tensor]
         if self._joined:
             self._refuse_unknown(ids)
-            out: dict[str, Tensor] = self._joined[0](ids)
+            out = self._joined[0](ids)
         elif torch.compiler.is_compiling() and ids:
             out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
         else:
             _refuse_tracing()
-            out = {
-                one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
-                for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
-            }
+            out = self._frozen_rows_of(ids) if self.is_frozen else {}
+            rest = {name: ids[name] for name in ids if name not in out} if out else ids
+            for one, rows, index in self._fetched(rest, torch.is_grad_enabled()):
+                out[one.source.feature] = one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
         return {name: out[name].to(self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
@@ -319,6 +331,8 @@ class EmbeddingTables(FollowsDtype):
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
+        if self.is_frozen and (rows := self._stacked_frozen(ids)) is not None:
+            return rows.to(self.dtype)
         self._refuse_unknown(ids)
         sources = [self._sources[name] for name in ids]
         dims = {source.table: self.layout.groups[source.group].dim for source in sources}
@@ -341,6 +355,41 @@ class EmbeddingTables(FollowsDtype):
         cuts = [np.arange(batch + 1)] * len(columns)
         rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
         return stack(rows, index, len(columns), batch).to(self.dtype)
+
+    def _frozen_rows_of(self, ids: Ids) -> dict[str, Tensor]:
+        """Of the features that give each id its row, by feature."""
+        self._refuse_unknown(ids)
+        found: dict[str, Tensor] = {}
+        if self._recorders or self.memory is None:
+            return found
+        for name, some in ids.items():
+            source = self._sources[name]
+            if isinstance(some, Tensor) and is_row_of_each(source, some):
+                keys = np.empty(some.numel(), np.int64)
+                fill_keys(source, some.reshape(-1), keys)
+                found[name] = self._frozen_rows(source.group, keys).view(
+                    *some.shape, self.layout.groups[source.group].dim
+                )
+        return found
+
+    def _stacked_frozen(self, ids: Ids) -> Tensor | None:
+        """The same for one int64 id in each field, all in tables of one group; None for anything else."""
+        names = tuple(ids)
+        if names not in self._plain_fields:
+            self._plain_fields[names] = plain_fields([self._sources[name] for name in names if name in self._sources])
+        plain, columns = self._plain_fields[names], [one for one in ids.values() if isinstance(one, Tensor)]
+        if plain is None or not len(plain.first_key) == len(columns) == len(names):
+            return None
+        if any(one.dtype != torch.int64 or one.ndim != 1 or len(one) != len(columns[0]) for one in columns):
+            return None
+        if columns[0].device.type != "cpu" or self._recorders or self.memory is None:
+            return None
+        stacked = torch.stack(columns, dim=1).numpy()
+        keys = np.empty_like(stacked)
+        if kernels.fill_stacked_keys(stacked, plain.first_key, plain.n_rows, keys) >= 0:
+            return None  # (the other path says which id it is)
+        dim = self.layout.groups[plain.group].dim
+        return self._frozen_rows(plain.group, keys.reshape(-1)).view(*keys.shape, dim)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         found = self(ids)
@@ -423,11 +472,13 @@ class EmbeddingTables(FollowsDtype):
             raise GbaError(
                 "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
             )
+        if self.is_frozen:
+            return self._frozen_rows(group_number, wanted), np.arange(len(wanted), dtype=np.int32)
         group = self.layout.groups[group_number]
         keys, index, _ = distinct(wanted)
         rows = torch.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
-        if train and not self.is_frozen:
+        if train:
             rows.requires_grad_()
             ids, samples = index[:0], np.empty(0, np.int64)
             if self.notes_samples:
@@ -439,6 +490,14 @@ class EmbeddingTables(FollowsDtype):
                 kernels.count_numbers(index, accesses)
             self._passes.captured.append(Captured(group_number, keys, rows, ids, samples, n_samples, accesses))
         return rows, index
+
+    def _frozen_rows(self, group_number: int, keys: np.ndarray) -> Tensor:
+        """float32 [n, dim], of keys int64 [n] in any order: no gradient will be merged, so none is numbered."""
+        assert self.memory is not None
+        group = self.layout.groups[group_number]
+        rows = torch.empty(len(keys), group.dim)
+        self.memory.gather(keys, group, 0, rows.numpy())
+        return rows
 
     def _read_rows(self, group: Group, group_number: int, keys: np.ndarray, out: np.ndarray) -> None:
         assert self.memory is not None

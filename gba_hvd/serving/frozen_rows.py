@@ -10,13 +10,15 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
+from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.errors import BadInput
-from gba_hvd.serving.manifest import RowShards, Shard, StoredTable
+from gba_hvd.serving.direct_rows import Buckets, DirectRows
+from gba_hvd.serving.manifest import ALIGNMENT, RowShards, Shard, StoredTable
 from gba_hvd.serving.row_shards import initial_rows, key_buckets
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
@@ -45,11 +47,22 @@ class FrozenRows:
 
     def __init__(self, layout: Layout, readers: Mapping[str, RowReader]) -> None:
         self._layout, self._readers = layout, readers
+        self._direct = {group: _direct(layout, group, readers) for group in layout.groups}
 
     def gather(self, keys: np.ndarray, group: Group, offset: int, out: np.ndarray) -> None:
-        """As `ShardMemory.gather`, of weights only."""
+        """As `ShardMemory.gather`, of weights only; keys may repeat."""
         if offset:
             raise BadInput("a saved model has the weights of its rows, no slots of an optimizer")
+        direct = self._direct[group]
+        if direct is not None:
+            direct.gather(keys, out)
+            return
+        keys, index, _ = distinct(keys)
+        rows = np.empty((len(keys), group.dim), np.float32)
+        self._gather_distinct(keys, group, rows)
+        np.take(rows, index, axis=0, out=out, mode="clip")  # (other modes buffer `out`)
+
+    def _gather_distinct(self, keys: np.ndarray, group: Group, out: np.ndarray) -> None:
         if group.hashed is not None:
             self._readers[group.tables[0].name].gather(keys, out)
             return
@@ -68,6 +81,14 @@ class FrozenRows:
     def ready(self) -> list[int]:
         """All shards are here."""
         return list(range(self._layout.n_shards))
+
+
+def _direct(layout: Layout, group: Group, readers: Mapping[str, RowReader]) -> DirectRows | None:
+    """None where a table of the group is hashed, or has rows that are not stored."""
+    buckets = [getattr(readers.get(table.name), "buckets", None) for table in group.tables]
+    if group.hashed is not None or any(one is None for one in buckets):
+        return None
+    return DirectRows([first * layout.n_shards for first in group.first], cast(Any, buckets), group.dim)
 
 
 class FrozenVocabulary:
@@ -92,6 +113,12 @@ class StoredRows:
 
         self._table, self._rows = table, part(table.rows)
         self._shared = None if table.shared is None else part(table.shared)
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """All rows, for `DirectRows`; None where some are not stored, or have keys of their own."""
+        per = self._table.rows.rows_per_bucket
+        return self._rows.buckets if self._table.rows.is_complete and per and not per & (per - 1) else None
 
     def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
         missing = np.flatnonzero(~self._rows.find(keys, out))
@@ -120,7 +147,7 @@ class _InMemory:
 
     def __init__(self, store: Store, table: StoredTable, part: RowShards) -> None:
         ends = np.cumsum([0, *(shard.n_rows for shard in part.shards)])
-        self._rows = np.empty((int(ends[-1]), table.dim), np.float32)
+        self._rows = _aligned(int(ends[-1]), table.dim)
         self._keys = None if part.is_complete else np.empty(len(self._rows), np.int64)
         self._n = len(self._rows)
 
@@ -133,6 +160,10 @@ class _InMemory:
 
         with ThreadPoolExecutor(_READERS, "load-model") as pool:
             list(pool.map(read, range(len(part.shards))))
+
+    @property
+    def buckets(self) -> Buckets:
+        return Buckets(self._n, self._n, lambda bucket: self._rows)
 
     def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         """Write the rows that are there into `out`; which are, bool [n]."""
@@ -152,6 +183,13 @@ class _InMemory:
         return np.arange(self._n) if self._keys is None else self._keys
 
 
+def _aligned(n_rows: int, dim: int) -> np.ndarray:
+    """float32 [n_rows, dim] from a cache line on, so that a row is in as few of them as possible."""
+    memory = np.empty(n_rows * dim + ALIGNMENT // 4, np.float32)
+    skip = -memory.ctypes.data % ALIGNMENT // 4
+    return memory[skip : skip + n_rows * dim].reshape(n_rows, dim)
+
+
 class _Mapped:
     """Shards as mapped files, opened when a row of theirs is first looked up."""
 
@@ -160,6 +198,10 @@ class _Mapped:
         self._shards = {shard.bucket: shard for shard in part.shards}
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def buckets(self) -> Buckets:
+        return Buckets(self._part.n_keys, self._part.rows_per_bucket, lambda bucket: self._opened(bucket)[1])
 
     def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         part = self._part

@@ -85,6 +85,13 @@ def test_the_rule_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--mode and --rule choose among drawn schedules" in capsys.readouterr().err
 
 
+def test_results_in_a_folder_that_cannot_be_on_a_path_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chaos", "run", "--seeds", "0:1", "--out", str(tmp_path / "0:1")]) == 1
+    assert "its path may have no ':'" in capsys.readouterr().err
+
+
 def test_a_stored_schedule_without_the_newest_fields_is_read() -> None:
     stored = sorted((Path(__file__).parents[1] / "processes" / "schedules").glob("**/*.json"))
     assert stored and all(FaultPlan.load(path).rule in RULES for path in stored)

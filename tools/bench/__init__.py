@@ -11,6 +11,7 @@ from . import (
     quality,
     row_compression,
     server_start,
+    smoke,
     vocabulary,
 )
 from .allreduce import command as allreduce
@@ -22,12 +23,13 @@ from .membership import command as membership
 from .ps import command as ps
 from .reader import command as reader
 from .recovery import command as recovery
+from .serving import command as serving
 from .stragglers import command as gba
 from .switch import command as switch
 
 BENCHMARKS = (
     allreduce, checkpoint, cluster_load, compression, days, delay, gba, import_time, launcher, membership, ps, quality,
-    reader, recovery, row_compression, server_start, model_averaging, switch, vocabulary,
+    reader, recovery, row_compression, server_start, serving, model_averaging, smoke, switch, vocabulary,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
@@ -67,6 +68,10 @@ def _run(args: argparse.Namespace) -> int:
     else:
         numbers = args.seeds if args.seed is None else [args.seed]
         chosen = {f"{seed:05d}": plan_of(seed, args.mode, args.rule) for seed in numbers}
+    if os.pathsep in str(args.out.resolve()):
+        raise BadInput(
+            f"--out {args.out}: jobs have a folder in it on PYTHONPATH, so its path may have no {os.pathsep!r}"
+        )
     n_failed = run_plans(chosen, args.out, args.keep, again=args.seeds is None)
     print(f"{len(chosen)} schedules, {n_failed} failed, {time.monotonic() - began:.0f} s; results in {args.out}")
     return 1 if n_failed else 0

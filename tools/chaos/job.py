@@ -172,6 +172,11 @@ class ChaosJob:
     def last_step(self) -> int:
         return max((int(note["step"]) for note in self.notes() if "step" in note), default=0)
 
+    def last_workers(self) -> int:
+        """That took part in the newest step."""
+        steps = [(int(note["step"]), int(note["workers"])) for note in self.notes() if "step" in note]
+        return max(steps, default=(0, 0))[1]
+
     def result(self) -> dict[str, Any] | None:
         try:
             loaded: dict[str, Any] = json.loads((self.out / "result.json").read_text())

@@ -67,6 +67,8 @@ class Outside:
         kind, job = fault["kind"], self.job
         until = time.monotonic() + fault.get("seconds", 0.0)
         if kind == "host_leaves":
+            if job.last_workers() < 2:  # Horovod ends a job of whose hosts none is left
+                return None
             job.set_hosts(NAMES[:2])
             self._ends.append((until + 60, step + fault["steps"], lambda: job.set_hosts(NAMES)))
             return f"{NAMES[2]} left"

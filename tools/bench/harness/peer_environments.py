@@ -32,6 +32,14 @@ def torchrec_python() -> Path:
     return _python("torchrec", TORCHREC)
 
 
+def installed(module: str) -> Path | None:
+    """The Python of an environment that was made before, as it is now wanted; None: there is none."""
+    home, packages = PEERS / module, {"torchrec": TORCHREC, "torchsnapshot": TORCHSNAPSHOT}[module]
+    ready = home / ".ready"
+    is_ready = ready.exists() and ready.read_text() == _wanted(packages)
+    return home / "bin" / "python" if is_ready else None
+
+
 def torchsnapshot_python() -> Path:
     """The Python that has torchsnapshot. Raises CalledProcessError when it cannot be installed."""
     return _python("torchsnapshot", TORCHSNAPSHOT)
@@ -39,11 +47,10 @@ def torchsnapshot_python() -> Path:
 
 def _python(module: str, packages: Sequence[str]) -> Path:
     """Python of an environment with these packages, which takes torch and everything else from the project's."""
+    if (there := installed(module)) is not None:
+        return there
     home = PEERS / module
     python, ready = home / "bin" / "python", home / ".ready"
-    wanted = "\n".join((sys.executable, *packages))
-    if ready.exists() and ready.read_text() == wanted:
-        return python
     print(f"installing {packages[0]} into {home} (once)", flush=True)
     venv.create(home, with_pip=False, clear=True)
     (PEERS / ".gitignore").write_text("*\n")
@@ -52,5 +59,9 @@ def _python(module: str, packages: Sequence[str]) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, *packages], check=True)
     subprocess.run([str(python), "-W", "ignore", "-c", f"import {module}"], check=True)
-    ready.write_text(wanted)
+    ready.write_text(_wanted(packages))
     return python
+
+
+def _wanted(packages: Sequence[str]) -> str:
+    return "\n".join((sys.executable, *packages))

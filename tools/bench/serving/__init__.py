@@ -1,0 +1,1 @@
+"""Latency and samples/s of saved models, beside torch, TorchRec and MLflow."""
