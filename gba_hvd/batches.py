@@ -140,6 +140,7 @@ def batches(
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
     engine.reports.vocabularies(now=True)
+    engine.reports.unused_tables()
 
 
 @dataclasses.dataclass(frozen=True)

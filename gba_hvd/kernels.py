@@ -216,6 +216,13 @@ def number_distinct_parts(keys: Any, ends: Any, slots: Any, distinct: Any, numbe
     return count
 
 
+@_compiled("void(int32[::1], uint32[::1])")
+def count_numbers(number: Any, counts: Any) -> None:
+    """counts[k] += how many of the numbers are k"""
+    for i in range(len(number)):
+        counts[np.uint64(number[i])] += np.uint32(1)
+
+
 @_compiled("int64(int64[::1], int32[::1], int64[::1], int32[::1])")
 def find_keys(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
     """Look keys up in a table that `number_distinct` filled; the position of the first that is missing, or -1."""

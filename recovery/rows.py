@@ -34,6 +34,8 @@ KEY = Column("key", 2, exact=True)
 """Of a keyed table: the key that the row belongs to, int64."""
 USES = Column("uses", 2, exact=True)
 """Of a keyed table: how often the key was used, and when last, uint32 each; the newer of two rows of a key counts."""
+FILTER = Column("filter", 1, exact=True)
+"""Of a keyed table that admits keys by their lookups: bits that belong to a place, and to no key; before KEY."""
 NO_KEY = -(2**63)
 
 
@@ -42,7 +44,7 @@ class Table:
     """One table: name, number of rows, and columns (the weights first).
 
     shared_rows: of a keyed table, the rows of each shard that belong to no key; 0: it is not keyed. Its columns end
-    with KEY and USES
+    with KEY and USES, where keys are counted before they have a row with FILTER, KEY and USES
     """
 
     name: str
@@ -68,6 +70,24 @@ class Table:
     @property
     def is_keyed(self) -> bool:
         return self.shared_rows > 0
+
+    @property
+    def has_filter(self) -> bool:
+        return FILTER in self.columns
+
+    def filter_of(self, records: np.ndarray) -> np.ndarray:
+        """float32 [n], of records [n, width] of a table with a filter."""
+        at = self.width - USES.width - KEY.width - FILTER.width
+        return records[:, at]
+
+    def records_of(self, was: Table, records: np.ndarray) -> np.ndarray:
+        """float32 [n, width] of records of `was`, which may lack a filter or have one more; of zeros where it lacks."""
+        if was.has_filter == self.has_filter:
+            return records
+        tail = KEY.width + USES.width
+        numbers = records[:, : was.width - tail - FILTER.width * was.has_filter]
+        empty = np.zeros((len(records), FILTER.width * self.has_filter), np.float32)
+        return np.concatenate([numbers, empty, records[:, -tail:]], axis=1)
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         """int64 [n], of records [n, width] of a keyed table."""
@@ -145,8 +165,14 @@ class KeyedRowSource(RowSource, Protocol):
         used last stays. Raises BadInput where no key may be left without one.
         """
 
+    def insert_filter(self, table: int, shard: int, words: np.ndarray) -> None:
+        """Of a table that has other rows than it was saved with: the filter that this shard had, in as many shards.
+
+        words: float32 [n], by place, of the places that keys could have
+        """
+
     def settle(self, table: int, shard: int) -> None:
-        """All rows were written, place by place: of a key that has two, the one used last stays."""
+        """All rows were written: of a key that has two, the one used last stays."""
 
 
 # --- some rows of one table in one shard -----------------------------------------------------------------------------

@@ -429,6 +429,7 @@ class JobCheckpoints(StepParticipant):
             costs=self.schedule.seen().costs(),
             pace=SavePace(**self.callback.pace),
             compression=self._compressor,
+            hashed=engine.model.tables.layout.hashed_settings(),
         )
 
     def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.data.hashing import hash_strings, is_text
+from gba_hvd.data.parquet_files import ParquetFile
 from gba_hvd.errors import BadInput
 
 _WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
@@ -71,6 +72,19 @@ def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
             f"ParquetStream: {url}: column {column!r} has {kind}, expected numbers. Write it as float32, or "
             "use gba-hvd data prepare, which also reads times (--timestamp)"
         )
+
+
+def refuse_nulls(file: ParquetFile, column: str, is_label: bool = False) -> None:
+    """Raises BadInput where the file's footer says that values of a column are missing; lists may be."""
+    if is_list(type_of(file.schema, column, file.url)) or (found := file.first_null(column)) is None:
+        return
+    group, n_missing = found
+    where = f"{file.url}, row group {group}, column {column!r}"
+    raise BadInput(_missing(where, n_missing, file.group_sizes[group], _WITHOUT_LABEL if is_label else _FILL_IN))
+
+
+def _missing(where: str, n_missing: int, n: int, what_to_do: str) -> str:
+    return f"{where}: {n_missing} of {n} values are missing. {what_to_do}"
 
 
 def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
@@ -140,7 +154,7 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
 def _without_nulls(column: pa.ChunkedArray, where: str, what_to_do: str = _FILL_IN) -> pa.Array:
     array = _one_array(column)
     if array.null_count:
-        raise BadInput(f"{where}: {array.null_count} of {len(array)} values are missing. {what_to_do}")
+        raise BadInput(_missing(where, array.null_count, len(array), what_to_do))
     return array
 
 

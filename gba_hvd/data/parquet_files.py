@@ -43,6 +43,18 @@ class ParquetFile:
         """Samples of each row group."""
         return [self.metadata.row_group(number).num_rows for number in range(self.metadata.num_row_groups)]
 
+    def first_null(self, column: str) -> tuple[int, int] | None:
+        """(row group, how many values are missing in it) of the first one where the footer says so of a column without
+        lists; None: of no row group, as far as it says."""
+        at = next((i for i in range(self.metadata.num_columns) if self.metadata.schema.column(i).path == column), None)
+        if at is None or self.metadata.schema.column(at).max_definition_level == 0:
+            return None
+        for number in range(self.metadata.num_row_groups):
+            found = self.metadata.row_group(number).column(at).statistics
+            if found is not None and found.has_null_count and found.null_count:
+                return number, found.null_count
+        return None
+
 
 def open_all(urls: Iterable[str], options: Options) -> list[ParquetFile]:
     """The files at these URLs, in this order; those of a folder or of a pattern by name. Reads all footers at once.

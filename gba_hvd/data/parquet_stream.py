@@ -17,7 +17,16 @@ import torch
 from gba_hvd.batch import Batch
 from gba_hvd.data.click_log import check_range
 from gba_hvd.data.group_cache import GroupCache
-from gba_hvd.data.parquet_columns import Ids, check_ids, check_numbers, floats_of, ids_of, joined, label_of
+from gba_hvd.data.parquet_columns import (
+    Ids,
+    check_ids,
+    check_numbers,
+    floats_of,
+    ids_of,
+    joined,
+    label_of,
+    refuse_nulls,
+)
 from gba_hvd.data.parquet_files import open_all, read_group
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import EpochPlan
@@ -64,8 +73,9 @@ class ParquetStream:
     `shuffle` each of them decodes all. Reads the footers of all files at once.
 
     Raises BadInput for a file that cannot be opened or is no Parquet, for columns that are missing or of another type,
-    and, when it is read, for a value that is missing or, in `dense`, not finite, a label that float32 does not hold,
-    and a file that has changed since it was opened; `IndexError` for a sample outside.
+    and for a value that is missing, where a footer counts them; when it is read, for one that is missing or, in
+    `dense`, not finite, a label that float32 does not hold, and a file that has changed since it was opened;
+    `IndexError` for a sample outside.
     """
 
     def __init__(
@@ -105,8 +115,10 @@ class ParquetStream:
         for file in self._files:
             for column in self._ids.values():
                 check_ids(file.schema, column, file.url, column in hashed)
+                refuse_nulls(file, column)
             for column in (*self._dense, *self._labels):
                 check_numbers(file.schema, column, file.url)
+                refuse_nulls(file, column, is_label=column in self._labels)
         self._index = [(file, group) for file in self._files for group, n in enumerate(file.group_sizes) if n]
         self._sizes = np.array([n for file in self._files for n in file.group_sizes if n], dtype=np.int64)
         if not len(self._sizes):

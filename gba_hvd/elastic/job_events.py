@@ -19,13 +19,16 @@ from gba_hvd.elastic import endings
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
-from gba_hvd.shm.layout import HashedSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
+from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
 from recovery.redaction import redacted
+from recovery.restore import Report
 
 log = logging.getLogger("gba_hvd")
+
+_TABLES_NAMED = 8
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
@@ -206,7 +209,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
     own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
-    hashed = {t.name: _hashed(t.hashed, tables.layout.n_shards) for t in tables.layout.tables if t.hashed is not None}
+    hashed = tables.layout.hashed_settings()
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
@@ -228,11 +231,6 @@ def _settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _hashed(spec: HashedSpec, n_shards: int) -> dict[str, Any]:
-    found = {"capacity": n_shards * spec.entries, "fallback_rows": n_shards * spec.fallback}
-    return {**found, "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps}
-
-
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Largest of the groups: the learning rate before schedules, and momentum of SGD, where a schedule moves it the
     largest of the schedule; of other optimizers the `betas`, of each group where groups differ.
@@ -251,7 +249,10 @@ def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> Iterator[Event]:
     step, n_workers = engine.progress.step, engine.world.size
-    yield Event("started", step, f"{_place(engine, joined)}, job {engine.job.id}", {"workers": n_workers})
+    text = f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}"
+    if engine.world.rank == 0 and not any(isinstance(one, ProgressLine) for one in engine.callbacks):
+        log.info("[started] step %d: %s", step, text)  # (else that has the line)
+    yield Event("started", step, text, {"workers": n_workers})
     if engine.model.untrained:
         text = (
             f"{names_in_words(engine.model.untrained)}: parameters of the model with requires_grad that are in no "
@@ -275,12 +276,58 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
         yield Event("resumed", step, text, facts)
+        yield from _changed_vocabularies(engine, report)
     if joined.resumed is not None or joined.taken is not None:
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     if joined.taken is not None:
         text = f"resuming at step {step} where the lost job stood: {joined.taken.reason}"
         lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
+
+
+def _what_is_trained(engine: Engine) -> str:
+    """`mode auto, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /data/ck`"""
+    model, switching, checkpoints = engine.model, switching_of(engine), checkpoints_of(engine)
+    tables = [
+        f"{table.name} {table.n_rows:,} x {table.dim}{' by hash' * (table.hashed is not None)}"
+        for table in model.tables.layout.tables
+    ]
+    more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
+    mode = "allreduce" if switching is None else switching.describe()["mode"]
+    saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
+    return (
+        f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
+        f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"
+    )
+
+
+def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
+    """What hashed tables do in another way than the job that saved the checkpoint."""
+    saved, now = report.manifest.about.get("hashed", {}), engine.model.tables.layout.hashed_settings()
+    for table, settings in now.items():
+        before, sizes = saved.get(table, {}), ("capacity", "fallback_rows")
+        compared = {name: (before.get(name, value), value) for name, value in settings.items() if name not in sizes}
+        changed = {name: list(values) for name, values in compared.items() if values[0] != values[1]}
+        texts = [
+            f"{name} was {_said(was)} when the checkpoint was saved and is {_said(value)}"
+            for name, (was, value) in changed.items()
+        ]
+        if changed:
+            texts[-1] += ": that holds for ids that come from now on, rows that are there stay as they are"
+        is_empty = table in report.without_filter
+        if is_empty:
+            texts.append(
+                "the checkpoint has no counts of lookups of ids without a row that fit (they are kept where the number "
+                f"of shards stays): such an id needs admit_after={settings['admit_after']} lookups from here on"
+            )
+        if texts:
+            data = {"table": table, "changed": changed, "counts_kept": not is_empty}
+            text = f"table {table!r}: {'; '.join(texts)}"
+            yield Event("vocabulary_changed", engine.progress.step, text, data, level="warning")
+
+
+def _said(setting: Any) -> str:
+    return f"{setting:g}" if isinstance(setting, float) else str(setting) or "none"
 
 
 def _residuals_that_no_checkpoint_has(engine: Engine, missing: int) -> Iterator[Event]:

@@ -22,6 +22,7 @@ from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
 from gba_hvd.elastic import endings, job_events, rollback
 from gba_hvd.elastic.late_joiners import LateJoiners
+from gba_hvd.elastic.log_lines import show_log_lines
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.worker_saves import WorkerSaves
 from gba_hvd.errors import BadInput, ShardMemoryError
@@ -312,6 +313,7 @@ class TorchState:
     def sync(self) -> None:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
+        show_log_lines()
         # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
         # later, it would put its world, which is no more, in place of this one.
         self.late_joiners.report()

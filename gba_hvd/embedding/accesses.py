@@ -22,13 +22,28 @@ def count_accesses(memory: ShardMemory, group: Group, grad: RowGrad, step: int) 
     if grad.accesses is None or not len(grad.keys):
         return
     layout = memory.layout
-    kernels.count_more(memory.words, layout.record_starts(grad.keys, group), group.record, grad.accesses)
+    repeated = np.flatnonzero(grad.accesses > 1)  # few, as a rule: a pass over all records would take as long as theirs
+    starts = layout.record_starts(grad.keys[repeated], group)
+    kernels.count_more(memory.words, starts, group.record, grad.accesses[repeated])
     if layout.sampled is not None:
         seed = np.uint64((layout.seed + step * _ODD) & (2**64 - 1))
         kernels.sample_accesses(
             memory.words, grad.keys, grad.accesses, layout.n_shards, layout.region_words, _lists(layout, group),
             layout.sampled.period, seed,
         )  # fmt: skip
+
+
+def were_changed(memory: ShardMemory, table: str) -> bool:
+    """Whether any row of a table changed since its shard was made, in the shards that are here."""
+    layout = memory.layout
+    number, key = layout.place_of_table[table]
+    group = layout.groups[number]
+    n_rows = -(-group.tables[[one.name for one in group.tables].index(table)].n_rows // layout.n_shards)
+    for shard in memory.ready():
+        start = shard * layout.region_words + group.at + key // layout.n_shards * group.record
+        if memory.words[start : start + n_rows * group.record].reshape(n_rows, group.record)[:, -1].any():
+            return True
+    return False
 
 
 def _lists(layout: Layout, group: Group) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gba_hvd.embedding.accesses import count_accesses
-from gba_hvd.embedding.row_gradients import RowGrad, merge
+from gba_hvd.embedding.row_gradients import RowGrad, merge_repeated
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.shm.layout import Group
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -29,7 +29,11 @@ def _by_row(vocabulary: Vocabulary, grad: RowGrad, rows: np.ndarray) -> RowGrad:
     is_shared = rows >= vocabulary.n_own_rows
     if not is_shared.any():
         return found
-    return merge([(found.select(~is_shared), 1.0), (found.select(is_shared), 1.0)])
+    own, shared = found.select(~is_shared), merge_repeated(found.select(is_shared))
+    accesses = None
+    if own.accesses is not None and shared.accesses is not None:
+        accesses = np.concatenate([own.accesses, shared.accesses])
+    return RowGrad(np.concatenate([own.keys, shared.keys]), np.concatenate([own.values, shared.values]), accesses)
 
 
 def apply_rows(

@@ -77,6 +77,15 @@ def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     """Weighted sum of row gradients, one entry per distinct row. Accesses are added up without weights."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
+    return _merged(parts)
+
+
+def merge_repeated(grad: RowGrad) -> RowGrad:
+    """One entry per distinct row of a gradient whose keys repeat."""
+    return _merged([(grad, 1.0)])
+
+
+def _merged(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     keys, number, _ = distinct(np.concatenate([part.keys for part, _ in parts]))
     first, n = parts[0][0].values, len(parts[0][0].keys)
     if n and number[n - 1] < n - 1:  # a key comes twice in it

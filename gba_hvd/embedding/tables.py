@@ -186,6 +186,7 @@ class EmbeddingTables(FollowsDtype):
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
+        self.looked_up: set[str] = set()  # tables that forward passes of this worker have looked up
         self.looks_up_inside = False  # the model itself finds ids in its inputs; batches need not have any
 
     def _source(self, name: str, feature: Feature) -> Source:
@@ -313,6 +314,7 @@ class EmbeddingTables(FollowsDtype):
         by_group: dict[int, list[Lookup]] = {}
         for one in self.lookups(ids):
             by_group.setdefault(one.source.group, []).append(self._with_pooled(one, ids, weights_train))
+            self.looked_up.add(one.source.table)
         for number, some in by_group.items():
             some.sort(key=lambda one: one.source.first_key)  # features of one table side by side
             wanted, cuts = np.concatenate([one.keys for one in some]), [one.by_sample for one in some]
@@ -357,6 +359,7 @@ class EmbeddingTables(FollowsDtype):
         keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
         for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
+        self.looked_up.update(dims)
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(sources[0].group, keys, ends, cuts, torch.is_grad_enabled())
@@ -496,7 +499,10 @@ class EmbeddingTables(FollowsDtype):
             if self.notes_samples:
                 ids, samples = index, np.concatenate([np.repeat(np.arange(len(o) - 1), np.diff(o)) for o in by_sample])
             n_samples = frozenset(len(o) - 1 for o in by_sample)
-            accesses = np.bincount(index, minlength=len(keys)).astype(np.uint32) if self.counts_accesses else None
+            accesses = None
+            if self.counts_accesses:
+                accesses = np.zeros(len(keys), np.uint32)
+                kernels.count_numbers(index, accesses)
             self._passes.captured.append(Captured(group_number, keys, rows, ids, samples, n_samples, accesses))
         return rows, index
 

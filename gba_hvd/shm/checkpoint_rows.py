@@ -11,7 +11,7 @@ from gba_hvd.shm.layout import Group, Layout, SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.vocabulary import Vocabulary
 from recovery.errors import BadInput
-from recovery.rows import KEY, USES, Column, RowView, Schema, Table
+from recovery.rows import FILTER, KEY, USES, Column, RowView, Schema, Table
 from recovery.selection.sampled_accesses import SampledAccesses, n_words
 
 
@@ -28,7 +28,7 @@ def schema_of(layout: Layout) -> Schema:
                 (
                     Column("weights", table.dim),
                     *(Column(s.name, 1 if s.per_row else table.dim) for s in layout.slots_of(table)),
-                    *(() if table.hashed is None else (KEY, USES)),
+                    *(() if table.hashed is None else (*(FILTER,) * table.hashed.has_filter, KEY, USES)),
                 ),
                 0 if table.hashed is None else table.hashed.fallback,
             )
@@ -72,7 +72,8 @@ class ShardRows:
         if (vocabulary := self._memory.vocabulary(group)) is None:
             return RowView((records[:, :-1],), counts)
         keys, uses = vocabulary.keys(shard)[:, None].view(np.float32), vocabulary.uses(shard).view(np.float32)
-        return RowView((records[:, :-1], keys, uses), counts)
+        counters = (vocabulary.filter_words(shard)[:, None],) * vocabulary.spec.has_filter
+        return RowView((records[:, :-1], *counters, keys, uses), counts)
 
     def clear(self, table: int, shard: int) -> None:
         vocabulary, _ = self._vocabulary(table)
@@ -92,6 +93,9 @@ class ShardRows:
         starts = shard * layout.region_words + group.at + rows[there] * group.record
         self._memory.flat[starts[:, None] + np.arange(group.record - 1)] = records[there, : group.record - 1]
         return int(np.count_nonzero(there)), without
+
+    def insert_filter(self, table: int, shard: int, words: np.ndarray) -> None:
+        self._vocabulary(table)[0].insert_filter(shard, words)
 
     def settle(self, table: int, shard: int) -> None:
         self._vocabulary(table)[0].settle(shard)

@@ -41,7 +41,7 @@ PAGE_WORDS = 1024  # 4 KiB of float32 words
 _LINE_WORDS = 16  # groups start on a cache line
 BUCKET = 16  # entries of a hashed table among which a key is looked for; each key has two such buckets
 STATS = 16  # int64 numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`
-_COUNTERS = 4  # of the filter, for each entry
+_COUNTERS = 4  # of the filter, for each entry: a word of a checkpoint's record
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,11 @@ class HashedSpec:
     @property
     def n_counters(self) -> int:
         """Of the filter that counts lookups of ids without an entry, a byte each."""
-        return _COUNTERS * self.entries if self.admit_after > 1 else 0
+        return _COUNTERS * self.entries if self.has_filter else 0
+
+    @property
+    def has_filter(self) -> bool:
+        return self.admit_after > 1
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ class SlotSpec:
 class VocabularyPlace:
     """Where the parts of a hashed table's vocabulary start in a region, in words.
 
-    stats: int64 [STATS]; keys: int64 [rows]; uses: uint32 [rows, 2], see `shm.vocabulary`; filter: uint8 [n_counters];
-    end: behind it
+    stats: int64 [STATS]; keys: int64 [rows]; uses: uint32 [rows, 2], see `shm.vocabulary`; filter: uint8 [rows, 4], or
+    nothing; end: behind it
     """
 
     stats: int
@@ -300,6 +304,18 @@ class Layout:
             **({"hashed": hashed} if hashed else {}),  # (memory and checkpoints of earlier versions name none of these)
         }
 
+    def hashed_settings(self) -> dict[str, dict[str, Any]]:
+        """By hashed table, what decides which ids have a row, and where rows start. Sizes are of all shards."""
+        return {
+            table.name: {
+                "capacity": self.n_shards * spec.entries, "fallback_rows": self.n_shards * spec.fallback,
+                "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps,
+                "init": self.init_std if spec.std is None else spec.std, "seed": self.seed,
+            }
+            for table in self.tables
+            if (spec := table.hashed) is not None
+        }  # fmt: skip
+
     def record_starts(self, keys: np.ndarray, group: Group) -> np.ndarray:
         """uint64 [n]: the word of the host's memory at which each key's record starts.
 
@@ -340,7 +356,7 @@ def _vocabulary(at: int, hashed: HashedSpec) -> VocabularyPlace:
     keys = at + 2 * STATS
     uses = _aligned(keys + 2 * hashed.rows)
     counters = _aligned(uses + 2 * hashed.rows)
-    return VocabularyPlace(at, keys, uses, counters, counters + -(-hashed.n_counters // 4))
+    return VocabularyPlace(at, keys, uses, counters, counters + hashed.rows * hashed.has_filter)
 
 
 def _write_slots(slots: tuple[SlotSpec, ...]) -> dict[str, str]:

@@ -47,7 +47,7 @@ from gba_hvd.shm.layout import PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
-FORMAT = 2
+FORMAT = 3
 _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0

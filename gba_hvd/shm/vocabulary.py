@@ -5,7 +5,11 @@ In each shard, beside the records, in this order (`shm.layout.VocabularyPlace`):
     stats    int64 [STATS]         what the shard counts of itself (`Stat`)
     keys     int64 [rows]          the key that each record belongs to; NO_KEY: none
     uses     uint32 [rows, 2]      lookups of the key, halved now and then; the step of the last one, plus 1
-    filter   uint8 [n_counters]    lookups of keys without an entry, a count-min sketch of two hashes
+    filter   uint8 [rows, 4]       with admit_after > 1: lookups of keys without an entry, a count-min sketch of two
+                                   hashes
+
+Of a record that ids share, uses and filter are of no key. Those of a shard's first one have, as uint32, how far the
+shard is in its ageing (`Stat.USED`, `SWEPT`, `COUNTED`): so they are saved and come back with the record.
 
 A key is in one of two buckets of 16 entries; it never moves. Readers take no lock. One process writes a shard, within
 a step, in this order:
@@ -121,6 +125,11 @@ class Vocabulary:
         start = 2 * (shard * self._region + self._uses_at)
         return self._words[start : start + 2 * self.spec.rows].reshape(self.spec.rows, 2)
 
+    def filter_words(self, shard: int) -> np.ndarray:
+        """float32 [rows], a view: of each record the four counters that are beside it."""
+        start = shard * self._layout.region_words + self._filter_at // 4
+        return self._flat[start : start + self.spec.rows * self.spec.has_filter]
+
     def shard_stats(self, shard: int) -> np.ndarray:
         """int64 [STATS], a view, by `Stat`."""
         start = shard * self._region + self._stats_at
@@ -153,12 +162,12 @@ class Vocabulary:
 
         keys: int64 [n], distinct, of these shards; rows: where they are; accesses: uint32 [n]
         """
-        vocabulary_kernels.note_lookups(
+        n_missing = vocabulary_kernels.note_lookups(
             self._longs, self._words, keys, rows, accesses, step, *self._geometry, self._stats_at, self._uses_at,
             self.spec.entries,
         )  # fmt: skip
-        new = np.flatnonzero(rows >= self.n_own_rows)
-        if len(new):
+        if n_missing:
+            new = np.flatnonzero(rows >= self.n_own_rows)
             self._admit(keys[new], rows[new], accesses[new], step, self.spec.admit_after)
         self._age(shards, step)
 
@@ -195,9 +204,11 @@ class Vocabulary:
     # --- shards that no process reads yet ----------------------------------------------------------------------------
 
     def clear(self, shard: int) -> None:
-        """No key has an entry; fallback rows get their initial values. The rest of the region is zeros."""
+        """No key has an entry, nor was counted; fallback rows get their initial values. Records are zeros."""
         group, layout, spec = self._group, self._layout, self.spec
         self.keys(shard)[:] = NO_KEY
+        self.uses(shard)[:] = 0
+        self.filter_words(shard)[:] = 0
         at = shard * layout.region_words + group.at + spec.entries * group.record
         seed = np.uint64(table_seed(layout.seed, f"{group.tables[0].name}: fallback"))
         kernels.init_rows(
@@ -232,11 +243,26 @@ class Vocabulary:
         )  # fmt: skip
         return found, int(dropped)
 
+    def insert_filter(self, shard: int, words: np.ndarray) -> None:
+        """Counters of a filter of another size: each id's are at least what they were.
+
+        words: float32 [n], as of `filter_words` without those of shared records
+        """
+        now = self.filter_words(shard).view(np.uint8)[: self.spec.n_counters]
+        vocabulary_kernels.resize_filter(np.ascontiguousarray(words).view(np.uint8), now)
+
     def settle(self, shard: int) -> int:
-        """After rows came back place by place: of an id with two entries the one used last stays. Returns how many
-        went."""
+        """After rows came back: of an id with two entries the one used last stays, and ageing continues where it was.
+
+        Returns how many entries went.
+        """
         cleared = vocabulary_kernels.clear_doubles(
             self._longs, self._words, shard, *self._geometry, self._stats_at, self._keys_at, self._uses_at,
             self.spec.entries,
         )  # fmt: skip
+        stats, entries = self.shard_stats(shard), self.spec.entries
+        stats[Stat.USED], swept = map(int, self.uses(shard)[entries])
+        stats[Stat.SWEPT] = swept if swept < entries else 0  # fewer entries are here than were saved
+        if self.spec.has_filter:
+            stats[Stat.COUNTED] = self.filter_words(shard)[entries:].view(np.uint32)[0]
         return int(cleared)

@@ -49,34 +49,44 @@ def _second_bucket(mixed: np.uint64, n_buckets: int) -> Any:
     return np.int64(((mixed >> np.uint64(32)) * np.uint64(n_buckets)) >> np.uint64(32))
 
 
+@_inlined("int64(int64)")
+def _shift_of(n_shards: int) -> Any:
+    """Of a power of two, as the number of shards is by default, its logarithm; else -1. A division takes as long as the
+    search of a bucket."""
+    shift = 0
+    while (1 << shift) < n_shards:
+        shift += 1
+    return np.int64(shift) if (1 << shift) == n_shards else np.int64(-1)
+
+
+@_inlined("int64(int64[::1], uint64, int64)")
+def _find_in_bucket(longs: Any, start: np.uint64, key: int) -> Any:
+    """1 + the position of a key among the 16 from `start` on; 0: it is not there. Without a branch on where it is."""
+    found = np.int64(0)
+    for j in range(np.uint64(_BUCKET)):
+        found += np.int64(longs[start + j] == key) * np.int64(j + np.uint64(1))
+    return found
+
+
 @_compiled("int64(int64[::1], int64[::1], int64, int64, int64, int64, int64, int64[::1])")
 def find_rows(
     longs: Any, keys: Any, n_shards: int, region: int, keys_at: int, entries: int, fallback: int, rows: Any
 ) -> int:
     """rows[i] = the row of keys[i]: its entry, or a fallback row. Returns how many have no entry."""
-    n_buckets, n_missing = entries // _BUCKET, 0
-    for i in range(len(keys)):  # a pass of its own, so that the accesses that follow overlap
-        rows[i] = _first_bucket(_mix(np.uint64(keys[i])), n_buckets) * _BUCKET
+    n_buckets, n_missing, shift = entries // _BUCKET, 0, _shift_of(n_shards)
     for i in range(len(keys)):
-        key = keys[i]
-        shard = key % n_shards
-        base, place = np.uint64(shard * region + keys_at), np.int64(-1)
-        lo = np.uint64(rows[i])
-        for j in range(lo, lo + np.uint64(_BUCKET)):
-            if longs[base + j] == key:
-                place = np.int64(j)
-                break
-        if place < 0:
-            lo = np.uint64(_second_bucket(_mix(np.uint64(key)), n_buckets) * _BUCKET)
-            for j in range(lo, lo + np.uint64(_BUCKET)):
-                if longs[base + j] == key:
-                    place = np.int64(j)
-                    break
-        if place < 0:
+        key, mixed = keys[i], _mix(np.uint64(keys[i]))
+        shard = key & (n_shards - 1) if shift >= 0 else key % n_shards
+        base, first = np.uint64(shard * region + keys_at), _first_bucket(mixed, n_buckets) * _BUCKET
+        found = _find_in_bucket(longs, base + np.uint64(first), key)
+        if found == 0:
+            first = _second_bucket(mixed, n_buckets) * _BUCKET
+            found = _find_in_bucket(longs, base + np.uint64(first), key)
+        if found == 0:
             n_missing += 1
             rows[i] = entries * n_shards + key % (fallback * n_shards)
         else:
-            rows[i] = place * n_shards + shard
+            rows[i] = (first + found - 1) * n_shards + shard
     return n_missing
 
 
@@ -85,9 +95,10 @@ def find_moved(
     longs: Any, keys: Any, rows: Any, n_shards: int, region: int, keys_at: int, entries: int, moved: Any
 ) -> int:
     """moved: the positions of the keys whose entry, found before, has another key by now. Returns how many."""
-    n = 0
+    n, shift = 0, _shift_of(n_shards)
     for i in range(len(keys)):
-        shard, place = rows[i] % n_shards, rows[i] // n_shards
+        place = rows[i] >> shift if shift >= 0 else rows[i] // n_shards
+        shard = rows[i] - place * n_shards
         if place < entries and longs[np.uint64(shard * region + keys_at + place)] != keys[i]:
             moved[n] = i
             n += 1
@@ -95,15 +106,20 @@ def find_moved(
 
 
 @_compiled(
-    "void(int64[::1], uint32[::1], int64[::1], int64[::1], uint32[::1], int64, int64, int64, int64, int64, int64)"
+    "int64(int64[::1], uint32[::1], int64[::1], int64[::1], uint32[::1], int64, int64, int64, int64, int64, int64)"
 )
 def note_lookups(
     longs: Any, words: Any, keys: Any, rows: Any, accesses: Any, step: int, n_shards: int, region: int, stats_at: int,
     uses_at: int, entries: int,
-) -> None:  # fmt: skip
-    """Count a step's lookups: in all, those without an entry, and those of each entry, which were last used then."""
+) -> int:  # fmt: skip
+    """Count a step's lookups: in all, those without an entry, and those of each entry, which were last used then.
+
+    Returns how many keys have no entry.
+    """
+    n_missing, shift = 0, _shift_of(n_shards)
     for i in range(len(keys)):
-        shard, place, n = rows[i] % n_shards, rows[i] // n_shards, np.int64(accesses[i])
+        place, n = rows[i] >> shift if shift >= 0 else rows[i] // n_shards, np.int64(accesses[i])
+        shard = rows[i] - place * n_shards
         stats = shard * region + stats_at
         longs[stats + _LOOKUPS] += n
         if place < entries:
@@ -113,6 +129,8 @@ def note_lookups(
             words[at + 1] = np.uint32(step + 1)
         else:
             longs[stats + _MISSED] += n
+            n_missing += 1
+    return n_missing
 
 
 @_compiled(
@@ -256,6 +274,26 @@ def age_entries(
                 longs[stats + _SIZE] -= 1
                 longs[stats + _EVICTED] += 1
                 words[2 * shard * region + records_at + (place + 1) * record - 1] += np.uint32(1)
+    for k in range(len(shards)):  # (beside the first shared record, which is saved)
+        stats, shared = shards[k] * region + stats_at, 2 * (shards[k] * region + uses_at + entries)
+        words[shared] = np.uint32(min(longs[stats + _USED], np.int64(_MOST)))
+        words[shared + 1] = np.uint32(longs[stats + _SWEPT])
+        if n_counters:
+            at = 2 * shards[k] * region + filter_at // 4 + entries
+            words[at] = np.uint32(min(longs[stats + _COUNTED], np.int64(_MOST)))
+
+
+@_compiled("void(uint8[::1], uint8[::1])")
+def resize_filter(was: Any, now: Any) -> None:
+    """Fill the counters of a filter from those of one of another size, of the same keys: none is less than it was.
+
+    Counter j of n is that of the hashes from j / n to (j + 1) / n of their range.
+    """
+    for j in range(len(now)):
+        most = np.uint8(0)
+        for i in range(j * len(was) // len(now), ((j + 1) * len(was) - 1) // len(now) + 1):
+            most = max(most, was[i])
+        now[j] = most
 
 
 @_compiled(

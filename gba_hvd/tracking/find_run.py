@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking.mlflow_run import read_history, resolved_uri
+from gba_hvd.tracking.mlflow_run import newest_runs, read_history, resolved_uri
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from recovery.redaction import redacted
 
@@ -26,4 +27,17 @@ def read(run: str, tracking_uri: str | None) -> RunHistory:
     raise BadInput(
         f"no run, job or file is called {run!r} (looked in {redacted(uri)}; --tracking-uri or MLFLOW_TRACKING_URI name "
         f"another store)" + (f"; the newest runs there are:{known}" if known else "; it holds no runs")
+    )
+
+
+def refuse_no_run(command: str, tracking_uri: str | None) -> NoReturn:
+    """Raises BadInput with the newest runs to choose from. command: which a run was left out of"""
+    uri = resolved_uri(tracking_uri)
+    where = f"{redacted(uri)} (--tracking-uri or MLFLOW_TRACKING_URI name another store)"
+    if not (known := newest_runs(uri)):
+        raise BadInput(f"no run is named, and there are none in {where}: {command} RUN, or a spool file or folder")
+    runs = "".join(f"\n  {line}" for line in known)
+    newest = known[0].split()[0]
+    raise BadInput(
+        f"no run is named: {command} {newest} is for the newest. The newest in {where}, id, name and job:{runs}"
     )

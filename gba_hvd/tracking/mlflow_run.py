@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from recovery.redaction import redacted
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
-CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value
+CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value, or ...
+NOT_SET = "(not set)"  # ... does not have
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
 EVENTS_FILE = "events.jsonl"
@@ -87,6 +88,12 @@ class JobRun:
             )
         self._params |= params
         return changed
+
+    def note_removed(self, names: Sequence[str]) -> None:
+        """This launch has parameters of these names: others that the run has are tags `CHANGED` with `NOT_SET`."""
+        removed = sorted(self._params.keys() - set(names))
+        if removed and self.may_report():
+            self.set_tags({f"{CHANGED}{key}": NOT_SET for key in removed})
 
     def _has(self, point: Point) -> bool:
         if self._known is None or point.key.startswith("system/"):
@@ -206,7 +213,7 @@ class JobRun:
             reason=tags.get(REASON_TAG, ""),
             started_ms=info.start_time,
             ended_ms=info.end_time,
-            params={**run.data.params, **now},
+            params={key: text for key, text in {**run.data.params, **now}.items() if text != NOT_SET or key not in now},
             first_params={key: run.data.params.get(key, "") for key in now},
             history=self.history(wanted),
             events=tuple(self.events() if events is None else events),
@@ -263,24 +270,38 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
         return []
     client = MlflowClient(tracking_uri=uri)
     run = _run_called(client, name)
-    if isinstance(run, list):
-        return [f"{r.info.run_id}  {r.info.run_name}  {r.data.tags.get(JOB_TAG, '')}".rstrip() for r in run]
+    if run is None:
+        return newest_runs(uri)
     return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
-def _run_called(client: MlflowClient, name: str) -> Run | list[Run]:
+def newest_runs(uri: str, at_most: int = 10) -> list[str]:
+    """What the newest runs are called, "id  name  job", newest first."""
+    database = _database_file(uri)
+    if database is not None and not database.exists():
+        return []
+    client = MlflowClient(tracking_uri=uri)
+    found = client.search_runs(_experiments(client), max_results=at_most, order_by=["attributes.start_time DESC"])
+    return [f"{run.info.run_id}  {run.info.run_name}  {run.data.tags.get(JOB_TAG, '')}".rstrip() for run in found]
+
+
+def _experiments(client: MlflowClient) -> list[str]:
+    return [experiment.experiment_id for experiment in client.search_experiments()]
+
+
+def _run_called(client: MlflowClient, name: str) -> Run | None:
     try:
         return client.get_run(name)
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    experiments = _experiments(client)
     quoted = name.replace("'", "")
     for search in (f"tags.`{JOB_TAG}` = '{quoted}'", f"attributes.run_name = '{quoted}'"):
         runs = client.search_runs(experiments, search, max_results=1, order_by=["attributes.start_time DESC"])
         if runs:
             return runs[0]
-    return list(client.search_runs(experiments, max_results=10, order_by=["attributes.start_time DESC"]))
+    return None
 
 
 def resolved_uri(uri: str | None) -> str:

@@ -5,12 +5,13 @@ Plain functions over plain values: no file, no clock, no MLflow. A record is one
     job       who writes, in which run; again after every change of membership
     metrics   {"step", "ms", "values"}        one point per value
     params    {"values"}                      at most 100, already flattened to text
+    settings  {"names"}                       of all parameters of this launch, after them
     tags      {"values"}
     event     {"event", "step", "message", "data", "unix_s"}
     artifact  {"path", "text"}
     end       {"status", "reason"}            the last record; status is null unless this process reports for the job
 
-`job`, `artifact` and `end` are carried out one by one; runs of the others are packed.
+`job`, `settings`, `artifact` and `end` are carried out one by one; runs of the others are packed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_TOTAL = 1000
 PAGE_QUERY = "?workflowType=machine_learning"  # without it MLflow opens its pages for language models
 _MAX_KEY = 250
 _MAX_TEXT = 4000
-_ONE_BY_ONE = frozenset({"job", "artifact", "end", "model"})
+_ONE_BY_ONE = frozenset({"job", "settings", "artifact", "end", "model"})
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def params_records(values: Mapping[str, Any]) -> list[Record]:
+    """The parameters of a launch, and their names."""
     items = list(flatten(values).items())
-    return [{"kind": "params", "values": dict(items[i : i + MAX_PARAMS])} for i in range(0, len(items), MAX_PARAMS)]
+    parts = [dict(items[i : i + MAX_PARAMS]) for i in range(0, len(items), MAX_PARAMS)]
+    return [*({"kind": "params", "values": one} for one in parts), {"kind": "settings", "names": [k for k, _ in items]}]
 
 
 def metrics_records(step: int, ms: int, values: Mapping[str, float]) -> list[Record]:

@@ -37,7 +37,7 @@ class Gap:
 class RunHistory:
     """A job by its records. Times in milliseconds since 1970; history by metric, ascending in steps.
 
-    params: of the newest launch; first_params: of the first one, where they were others
+    params: of the newest launch; first_params: of the first one, where they were others, or are not set any more
     data: the description of the data (`MLflowCallback(data=)`)
 
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
@@ -197,6 +197,8 @@ def from_files(path: Path) -> RunHistory:
     for record in records:
         if record.get("kind") == "params":
             params, first = {**params, **record["values"]}, {**record["values"], **first}
+        elif record.get("kind") == "settings":
+            params = {name: params[name] for name in record["names"] if name in params}
     ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
     reported = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
     events = merge_events(loose, reported)
@@ -215,7 +217,7 @@ def from_files(path: Path) -> RunHistory:
         started_ms=min(times, default=None),
         ended_ms=max(times, default=None),
         params=params,
-        first_params={key: text for key, text in first.items() if text != params[key]},
+        first_params={key: text for key, text in first.items() if text != params.get(key)},
         history=_history(records),
         events=tuple(events),
         data=_data_of(records),

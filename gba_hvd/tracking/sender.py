@@ -129,6 +129,8 @@ class Sender:
                 self.job = record
                 if record["chief"]:
                     self._call(lambda run: run.claim(record["stamp"]))
+            case "settings":
+                self._call(lambda run: run.note_removed(record["names"]))
             case "artifact":
                 path, text = record["path"], record["text"]
                 self._call(

@@ -12,6 +12,7 @@ from gba_hvd.comm import traffic
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.comm.wait_notices import Patience, missing
+from gba_hvd.embedding.accesses import were_changed
 from gba_hvd.trace import TRACE
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.job_state import LocalHost, Passed, Progress
@@ -45,6 +46,7 @@ class Reports:
         self._n_rejected = 0
         self._reported: set[str] = set()  # kinds of events, see `once`
         self._full: set[str] = set()  # tables of which it was reported
+        self._looked_for_unused = False
         self._ended_s = time.perf_counter()
 
     def emit(self, event: Event, only_here: bool = False) -> None:
@@ -115,6 +117,27 @@ class Reports:
                 self._full.add(name)
                 data = {"table": name, "no_room": found[name]["no_room"]}
                 self.emit(Event("table_full", self._progress.step, text, data, level="warning"))
+
+    def unused_tables(self) -> None:
+        """At the end of an epoch, once in a process: on rank 0, warn of tables of which no row was looked up."""
+        tables, memory = self._model.tables, self._model.tables.memory
+        if self._looked_for_unused or self._world().rank != 0 or memory is None or not tables.looked_up:
+            return
+        self._looked_for_unused = True
+        never = set(tables.tables) - tables.looked_up
+        found = [
+            table for table in tables.layout.tables if table.name in never and not were_changed(memory, table.name)
+        ]
+        if not found:
+            return
+        names = ", ".join(f"{table.name!r} ({table.n_rows:,} rows of {table.dim})" for table in found)
+        text = (
+            f"{names}: the first epoch has looked up no row here, so nothing trains them, and they take memory and "
+            "room in checkpoints. Do the ids reach the model, under the name of the table or of one of its features? "
+            "Otherwise leave the table out"
+        )
+        data = {"tables": [table.name for table in found]}
+        self.emit(Event("table_unused", self._progress.step, text, data, level="warning"))
 
     def passed(
         self,

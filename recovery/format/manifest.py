@@ -23,7 +23,7 @@ import xxhash
 from recovery.errors import BadInput, Damaged
 from recovery.policies import POLICIES
 from recovery.registry import NAME
-from recovery.rows import Schema, Table
+from recovery.rows import FILTER, Column, Schema, Table
 from recovery.storage.store import MOST_EPOCH, MOST_NUMBER, age_of, is_name
 
 FORMAT = 1
@@ -157,7 +157,7 @@ def from_json(data: bytes, name: str) -> Manifest:
 def difference(saved: Schema, mine: Schema) -> list[str]:
     """What keeps a checkpoint of `saved` out of `mine`, in words; empty when it fits.
 
-    Shards may differ, and in keyed tables the number of rows.
+    Shards may differ, and in keyed tables the number of rows, and whether they have a filter.
     """
     theirs, ours = ({table.name: table for table in schema.tables} for schema in (saved, mine))
     found = [f"table {name!r} was saved, this model has none of this name" for name in theirs if name not in ours]
@@ -170,7 +170,7 @@ def difference(saved: Schema, mine: Schema) -> list[str]:
             continue
         if a.n_rows != b.n_rows and not a.is_keyed:
             found.append(f"table {name!r} was saved with {a.n_rows} rows, here it has {b.n_rows}")
-        if a.columns != b.columns:
+        if _but_filter(a) != _but_filter(b):
             found.append(f"table {name!r} was saved with {_columns(a)}, here it has {_columns(b)}")
     if not found and list(theirs) != list(ours):
         found.append(f"the tables were saved in the order {list(theirs)}, here it is {list(ours)}")
@@ -185,6 +185,10 @@ def _plain(manifest: Manifest) -> Any:
             if not part.get(name):  # (what was read from a document has not even the default)
                 part.pop(name, None)
     return found
+
+
+def _but_filter(table: Table) -> list[Column]:
+    return [column for column in table.columns if column != FILTER]
 
 
 def _columns(table: Table) -> str:

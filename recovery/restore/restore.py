@@ -44,6 +44,7 @@ class Report:
     state: the bytes saved beside the rows; None: not asked for, or there were none.
     skipped: newer checkpoints that could not be used, and why.
     n_without_room: keys of keyed tables that have no row any more, since fewer rows are here than were saved.
+    without_filter: keyed tables that count lookups of keys without a row, and start over with that.
     """
 
     chain: Chain
@@ -58,6 +59,7 @@ class Report:
     state: bytes | None
     skipped: tuple[Skipped, ...]
     n_without_room: int = 0
+    without_filter: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -128,7 +130,7 @@ def restore(
         seconds, saved = clock() - started, filling.saved_samples
         return Report(
             chain, n_rows, filling.n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped),
-            filling.n_without_room,
+            filling.n_without_room, filling.without_filter,
         )  # fmt: skip
     if skipped:
         raise Damaged(

@@ -9,7 +9,8 @@ shard of S' are S' / gcd(S, S') indices apart, and come to lie S / gcd(S, S') in
 
 Rows of a keyed table go back to their places where it has as many shards and rows as it had; else each key is inserted
 where there is room for it. Row g of the shared ones, of all shards together, starts as the saved one g mod their
-number: with a multiple of them, that is the very row that its keys shared.
+number: with a multiple of them, that is the very row that its keys shared. Its filter, where it has one, comes back
+where there are as many shards as there were; else it starts empty.
 """
 
 from __future__ import annotations
@@ -106,10 +107,28 @@ class Filling:
             for number in self._regrouped
             for shard in range(saved.n_shards)
         }
+        self._filters = {  # of those: words by place, in as many shards
+            (number, shard): np.zeros(saved.tables[number].rows_in(shard, saved.n_shards), np.float32)
+            for number in self._regrouped
+            for shard in asked
+            if schema.tables[number].has_filter and not self._loses_filter(number)
+        }
         self.n_regrouped, self.n_without_room = 0, 0
         self._lock = threading.Lock()
         self._restored: dict[tuple[int, int], int] = {}  # rows by (number of the save in the chain, step they are of)
         self.n_bytes = 0
+
+    def _loses_filter(self, number: int) -> bool:
+        """Whether the filter of a table starts empty, though it has one."""
+        saved, schema = self._chain.newest.schema, self._source.schema
+        had = saved.tables[number].has_filter and saved.n_shards == schema.n_shards
+        return schema.tables[number].has_filter and not had
+
+    @property
+    def without_filter(self) -> tuple[str, ...]:
+        """The tables whose filter starts empty: the checkpoint has none that fits."""
+        tables = self._source.schema.tables
+        return tuple(table.name for number, table in enumerate(tables) if self._loses_filter(number))
 
     @property
     def n_rows(self) -> int:
@@ -157,8 +176,11 @@ class Filling:
         with ThreadPoolExecutor(readers, "recovery-read") as pool:
             for number in reversed(range(len(self._chain.manifests))):
                 self._go_through(number, pool)  # one after the other: the newer one wins
+        for (number, shard), words in self._filters.items():
+            was = self._chain.newest.schema.tables[number]
+            keyed.insert_filter(number, shard, words[: len(words) - was.shared_rows])
         for number, table in enumerate(self._source.schema.tables):
-            for shard in self._asked if table.is_keyed and number not in self._regrouped else ():
+            for shard in self._asked if table.is_keyed else ():
                 keyed.settle(number, shard)
 
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
@@ -238,6 +260,9 @@ class Filling:
         seen[indices] = True
         indices, records = indices[new], records[new]
         keys, n_shards, n = was.keys(records), self._source.schema.n_shards, 0
+        if (words := self._filters.get((section.table, section.shard))) is not None:
+            words[indices] = was.filter_of(records)
+        records = self._source.schema.tables[section.table].records_of(was, records)
         for shard in self._asked:
             mine = (keys != NO_KEY) & (keys % n_shards == shard)
             if mine.any():

@@ -295,6 +295,29 @@ def test_a_missing_string_has_no_hash(tmp_path: Path):
         hash_strings(pa.array([1]))
 
 
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_a_missing_value_in_any_row_group_is_found_at_the_start_where_the_footer_counts_them(
+    tmp_path: Path, has_statistics: bool
+):
+    columns = {"words": [[1], None, [2, 3], []], "user": [1, 2, 3, 4], "price": [1.0, 2.0, None, 4.0], "click": [0] * 4}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2, write_statistics=has_statistics)
+    said = r"a\.parquet, row group 1, column 'price': 1 of 2 values are missing\. Fill them in"
+    if has_statistics:
+        with pytest.raises(gba_hvd.BadInput, match=said):
+            stream(str(tmp_path / "a.parquet"), ids=["user", "words"])
+        return
+    late = stream(str(tmp_path / "a.parquet"), ids=["user", "words"])
+    assert len(late.take(np.array([0, 1])).label) == 2
+    with pytest.raises(gba_hvd.BadInput, match=said):
+        late.take(np.array([3]))
+
+
+def test_null_lists_are_empty_bags_and_no_missing_values(tmp_path: Path):
+    columns = {"words": pa.array([[1], None, []], pa.list_(pa.int64())), "user": [1, 2, 3]}
+    bag = taken(tmp_path, [0, 1, 2], columns, ids=["user", "words"]).ids["words"]
+    assert isinstance(bag, gba_hvd.Bag) and (bag.values.tolist(), bag.offsets.tolist()) == ([1], [0, 1, 1])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 1e39])
 def test_a_dense_value_that_is_not_finite_is_named_by_column_file_and_row(tmp_path: Path, bad: float):
     said = rf"a\.parquet, row group 0, column 'price': 1 of 3 values .*at row 1 of the row group, is {bad}".replace(

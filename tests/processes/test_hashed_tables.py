@@ -21,8 +21,7 @@ from .test_switching import THERE_AND_BACK
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 TWO = NAMES[:2]
-# 300 users, some of whom are admitted and go again; and, where a job comes back from a checkpoint, which has no filter,
-# all of them for good.
+# 300 users, some of whom are admitted and go again; and all of them for good.
 FEW = {"hashed": {"capacity": 100, "admit_after": 2, "evict": "lfu", "fallback_rows": 8}}
 ALL = {"hashed": {"capacity": 600, "fallback_rows": 8}}
 
@@ -173,3 +172,50 @@ def test_a_job_resumes_from_a_checkpoint_with_more_room_or_other_shards(
         assert np.array_equal(arrays["user.ids"], all_of_them["user.ids"])
         if n_shards == 4:
             assert_same_parameters(arrays, all_of_them)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(0, 0), pytest.param(2, 1, marks=pytest.mark.variant), (1, 2)],
+    ids=["alone", "two workers, then one", "one worker, then two"],
+)
+def test_admission_and_eviction_go_on_from_a_checkpoint_as_if_nothing_had_happened(
+    few: dict[str, np.ndarray], tmp_path: Path, first: int, second: int
+) -> None:
+    """All workers are killed. Ids that had been looked up once are admitted at their next lookup."""
+
+    def start(job: Cluster, n_workers: int) -> None:
+        job.start_static(n_workers) if n_workers else job.start_alone()
+
+    plan = saving(tmp_path, strict=True, policy="full")
+    holds = {**HOLDS, "20": "never"}
+    with cluster(tmp_path / "first", **plan, **FEW, sleep_s=0.05, holds=holds, horovod=bool(first)) as job:
+        start(job, first)
+        let_go(job)
+        wait_for_two_checkpoints(job)
+        job.kill_all()
+    with cluster(tmp_path / "second", **plan, **FEW, horovod=bool(second)) as job:
+        job.run(lambda: start(job, second), PATIENCE_S)
+        (resumed,) = events(job, "resumed")
+        assert resumed["step"] >= 4 and resumed["rows_lost"] == 0
+        assert not events(job, "vocabulary_changed")
+        assert np.array_equal(job.arrays()["user.ids"], few["user.ids"])
+        if first == second:
+            assert_identical(job.arrays(), few)
+        else:
+            assert_same_parameters(job.arrays(), few)
+
+
+def test_a_job_that_goes_on_with_other_settings_of_a_hashed_table_says_so(tmp_path: Path) -> None:
+    plan, holds = saving(tmp_path, strict=True), {**HOLDS, "20": "never"}
+    with cluster(tmp_path / "first", **plan, **FEW, sleep_s=0.05, holds=holds, horovod=False) as job:
+        job.start_alone()
+        let_go(job)
+        wait_for_two_checkpoints(job)
+        job.kill_all()
+    other = {"hashed": {**FEW["hashed"], "init": 0.5, "admit_after": 3}}
+    with cluster(tmp_path / "second", **plan, **other, horovod=False) as job:
+        job.run(job.start_alone, PATIENCE_S)
+        (changed,) = events(job, "vocabulary_changed")
+        assert changed["changed"] == {"admit_after": [2, 3], "init": [0.01, 0.5]} and changed["counts_kept"]
+        assert "init was 0.01 when the checkpoint was saved and is 0.5" in job.said()

@@ -576,7 +576,7 @@ def learn_of_the_servers() -> None:
 
 
 def follow_checkpoints() -> None:
-    """What a held chief would do before its next step: report what became of a checkpoint; asynchronously, begin one."""
+    """What a held chief does before its next step: report what became of a checkpoint; asynchronously, begin one."""
     engine, checkpoints = state.engine, checkpoints_of(state.engine)
     if checkpoints is None or engine.world.rank != 0:
         return

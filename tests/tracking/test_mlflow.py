@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.tracking import MLflowCallback, gauges
 from gba_hvd.tracking.find_run import read
 from gba_hvd.tracking.mlflow_callback import job_name
+from gba_hvd.tracking.run_history import RunHistory
 from gba_hvd.tracking.spool import all_records, read_status
 from tests.tracking.conftest import (
     FLUSH_S,
@@ -135,6 +137,10 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
     ):
         read("tolt", database)
     capsys.readouterr()
+    assert cli.main(["report", "--tracking-uri", database]) == 1
+    asked = capsys.readouterr().err
+    assert f"no run is named: gba-hvd report {run.info.run_id} is for the newest" in asked
+    assert f"id, name and job:\n  {run.info.run_id}  slow w2  reported\n" in asked
     assert cli.main(["report", "reported", "--tracking-uri", database, "--out", str(tmp_path / "page.html")]) == 0
     assert "worker 2 takes 6.1x the median" in (tmp_path / "page.html").read_text()
 
@@ -529,3 +535,35 @@ def run_command(*arguments: str) -> int:
     mlflow_send.add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
     return int(args.run(args))
+
+
+def test_without_a_run_there_is_nothing_to_report_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--tracking-uri", f"sqlite:///{tmp_path}/none.db"]) == 1
+    assert "no run is named, and there are none in sqlite:///" in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_of_many_runs_the_ten_newest_are_named(database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = client(database).create_experiment("many")
+    for number in range(12):
+        client(database).create_run(experiment, start_time=2**42 + number, run_name=f"run-{number}")
+    assert cli.main(["report", "--tracking-uri", database]) == 1
+    named = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert named == [f"run-{number}" for number in range(11, 1, -1)]
+
+
+def test_a_setting_that_a_launch_does_not_have_any_more_is_marked_until_one_has_it_again(
+    database: str, tmp_path: Path
+) -> None:
+    def launch(**settings: Any) -> RunHistory:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+        callback.on_job(job("thrice", **settings))
+        callback.on_end("FINISHED", None)
+        return read("thrice", database)
+
+    assert launch(lr=1, clip=5).params == {"lr": "1", "clip": "5"}
+    without = launch(lr=1)
+    assert (dict(without.params), dict(without.first_params)) == ({"lr": "1"}, {"clip": "5"})
+    assert only_run(database, "thrice").data.tags["gba_hvd.now.clip"] == "(not set)"
+    again = launch(lr=1, clip=5)
+    assert (dict(again.params), dict(again.first_params)) == ({"lr": "1", "clip": "5"}, {})

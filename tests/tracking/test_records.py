@@ -50,7 +50,9 @@ def test_a_record_with_more_values_than_a_batch_takes_is_written_as_several():
     records = metrics_records(7, 0, {f"m{i}": 1.0 for i in range(2000)})
     assert sum(len(record["values"]) for record in records) == 2000
     assert all(len(record["values"]) <= MAX_METRICS for record in records)
-    assert [len(record["values"]) for record in params_records({str(i): i for i in range(250)})] == [100, 100, 50]
+    *params, settings = params_records({str(i): i for i in range(250)})
+    assert [len(record["values"]) for record in params] == [100, 100, 50]
+    assert settings == {"kind": "settings", "names": [str(i) for i in range(250)]}
 
 
 def test_the_end_is_carried_out_alone_and_after_what_came_before_it():

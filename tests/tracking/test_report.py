@@ -374,13 +374,14 @@ def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_f
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    for launch, mode in enumerate(("gba", "auto")):
+    for launch, settings in enumerate(({"mode": "gba", "clip": 5}, {"mode": "auto"})):
         callback = MLflowCallback(spool_dir=tmp_path, system_metrics=False)
-        callback.on_job(job("again", mode=mode, lr=1))
+        callback.on_job(job("again", lr=1, **settings))
         callback.on_event(Event("resumed" if launch else "table_full", 5, "x", level="info" if launch else "warning"))
     story = from_files(tmp_path)
-    assert (dict(story.params), dict(story.first_params)) == ({"mode": "auto", "lr": "1"}, {"mode": "gba"})
-    assert table(story, "Parameters") == [["lr", "1", ""], ["mode", "auto", "gba"]]
+    assert dict(story.params) == {"mode": "auto", "lr": "1"}
+    assert dict(story.first_params) == {"mode": "gba", "clip": "5"}
+    assert table(story, "Parameters") == [["clip", "not set any more", "5"], ["lr", "1", ""], ["mode", "auto", "gba"]]
     assert [row[2] for row in table(story, "Warnings")] == ["since step 5"]
 
 

@@ -289,7 +289,7 @@ def speed(one: Run, args: argparse.Namespace) -> Row:
     is_raw = one.variant == "hash64"
     table = gba_hvd.Table(args.rows, args.dim)
     if is_raw:
-        table = gba_hvd.Table(dim=args.dim, keys="hash64", capacity=round(1.15 * args.rows))
+        table = gba_hvd.Table(dim=args.dim, keys="hash64", capacity=round(1.25 * args.rows))
     dataset: Any = Draws(args.micro_batch * (_WARM + args.micro_batches), args.rows, is_raw)
     job = Job(table, dataset.fields, 0, args.dim, one.seed, args.micro_batch)
     try:

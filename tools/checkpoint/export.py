@@ -61,7 +61,7 @@ def export(
     from gba_hvd.shm.layout import ids_of
     from recovery.errors import BadInput, StoreError
     from recovery.restore.inspect import read_rows
-    from recovery.rows import KEY, NO_KEY, USES
+    from recovery.rows import FILTER, KEY, NO_KEY, USES
 
     dense, left_out = dense_tensors(store, chain.newest, weights_only)
     columns = column_names(chain.newest)
@@ -69,7 +69,7 @@ def export(
         name: (table.n_rows,) if column == KEY else (table.n_rows, column.width)
         for table, names in zip(chain.newest.schema.tables, columns, strict=True)
         for place, (name, column) in enumerate(zip(names, table.columns, strict=True))
-        if (place == 0 or not weights_only or column == KEY) and column != USES
+        if (place == 0 or not weights_only or column == KEY) and column not in (FILTER, USES)
     }
     if twice := sorted(shapes.keys() & dense.keys()):
         raise BadInput(f"a table's column and a tensor of the state are both called {twice[0]!r}; nothing was written")

@@ -163,10 +163,11 @@ def run_diff(args: argparse.Namespace) -> int:
     old, new = _chain(store, args.old), _chain(store, args.new)
     if differences := difference(old.newest.schema, new.newest.schema):
         raise BadInput(f"they are of different models: {'; '.join(differences)}")
-    sizes = [(c.newest.schema.n_shards, [t.n_rows for t in c.newest.schema.tables if t.is_keyed]) for c in (old, new)]
+    sizes = [(c.newest.schema.n_shards, [t for t in c.newest.schema.tables if t.is_keyed]) for c in (old, new)]
     if sizes[0][1] and sizes[0] != sizes[1]:
         raise BadInput(
-            "rows are compared where they lie, and between these the hashed tables or the shards have another size: "
+            "rows are compared where they lie, and between these the hashed tables or the shards have another size (or "
+            "one of them counted lookups before ids had a row, with admit_after above 1, and the other did not): "
             "compare two that were saved with the same ones, or two files of `gba-hvd checkpoint export`"
         )
     total = sum(manifest.n_bytes for chain in (old, new) for manifest in chain.manifests)
@@ -272,6 +273,7 @@ def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) 
     import numpy as np
 
     from recovery.restore.inspect import read_rows
+    from recovery.rows import FILTER
 
     table = new.newest.schema.tables[number]
     n_shards = new.newest.schema.n_shards
@@ -287,8 +289,9 @@ def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) 
             sides.append(columns)
         only_one += int((there[0] != there[1]).sum())
         differs = np.zeros(n, np.bool_)
-        for a, b in zip(*sides, strict=True):
-            differs |= (a.view(np.uint32) != b.view(np.uint32)).any(axis=1)
+        for column, a, b in zip(table.columns, *sides, strict=True):
+            if column != FILTER:  # (which is of no row)
+                differs |= (a.view(np.uint32) != b.view(np.uint32)).any(axis=1)
         differs &= there[0] & there[1]
         changed += int(differs.sum())
         rows = np.flatnonzero(differs)

@@ -17,7 +17,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Write one self-contained HTML page about a run, running or ended.",
     )
     parser.add_argument(
-        "target", metavar="RUN", help="an MLflow run's id or name, a job's id, a spool file, or a folder of spools"
+        "target",
+        metavar="RUN",
+        nargs="?",
+        help="an MLflow run's id or name, a job's id, a spool file, or a folder of spools; left out: an error that "
+        "names the newest runs",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-NAME.html here")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object; no page")
@@ -27,12 +31,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
-    from gba_hvd.tracking.find_run import read
+    from gba_hvd.tracking.find_run import read, refuse_no_run
     from gba_hvd.tracking.report.page import page
     from gba_hvd.tracking.run_history import as_json
     from gba_hvd.tracking.sender_process import prepare_process
 
     prepare_process()
+    if args.target is None:
+        refuse_no_run("gba-hvd report", args.tracking_uri)
     story = read(args.target, args.tracking_uri)
     if args.json:
         print(json.dumps(as_json(story), indent=2))

@@ -165,7 +165,8 @@ def _histogram(title: str, histogram: Mapping[int, int]) -> Table | None:
 def _parameters(story: RunHistory) -> Table | None:
     if not story.first_params:
         return table("Parameters", ["name", "value"], sorted(story.params.items()), "ll")
-    rows = [[name, value, story.first_params.get(name, "")] for name, value in sorted(story.params.items())]
+    names = sorted({*story.params, *story.first_params})
+    rows = [[name, story.params.get(name, "not set any more"), story.first_params.get(name, "")] for name in names]
     marked = [i for i, (name, *_) in enumerate(rows) if name in story.first_params]
     note = "The job was launched again with other settings, which are marked."
     return table("Parameters", ["name", "value", "at the first launch"], rows, "lll", marked, note)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +22,15 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests
+from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.schedule.recovery_choice import RecoveryDecision
 
 STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
-    manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, n_without_room=0, seconds=1.5,
+    manifest=SimpleNamespace(name="m-3", about={}), n_rows=2000, n_lost=0, n_without_room=0, without_filter=(),
+    seconds=1.5,
     age=SimpleNamespace(mean=0.5),
     skipped=[SimpleNamespace(name="m-4", why="torn")],
 )  # fmt: skip
@@ -40,6 +44,8 @@ def reported(
     board: Any = lambda *_, **facts: facts,
     row_coder: Any = None,
     rollback: Rollback | None = None,
+    hashed: Any = None,
+    callbacks: Sequence[Any] = (),
     **how: Any,
 ) -> tuple[list[str], list[Event]]:
     """What callbacks got, in its order, and the events among it. At step 7, 400 of 500 samples applied."""
@@ -51,7 +57,7 @@ def reported(
         events.append(event)
 
     tables = SimpleNamespace(layout=SimpleNamespace(
-        tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50
+        tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50, hashed_settings=lambda: hashed or {}
     ))  # fmt: skip
     tables.optimizer = "rows"
     engine: Any = SimpleNamespace(
@@ -67,7 +73,9 @@ def reported(
             row_coder=row_coder,
             row_average="global", compression=None, row_compression=Compression.none,
         ),
-        callbacks=[SimpleNamespace(on_job=lambda job: received.append(f"job {job.job_id} of {job.size}"))],
+        callbacks=[
+            SimpleNamespace(on_job=lambda job: received.append(f"job {job.job_id} of {job.size}")), *callbacks
+        ],
         participant=lambda kind: None if kind is ModeRequests or not checkpoints else SimpleNamespace(
             schedule=SimpleNamespace(
                 plan_pace=lambda n_hosts: received.append(f"pace of {n_hosts}"),
@@ -99,7 +107,57 @@ def test_a_job_that_cannot_be_shown_says_so() -> None:
 def test_a_job_starts() -> None:
     received, (started,) = reported(STARTED)
     assert received == ["job j of 2", "started"]
-    assert (started.step, started.message, started.data) == (7, "2 workers on 1 host, job j", {"workers": 2})
+    assert (started.step, started.data) == (7, {"workers": 2})
+    assert started.message == (
+        "2 workers on 1 host, job j: mode allreduce, global batch 16 in micro-batches of 4, tables t 50 x 4, no "
+        "checkpoints"
+    )
+    assert reported(STARTED, checkpoints=True)[1][0].message.endswith("t 50 x 4, checkpoints in memory://place")
+
+
+@pytest.mark.parametrize("shows_progress", [False, True])
+def test_the_start_is_one_line_of_the_log_or_of_the_progress(
+    caplog: pytest.LogCaptureFixture, shows_progress: bool
+) -> None:
+    shown = io.StringIO()
+    callbacks = [ProgressLine(stream=shown)] if shows_progress else []
+    with caplog.at_level("INFO", "gba_hvd"):
+        _, (started,) = reported(STARTED, callbacks=callbacks)
+    assert started.message in caplog.text or shows_progress
+    for callback in callbacks:
+        callback.on_event(started)
+    assert f"{caplog.text}{shown.getvalue()}".count("2 workers on 1 host") == 1
+
+
+HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "without_filter", "said"),
+    [
+        ({}, (), []),  # of a version that did not note them
+        (HASHED | {"capacity": 640}, (), []),
+        (
+            HASHED | {"init": 0.5, "evict": ""},
+            (),
+            ["evict was none when", "init was 0.5 when the checkpoint was saved"],
+        ),
+        (HASHED | {"seed": 4}, (), ["seed was 4 when the checkpoint was saved and is 0: that holds for ids that come"]),
+        (HASHED, ("t",), ["no counts of lookups", "such an id needs admit_after=3 lookups from here on"]),
+    ],
+)
+def test_what_a_hashed_table_does_otherwise_after_a_restart_is_a_warning(
+    saved: dict[str, Any], without_filter: tuple[str, ...], said: list[str]
+) -> None:
+    about = {"hashed": {"t": saved}} if saved else {}
+    resumed = SimpleNamespace(
+        **vars(RESUMED) | {"manifest": SimpleNamespace(name="m-3", about=about), "without_filter": without_filter}
+    )
+    _, events = reported(replace(STARTED, resumed=resumed), hashed={"t": HASHED})
+    changed = [event for event in events if event.kind == "vocabulary_changed"]
+    assert len(changed) == bool(said)
+    assert all(event.level == "warning" and text in event.message for event in changed for text in said)
+    assert all(event.message.startswith("table 't': ") for event in changed)
 
 
 def test_row_compression_on_one_host_is_reported_as_idle() -> None:
@@ -224,7 +282,8 @@ def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
 
 def settings_of(switching: GBACallback | None = None, **model: Any) -> dict[str, Any]:
     """What MLflow gets as parameters of such a job."""
-    tables = SimpleNamespace(layout=SimpleNamespace(tables=[], n_shards=3), optimizer="rows")
+    layout = SimpleNamespace(tables=[], n_shards=3, hashed_settings=dict)
+    tables = SimpleNamespace(layout=layout, optimizer="rows")
     plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "sync_micro_batch": None}
     plain["optimizer"] = torch.optim.Rprop([torch.zeros(1)])
     nothing = {"row_average": "contributors", "compression": None, "row_compression": Compression.none}

@@ -318,6 +318,87 @@ def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tm
     assert grown.vocabulary("t").tolist() == ids.tolist()
 
 
+def look_up(tables: Any, ids: np.ndarray, step: int) -> None:
+    """A step that looks these ids up, once each."""
+    vocabulary, keys = tables.memory.vocabulary(tables.layout.groups[1]), keys_of_ids(ids)
+    shards = np.arange(tables.layout.n_shards)
+    vocabulary.looked_up(keys, vocabulary.rows(keys), np.ones(len(keys), np.uint32), shards, step)
+
+
+def looked_up_twice(make_tables: Any, **settings: Any) -> Any:
+    """Tables that admit at the third lookup, and ids 0 to 59 that have had two."""
+    tables = filled(make_tables, n=0, admit_after=3, **settings)
+    for step in (1, 2):
+        look_up(tables, np.arange(60), step)
+    assert not len(tables.vocabulary("t"))
+    return tables
+
+
+@pytest.mark.parametrize("capacity", [200, 260, 800, 100])
+def test_lookups_of_ids_without_a_row_are_counted_on_after_a_restart(
+    make_tables: Any, tmp_path: Path, capacity: int
+) -> None:
+    before = looked_up_twice(make_tables)
+    save_all(before, str(tmp_path / "store"), bits=4)
+    after = filled(make_tables, n=0, admit_after=3, capacity=capacity)
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    assert report is not None and report.without_filter == ()
+    for tables in (before, after):
+        look_up(tables, np.arange(40), 3)
+        look_up(tables, np.arange(1000, 1200), 4)  # for the first time
+    expected, found = (set(tables.vocabulary("t").tolist()) for tables in (before, after))
+    assert set(range(40)) <= expected and len(expected) < 60  # a filter takes few for others
+    assert set(range(40)) <= found and (found == expected or capacity != 200)
+
+
+@pytest.mark.parametrize("n_shards", [2, 3, 8])
+def test_counts_of_another_number_of_shards_are_left_out_and_reported(
+    make_tables: Any, tmp_path: Path, n_shards: int
+) -> None:
+    save_all(looked_up_twice(make_tables), str(tmp_path / "store"))
+    after = filled(make_tables, n=0, admit_after=3, n_shards=n_shards, fallback_rows=8 * n_shards)
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    assert report is not None and report.without_filter == ("t",)
+    look_up(after, np.arange(40), 3)
+    assert not len(after.vocabulary("t"))
+    for step in (4, 5):
+        look_up(after, np.arange(40), step)
+    assert after.vocabulary("t").tolist() == list(range(40))
+
+
+@pytest.mark.parametrize(("was", "now", "is_reported"), [(1, 3, True), (3, 1, False), (3, 2, False)])
+def test_a_checkpoint_fits_a_table_that_admits_otherwise(
+    make_tables: Any, tmp_path: Path, was: int, now: int, is_reported: bool
+) -> None:
+    before = filled(make_tables, admit_after=was)
+    save_all(before, str(tmp_path / "store"))
+    after = filled(make_tables, n=0, admit_after=now)
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    ids = before.vocabulary("t")
+    assert report is not None and report.without_filter == (("t",) if is_reported else ())
+    assert after.vocabulary("t").tolist() == ids.tolist()
+    for what in ("weights", "sum"):
+        assert np.array_equal(before.rows("t", range(150), what), after.rows("t", range(150), what))
+    opened = open_checkpoint(str(tmp_path / "store"))
+    assert opened.tables["t"].slots == {"sum": 3} and np.array_equal(opened.rows("t"), before.rows("t", ids))
+
+
+def test_a_chain_has_the_counts_of_its_base_and_newer_ones_beside_rows_that_changed(
+    make_tables: Any, tmp_path: Path
+) -> None:
+    tables, url = looked_up_twice(make_tables), str(tmp_path / "store")
+    rows, config = ShardRows(tables.memory), Config(policy="delta")
+    selection = Selection(rows, config)
+    base = saved(rows, selection, url, config)
+    look_up(tables, np.arange(20), 3)
+    saved(rows, selection, url, config, 2, base)
+    after = filled(make_tables, n=0, admit_after=3)
+    restore(open_store(url), ShardRows(after.memory, filling=True))
+    assert after.vocabulary("t").tolist() == list(range(20))
+    look_up(after, np.arange(60), 4)
+    assert after.vocabulary("t").tolist() == list(range(60))
+
+
 # --- what is reported ------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +442,7 @@ def test_a_full_table_that_evicts_is_not_advised_to_evict(training: Any) -> None
 
 
 def test_an_export_has_the_id_of_every_row(make_tables: Any, tmp_path: Path) -> None:
-    tables, url = filled(make_tables), str(tmp_path / "store")
+    tables, url = filled(make_tables, admit_after=2), str(tmp_path / "store")
     save_all(tables, url)
     assert cli.main(["checkpoint", "export", url, "--out", str(tmp_path / "rows.safetensors")]) == 0
     found = load_file(tmp_path / "rows.safetensors")
@@ -400,4 +481,8 @@ def test_checkpoints_of_hashed_tables_of_different_sizes_are_not_compared_row_by
     names = sorted(open_store(url).names("manifests/"))
     assert cli.main(["checkpoint", "diff", url, *names]) == 1
     assert "hashed tables or the shards have another size" in capsys.readouterr().err
+    rows = ShardRows(filled(make_tables, admit_after=2).memory)
+    saved(rows, Selection(rows, Config()), url, Config(), 3)
+    assert cli.main(["checkpoint", "diff", url, names[0], sorted(open_store(url).names("manifests/"))[-1]]) == 1
+    assert "admit_after above 1" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", url]) == 0

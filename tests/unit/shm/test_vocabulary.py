@@ -294,3 +294,38 @@ def test_keys_that_find_no_room_go_by_use_where_the_table_evicts(evict: str, kep
     rows, without = found.insert(0, keys_of_ids(np.arange(20)), uses)
     assert without == 4 and found.ids([0]).tolist() == list(kept)
     assert found.shard_stats(0)[Stat.SIZE] == BUCKET and np.count_nonzero(rows >= 0) == (20 if evict else 16)
+
+
+@pytest.mark.parametrize(("was", "now"), [(64, 64), (64, 192), (64, 80), (192, 64), (80, 64)])
+@given(ids=st.lists(st.integers(MIN + 1, MAX), min_size=1, max_size=16, unique=True))
+def test_counters_of_another_size_count_no_id_less(was: int, now: int, ids: list[int]) -> None:
+    first, then = vocabulary(was, admit_after=200), vocabulary(now, admit_after=200)
+    so_far = {id_: 1 + place for place, id_ in enumerate(ids)}  # too few lookups to be halved
+    look_up(first, so_far, 1)
+    then.insert_filter(0, first.filter_words(0)[: first.spec.entries])
+    assert then.filter_words(0)[then.spec.entries :].view(np.uint32).sum() == 0
+    if now == was:
+        assert np.array_equal(then.filter_words(0)[: then.spec.entries], first.filter_words(0)[: first.spec.entries])
+    look_up(then, {id_: 200 - n for id_, n in so_far.items()}, 2)
+    assert all(has(then, ids))
+
+
+def test_ageing_goes_on_where_a_shared_record_says_it_was() -> None:
+    steps = [dict.fromkeys(range(7 * step, 7 * step + 12), 3) for step in range(12)]
+    whole = vocabulary(2 * BUCKET, admit_after=5, evict="lfu")
+    for step, ids in enumerate(steps):
+        look_up(whole, ids, step)
+    again = vocabulary(2 * BUCKET, admit_after=5, evict="lfu")
+    for step, ids in enumerate(steps[:6]):
+        look_up(again, ids, step)
+    stats = again.shard_stats(0)
+    before = [int(stats[one]) for one in (Stat.USED, Stat.SWEPT, Stat.COUNTED)]
+    stats[[Stat.USED, Stat.SWEPT, Stat.COUNTED]] = 0  # which no checkpoint has
+    assert again.settle(0) == 0
+    assert [int(stats[one]) for one in (Stat.USED, Stat.SWEPT, Stat.COUNTED)] == before and min(
+        before[0], before[2]
+    ) > 0
+    for step, ids in enumerate(steps[6:], 6):
+        look_up(again, ids, step)
+    for one in ("keys", "uses", "filter_words"):
+        assert np.array_equal(getattr(again, one)(0), getattr(whole, one)(0)), one

@@ -1,0 +1,63 @@
+"""What is reported at the end of an epoch of tables that nobody looks up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gba_hvd
+from tests.unit.thread_world import EventLog, Workers
+
+TABLES = {"user": (20, 4), "item": (7, 3), "shop": (50, 4), "word": gba_hvd.Table(dim=4, keys="hash64", capacity=64)}
+
+
+def unused(log: EventLog) -> list[Any]:
+    return [event.data["tables"] for event in log.of("table_unused")]
+
+
+def test_tables_that_nobody_looks_up_are_a_warning_after_the_first_epoch(
+    training: Any, clicks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, log = training(tables=TABLES, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    job.epoch(clicks())
+    assert unused(log) == [["shop", "word"]]
+    (event,) = log.of("table_unused")
+    assert event.level == "warning" and event.message.startswith("'shop' (50 rows of 4), 'word' (")
+    assert caplog.text.count("the first epoch has looked up no row here") == 1
+    job.state.epoch = 1
+    job.epoch(clicks())
+    assert len(log.of("table_unused")) == 1
+
+
+def test_a_table_that_is_looked_up_without_a_gradient_is_used(training: Any, clicks: Any) -> None:
+    job, log = training(tables={**TABLES, "shop": (50, 4)}, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    job.state.sync()
+    job.tables({"shop": ids_of([3, 4]), "word": ids_of([2**60])})
+    job.epoch(clicks())
+    assert unused(log) == []
+
+
+def test_what_another_worker_looks_up_is_used(on_host: Any, workers: Workers, clicks: Any) -> None:
+    """Its gradients have changed rows."""
+    jobs = [on_host("a", tables={"user": (20, 4), "item": (7, 3), "shop": (50, 4)}) for _ in range(2)]
+    log = EventLog()
+
+    def run(job: Any) -> None:
+        job.state.register_callbacks([log] if job is jobs[0] else [])
+        job.state.sync()
+        own = job.loss
+        if job.state.world.rank == 1:
+            shop = ids_of([3])
+            job.loss = lambda batch: own(batch) + job.tables({"shop": shop})["shop"].sum()
+        job.epoch(clicks())
+
+    workers.together(jobs, run)
+    assert unused(log) == []
+
+
+def ids_of(ids: list[int]) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64)
