@@ -33,8 +33,8 @@ class Table:
     one's, or with the first table's where there is none, in proportion.
     init: where rows start. None: normal(0, `init_std` of the tables); a float: normal(0, init); a function of ids,
     numpy int64 [n] -> float32 [n, dim], numpy or a tensor. It depends on the ids only, and runs on the hosts that hold
-    them; of a hashed table it gets any ids, when they are admitted, and stands at the top level of a module that servers
-    can import. Shared rows of a hashed table that has a function are normal(0, `init_std`).
+    them; of a hashed table it gets any ids, when they are admitted, and stands at the top level of a module that
+    servers can import. Shared rows of a hashed table that has a function are normal(0, `init_std`).
     padding_idx: a row that stands for "no value" (negative: counted from the end, as in `nn.Embedding`). It is never
     fetched and gets no gradient: it gives zeros where rows are not pooled, and is absent from the sum, the mean's count
     and the maximum where they are.

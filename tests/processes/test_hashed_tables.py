@@ -48,8 +48,9 @@ def test_lock_step_and_a_switch_there_and_back_are_bit_for_bit_allreduce(
 
 
 def test_a_function_of_ids_gives_the_same_first_rows_in_workers_and_servers(
-    few: dict[str, np.ndarray], tmp_path: Path
+    few: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # where servers find the module of the function
     plan = {**FEW, "init_by_function": True}
     reference, result = train_alone(tmp_path / "allreduce", plan), train_alone(tmp_path / "gba", plan, **LOCK_STEP)
     assert "gba" in result.modes
