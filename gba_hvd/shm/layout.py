@@ -295,6 +295,9 @@ class Layout:
             own = {t.name: t.optimizer for t in self.tables if t.optimizer}
             optimizers = {"optimizers": {"tables": own, "slots": list(map(_write_slots, self.own_slots))}}
         hashed = {t.name: asdict(t.hashed) for t in self.tables if t.hashed is not None}
+        for spec_of in hashed.values():
+            if not spec_of["init"]:
+                del spec_of["init"]
         return {
             "tables": {t.name: [t.n_rows, t.dim] for t in self.tables},
             "slots": _write_slots(self.slots),
