@@ -72,12 +72,14 @@ def test_a_flaw_is_named(what: str, changes: dict[str, Any]) -> None:
 
 def test_the_headline_has_medians_and_what_of_the_speed_is_lost() -> None:
     lag = {"p50_s": 3.0, "max_s": 9.0, "update_bytes": 10, "update_s": 0.1, "blocked_s": 0.01}
-    rows = [{"variant": "alone", "samples_per_s": speed} for speed in (90.0, 100.0, 900.0)]
+    rows = [{"variant": "alone", "samples_per_s": speed} for speed in (99.8, 100.0, 100.1)]
     rows += [{"variant": "followed", "samples_per_s": 98.0, "p95_s": p95, **lag} for p95 in (6.0, 7.0, 20.0)]
     found = follower.headline(rows)
     assert found["cost"] == {"followed": pytest.approx(0.02)}
-    assert found["goals"]["lag, p95, s"] == {"value": 7.0, "goal": 15.0, "is_met": True}
-    assert not found["goals"]["cost"]["is_met"]
+    assert found["goals"]["lag, p95, s"] == {"value": 7.0, "goal": 15.0, "noise": 0.0, "is_met": True}
+    assert found["goals"]["cost"]["is_met"] is False
+    noisy = follower.headline([*rows, {"variant": "alone", "samples_per_s": 104.0}])
+    assert noisy["goals"]["cost"]["is_met"] is None
     assert follower.headline(rows[:3])["goals"] == {}
 
 
