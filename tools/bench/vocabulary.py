@@ -231,6 +231,14 @@ class Job:
             yield time.perf_counter()
         self.state.epoch += 1
 
+    def without_row(self, dataset: Fields) -> dict[str, float]:
+        """By field, the share of the ids in the data, as often as they come, that have no row of their own."""
+        import gba_hvd
+
+        ids = dataset.take(np.arange(len(dataset))).ids
+        values = {name: one.values if isinstance(one, gba_hvd.Bag) else one for name, one in ids.items()}
+        return {name: 1 - float(np.mean(self.tables.admitted("ids", some))) for name, some in values.items()}
+
     def auc(self, dataset: Fields) -> float:
         import gba_hvd
 
@@ -306,7 +314,10 @@ def speed(one: Run, args: argparse.Namespace) -> Row:
 
 
 def quality(one: Run, args: argparse.Namespace) -> Row:
-    """AUC, and how many of the ids have a row at the end. aucs: of each day, or of the validation data"""
+    """AUC, and which ids have a row at the end. aucs: of each day, or of the validation data
+
+    without_row: of the newest of these, by field, the share of lookups without a row
+    """
     train, tests, n_dense = _drift(args, one.seed) if one.task == "drift" else _frappe(args)
     final, best = None if one.task == "drift" else _opened(args, "test"), 0.0
     logs = {id(log): log for log in train}.values()
@@ -321,9 +332,12 @@ def quality(one: Run, args: argparse.Namespace) -> Row:
             aucs.append(job.auc(Fields(test, n_rows)))
             if final is not None and aucs[-1] == max(aucs):
                 best = job.auc(Fields(final, n_rows))
-        has_row = len(job.tables.vocabulary("ids")) if one.variant == "hash64" else None
+        about: Row = {"n_ids": n_ids, **job.about()}
+        if one.variant == "hash64":
+            about["with_row"] = len(job.tables.vocabulary("ids"))
+            about["without_row"] = job.without_row(Fields(tests[-1], n_rows))
         auc = mean(aucs[len(aucs) // 2 :]) if final is None else best
-        return {"auc": auc, "aucs": aucs, "n_ids": n_ids, "with_row": has_row, **job.about()}
+        return {"auc": auc, "aucs": aucs, **about}
     finally:
         job.close()
 
