@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -20,7 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "img"
-RUN = ROOT / "runs" / "pictures"
+RUN = Path(tempfile.gettempdir()) / "demo"  # the page shows it
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MAX_BYTES = 200_000
 
