@@ -295,6 +295,11 @@ def _what_is_trained(engine: Engine) -> str:
     more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
     mode = "allreduce" if switching is None else switching.describe()["mode"]
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
+    if switching is not None and switching.wire == "plain":
+        saved += (
+            "; wire 'plain': in asynchronous modes what hosts send each other is not encrypted, who reaches their "
+            "network can read it, and alter it on its way"
+        )
     return (
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
         f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"

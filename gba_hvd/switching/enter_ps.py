@@ -36,7 +36,7 @@ from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import Endpoint, Enter, Export
+from gba_hvd.ps.messages import WIRES, Endpoint, Enter, Export
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
@@ -50,6 +50,7 @@ from recovery import state_codec
 
 _LOOK_S, _REPORT_AFTER_S = 0.05, 3.0
 _LEAVE_TIMEOUT_S = 5.0
+_N_NUMBERS = 5  # of an endpoint: `_as_numbers`
 
 
 def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
@@ -198,16 +199,21 @@ def _gather_who_is_there(
     """
     row = [generation, engine.job.worker_id, host, os.getpid(), len(own)]
     for i in range(n):
-        row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
+        row += _as_numbers(own[i]) if own else [0] * _N_NUMBERS
     everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
     servers, workers = [], []
     for rank, reported in enumerate(everyone):
         _, worker, of_host, pid, n_own = map(int, reported[:5])
         workers.append((worker, rank, of_host, pid))
         for i in range(n_own):
-            at, address, control, pull = map(int, reported[5 + 4 * i : 9 + 4 * i])
-            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
+            at, address, control, pull, wire = map(int, reported[5 + _N_NUMBERS * i :][:_N_NUMBERS])
+            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull, WIRES[wire]))
     return servers, workers, int(everyone[0][0])
+
+
+def _as_numbers(own: Endpoint) -> list[int]:
+    address = int(ipaddress.IPv4Address(own.address))
+    return [own.host, address, own.control, own.pull, WIRES.index(own.wire)]
 
 
 def _session(
