@@ -4,9 +4,9 @@
     server -> client    GREETING, the server's nonce, HMAC-SHA256(key, "server", both nonces)
     client -> server    HMAC-SHA256(key, "client", both nonces)
 
-Each side draws its nonce for this connection alone, so nobody can use what was heard on another one, and the names of
-the roles differ, so nobody can send a proof back to the side that gave it. The key is never sent. Pure functions; the
-connections are `plain_tcp`'s.
+Each side draws its nonce for this connection alone, so a proof that was captured on another one is of no use; and the
+names of the roles differ, so a proof that is sent back to the side that gave it is of no use either. The key is never
+sent. Pure functions; the connections are `plain_tcp`'s.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class GBACallback(Callback):
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wire:       how workers and servers of different hosts talk: "curve" (encrypted), or "plain" for networks that
-                nobody else can read or write. Both sides prove that they hold the job's key in either; what "plain"
+                no other party can read or write. Both sides prove that they hold the job's key in either; what "plain"
                 leaves out stands in docs/MODES.md, "The wire"
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
                 time without success it does not wait again); 0: never, allreduce continues until they are. By default

@@ -178,7 +178,7 @@ class Ours:
 
 
 def load(base: str, session: PsSession, n: int, asked: Connection) -> None:
-    """A process that pulls and pushes until it is told to end."""
+    """A process that pulls and pushes until a message ends it."""
     endpoint, rng = Ours(base, session, 2, ()), np.random.default_rng(n)
     ids, grads = np.sort(rng.choice(N_ROWS, n, replace=False)), rng.standard_normal((n, DIM), dtype=np.float32)
     asked.send(None)
