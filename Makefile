@@ -36,8 +36,8 @@ test: setup  ## the tests, also those that start real processes
 test-all: setup  ## the same, and slow variants of them
 	$(PYTEST) $(PER_CORE)
 
-test-fast: setup  ## the tests that start no processes
-	$(PYTEST) -n logical -m "not processes and not variant"
+test-fast: setup  ## the tests that start no processes and are not slow
+	$(PYTEST) -n logical -m "not processes and not slow and not variant"
 
 check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

@@ -47,7 +47,6 @@ from gba_hvd.shm.layout import PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
-FORMAT = 3
 _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
@@ -147,7 +146,7 @@ class ShardMemory:
                 if os.fstat(alive_fd).st_nlink == 0:
                     raise FileNotFoundError(folder)
                 about, path = folder / "memory.json", folder / "shards"
-                mine, host = {"format": FORMAT, **layout.describe()}, Host.here(folder.parent)
+                mine, host = {"format": format_of(layout), **layout.describe()}, Host.here(folder.parent)
                 if about.exists():
                     theirs = _description(about)
                     held_by = theirs.pop("host", None)
@@ -437,11 +436,16 @@ def _replace(path: Path, values: dict[str, Any]) -> None:
     fresh.rename(path)
 
 
+def format_of(layout: Layout) -> int:
+    """Version of the memory's format: in 2 the filter of a hashed table had another size than in 3."""
+    return 3 if any(table.hashed is not None and table.hashed.has_filter for table in layout.tables) else 2
+
+
 def is_of(folder: Path, layout: Layout) -> bool:
     """Whether the folder has a memory of this layout that this host may take over. Raises FileNotFoundError."""
     theirs = json.loads((folder / "memory.json").read_text())
     host = theirs.pop("host", None)
-    same = json.dumps(theirs) == json.dumps({"format": FORMAT, **layout.describe()})
+    same = json.dumps(theirs) == json.dumps({"format": format_of(layout), **layout.describe()})
     return same and Host(**host).boot == Host.here(folder.parent).boot
 
 

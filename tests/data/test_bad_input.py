@@ -271,6 +271,7 @@ def test_a_separator_that_separates_nothing_is_refused(settings: dict[str, Any])
         Categorical("tags", **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zst", "gz"])
 def test_a_small_packed_file_that_becomes_gigabytes_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
     n_bytes = 1500 << 20

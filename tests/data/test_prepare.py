@@ -60,6 +60,7 @@ def slow_vocabulary(values: list[str], min_count: int) -> dict[str, int]:
     return {value: i for i, value in enumerate(kept, start=1)}
 
 
+@pytest.mark.slow
 def test_frappe_equals_a_slow_reading(real_data: Path, tmp_path: Path) -> None:
     folder = real_data / "frappe_x1"
     splits = ("train", "valid", "test")

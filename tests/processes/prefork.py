@@ -67,6 +67,8 @@ def python() -> list[str]:
     interpreter = Path(_interpreter(path))
     interpreter.write_text(script)
     interpreter.chmod(0o700)
+    for command in ("horovodrun", "gba-hvd"):  # looked for beside the interpreter
+        interpreter.with_name(command).symlink_to(Path(sys.executable).with_name(command))
     ready, ready_there = os.pipe()
     alive_there, alive = os.pipe()
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD", "TEST_PLAN"))}

@@ -287,6 +287,7 @@ def test_rows_that_nobody_else_can_map_are_refused(tmp_path: Path) -> None:
         ProcessCheckpointer(tmp_path, two_tables())
 
 
+@pytest.mark.slow
 def test_ssu_saves_what_was_used_most_out_of_lists_that_both_processes_map(tmp_path: Path) -> None:
     """Rows 0 to 49 are in every step, of the other 4950 one is in each."""
     rows = shared()

@@ -182,6 +182,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_a_page_holds_everything_and_refers_to_nothing(whole_page: str):
     shown = Page(whole_page)
     assert len(shown.addresses) == 5
@@ -390,6 +391,7 @@ def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
     assert "Throughput and workers. The ground shows the mode. Upright lines show what happened." in text
 
 
+@pytest.mark.slow
 def test_pictures_come_for_what_was_measured(spool: Path, tmp_path: Path):
     story = from_files(spool)
     files = draw_plots(story.history, story.events, "t", tmp_path)
@@ -556,6 +558,7 @@ def test_bytes_and_decisions_come_as_json(tmp_path: Path, capsys: pytest.Capture
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page(
     spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -608,6 +611,7 @@ def test_passwords_are_in_no_record_log_or_page_and_the_sender_still_has_the_uri
     assert "hunter2" not in page(from_files(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_may_have_any_name(spool: Path, tmp_path: Path):
     story = replace(from_files(spool.parent), title=r"costs $5 and $\frac{1 here")
     assert draw_plots(story.history, story.events, story.title, tmp_path)

@@ -53,6 +53,7 @@ def test_importing_the_package_imports_neither_torch_nor_its_own_modules():
     assert {name for name in found if name.startswith("gba_hvd.")} == {"gba_hvd.errors"}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_all_public_names_and_a_server_are_imported_without_what_is_optional_or_slow():
     found = modules_after("from gba_hvd import *; import gba_hvd.ps.server.server")
@@ -60,11 +61,13 @@ def test_all_public_names_and_a_server_are_imported_without_what_is_optional_or_
     assert not {name.partition(".")[0] for name in found} & HEAVY
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_each_public_name_can_be_the_first_one_that_is_used():
     run(EACH_NAME_FIRST)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_kernels_are_compiled_at_set_up_and_together():
     code = """

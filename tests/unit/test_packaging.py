@@ -70,6 +70,7 @@ from gba_hvd_tools.cli import main
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -93,6 +94,7 @@ def test_the_core_imports_without_what_is_optional_and_says_what_is_missing(
     assert words in said.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_source_distribution_has_licence_docs_and_tests(tmp_path: Path) -> None:
     here = shutil.copytree(

@@ -186,6 +186,7 @@ def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(rule: str, is_
         assert waits < (0.6 if "ternary" in rule else 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", row_compression.MODES)
 @pytest.mark.parametrize("rule", ["dct_mp:1.0:100", "dct_dp:1.0:100", "ternary_ef:1.0:100"])
 def test_two_hosts_of_one_process_learn_as_without_compression_where_everything_is_kept(rule: str, mode: str) -> None:

@@ -23,6 +23,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_figures_are_by_mean_time_and_contestant(result):
     assert list(result["overhead_pct"]) == list(result["pls"]) == ["28h", "14h"]
     assert list(result["overhead_pct"]["28h"]) == list(emulation.CONTESTANTS)
@@ -94,6 +95,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(accuracy.DATASETS, "synthetic", few)
 
 
+@pytest.mark.slow
 def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path, capsys):
     out = tmp_path / "recovery.json"
     arguments = ["bench", "recovery", "--traces", "0", "--out", str(out), "--accuracy", "synthetic", "--seeds", "3"]
@@ -123,6 +125,7 @@ def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path
     assert said.count("AUC against no failure") == 4
 
 
+@pytest.mark.slow
 def test_an_experiment_varies_one_thing_and_goes_on_where_it_stopped(small, tmp_path, capsys, monkeypatch):
     settings = [s for s in experiments.EXPERIMENTS["pls"] if s.strategy == "none" or s.target_pls in (0.1, 0.8)]
     monkeypatch.setitem(experiments.EXPERIMENTS, "pls", settings)

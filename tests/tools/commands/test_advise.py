@@ -125,6 +125,7 @@ def test_what_is_given_wins_over_the_run(monkeypatch: pytest.MonkeyPatch, capsys
     assert advice["lr_limit_worst"] == advice["lr_limit"]
 
 
+@pytest.mark.slow
 def test_a_sweep_says_at_how_many_workers_more_stop_helping(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "advise",

@@ -111,6 +111,7 @@ def test_a_thousand_workers_are_simulated_like_three() -> None:
     assert max(outcome.lags) > 700
 
 
+@pytest.mark.slow
 def test_ten_thousand_workers_are_simulated_in_seconds() -> None:
     settings: dict[str, Any] = {"mode": "bsp", "n_micro": 100, "micro_batch": 1, "lr": 1e-6}
     outcome = run(Experiment(workers=10_000, micro_batches=12_000, **settings))
@@ -127,6 +128,7 @@ def test_what_diverges_ends_early_and_says_so() -> None:
     assert outcome.curve[-1][1] < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", update_rules.RULES)
 def test_learning_rates_side_by_side_are_as_each_alone(rule: str) -> None:
     experiment, lrs = Experiment(workers=6, rule=rule, micro_batches=150), [0.3, 0.01, 0.001]
@@ -135,6 +137,7 @@ def test_learning_rates_side_by_side_are_as_each_alone(rule: str) -> None:
     assert math.isfinite(alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "gap_aware"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "nadam"])
 def test_they_are_so_with_every_optimizer(optimizer: str, rule: str) -> None:
@@ -209,6 +212,7 @@ def test_the_predicted_limit_is_the_observed_one(delay: int) -> None:
     assert found.predicted == pytest.approx(found.observed, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fleet",
     [
@@ -228,6 +232,7 @@ def test_the_limit_of_a_fleet_is_predicted_within_a_tenth(fleet: dict[str, Any])
     assert abs(found.roots / found.observed - 1) < 0.1, "they are about equally fast, so that the mean of the ages does"
 
 
+@pytest.mark.slow
 def test_the_limit_of_workers_of_different_speeds_is_predicted_within_a_tenth() -> None:
     """From the ages of another run in their order. Their mean is wrong by a fifth, and the plain formula by half."""
     found = observe_fleet(8, spread=0.5)
@@ -387,6 +392,7 @@ def test_the_command_says_what_is_wrong_in_a_line(arguments: list[str], capsys: 
     assert said.startswith("gba-hvd: ") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_benchmark_says_which_rules_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
@@ -413,6 +419,7 @@ def test_the_benchmark_has_the_rules_that_go_with_an_optimizer(optimizer: str, r
     assert delay.rules_for(optimizer) == rules_of_it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "nadam"])
 def test_the_benchmark_measures_rules_with_other_optimizers(
     optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.ps.server.final_checkpoint import MemoryHold
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import StateRetainer, decide_retention
-from gba_hvd.shm.shard_memory import FORMAT, ShardMemory
+from gba_hvd.shm.shard_memory import ShardMemory, format_of
 
 SETTINGS = 77
 ALL = np.ones(4, dtype=bool)
@@ -180,7 +180,7 @@ def test_only_a_memory_of_this_model_in_which_nobody_lives_is_looked_at(memory: 
     memory.close(remove=False)
     assert survey(memory.folder, memory.layout, 0.1)
     about = memory.folder / "memory.json"
-    about.write_text(json.dumps({"format": FORMAT, **replace(memory.layout, seed=99).describe()}))
+    about.write_text(json.dumps({"format": format_of(memory.layout), **replace(memory.layout, seed=99).describe()}))
     assert not survey(memory.folder, memory.layout, 0.1)
     assert not survey(tmp_path / "absent", memory.layout, 0.1)
 

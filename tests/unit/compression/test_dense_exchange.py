@@ -83,6 +83,7 @@ def check_replicas(jobs: list[Any]) -> None:
             assert np.array_equal(value, jobs[0].all_dense()[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("hosts", ["aa", "aba"])
 def test_all_gradients_are_applied_or_wait_and_replicas_stay_equal(

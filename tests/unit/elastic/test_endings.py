@@ -54,6 +54,7 @@ def test_status(error: BaseException, status: str) -> None:
     assert endings.status_of(error) == status
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_refused_input_is_one_traceback_that_ends_with_its_sentence() -> None:
     script = (

@@ -51,6 +51,7 @@ class Model(nn.Module):
         return self.linear(torch.cat(parts, 1)).squeeze(1)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_no_graph_break_and_trains_as_the_eager_one(make_tables: MakeTables) -> None:
     tables = make_tables(SIZES, features=FEATURES)
     tables.counts_accesses = True

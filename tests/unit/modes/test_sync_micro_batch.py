@@ -84,6 +84,7 @@ def test_batches_have_the_size_and_the_samples_in_order(training: Any, clicks: A
     np.testing.assert_array_equal(np.concatenate(data.taken), np.concatenate(same.taken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [

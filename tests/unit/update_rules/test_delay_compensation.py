@@ -258,6 +258,7 @@ def test_of_very_many_values_the_gap_is_estimated() -> None:
 # --- in the simulator ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_simulator_has_the_rules_their_settings_and_the_gap() -> None:
     common: dict[str, Any] = {"workers": 8, "micro_batches": 300, "lr": 0.01}
     losses = {}
@@ -271,6 +272,7 @@ def test_the_simulator_has_the_rules_their_settings_and_the_gap() -> None:
     assert weak.loss == pytest.approx(losses["dana_zero"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_dana_zero_makes_the_gap_smaller_and_more_workers_make_it_larger() -> None:
     """What its authors say of it, and why delay hurts."""
 

@@ -146,6 +146,7 @@ def test_for_one_delay_the_roots_say_what_the_plain_formula_says(delay: int) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
     "ages", [{4: 1}, {3: 1, 4: 2, 5: 1}, {0: 9, 40: 1}, {2: 5, 3: 1, 20: 1}, {0: 1, 8: 1}], ids=str
@@ -189,6 +190,7 @@ def test_a_slow_worker_finds_more_steps_of_the_others() -> None:
     assert max(ages) == 6 and ages[6] == pytest.approx(1 / 7)
 
 
+@pytest.mark.slow
 def test_more_workers_stop_helping_at_the_limit_or_at_a_full_server() -> None:
     def most(serve_s: float, lr: float) -> int:
         return stops_helping([scaled(n, [0.05], 1, 4, serve_s, lr, 1.0) for n in (1, 2, 4, 8, 16, 32)])

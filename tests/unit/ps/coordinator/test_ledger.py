@@ -824,6 +824,7 @@ class Job(RuleBasedStateMachine):
             assert len(self.plans) == len(self.members)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVER_MODES)
 def test_nothing_that_happens_loses_or_repeats_a_micro_batch(name: str) -> None:
     job = type("Job", (Job,), {"name": name})
