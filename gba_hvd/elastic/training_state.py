@@ -79,6 +79,15 @@ class TrainingState:
         if os.environ.get("HOROVOD_ELASTIC") == "1" or checkpoints_of(self._engine) is not None:
             self.snapshot = self.encoded()
 
+    def snapshot_to_save(self) -> bytes:
+        """`snapshot`, with the buffers of this worker's model as they are now: servers have parameters only."""
+        buffers = dict(self._model.named_buffers())
+        if not buffers:
+            return self.snapshot
+        state = state_codec.decode(self.snapshot)
+        state["model"] |= {name: value for name, value in self._model.state_dict().items() if name in buffers}
+        return state_codec.encode(state)
+
     # --- taken over --------------------------------------------------------------------------------------------------
 
     def share(self, source: int) -> None:

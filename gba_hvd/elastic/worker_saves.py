@@ -197,7 +197,7 @@ class WorkerSaves:
         checkpoints.schedule.look_at_age(lambda: "")
         leaves = checkpoints.schedule.is_due_before_a_leave(servers)
         if leaves or checkpoints.schedule.is_due_at(engine.progress.step):
-            checkpoints.save_asynchronously(servers, self._state.snapshot, is_last=leaves)
+            checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=leaves)
 
     def leave_asynchronously_if_preempted(self) -> None:
         """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
@@ -277,7 +277,7 @@ class WorkerSaves:
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
                     if not schedule.has(engine.progress.step):
-                        checkpoints.save_asynchronously(servers, self._state.snapshot, is_last=True)
+                        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=True)
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import BadInput
+from gba_hvd.shm import init_functions
 from gba_hvd.shm.layout import NO_KEY, HashedSpec
 
 POOLINGS = ("sum", "mean", "max")
@@ -32,7 +33,8 @@ class Table:
     one's, or with the first table's where there is none, in proportion.
     init: where rows start. None: normal(0, `init_std` of the tables); a float: normal(0, init); a function of ids,
     numpy int64 [n] -> float32 [n, dim], numpy or a tensor. It depends on the ids only, and runs on the hosts that hold
-    them.
+    them; of a hashed table it gets any ids, when they are admitted, and stands at the top level of a module that
+    servers can import. Shared rows of a hashed table that has a function are normal(0, `init_std`).
     padding_idx: a row that stands for "no value" (negative: counted from the end, as in `nn.Embedding`). It is never
     fetched and gets no gradient: it gives zeros where rows are not pooled, and is absent from the sum, the mean's count
     and the maximum where they are.
@@ -70,10 +72,11 @@ class Table:
         if self.keys is None:
             return None
         assert self.capacity is not None and self.fallback_rows is not None
-        std = None if self.init is None else float(cast(Any, self.init))
+        init = init_functions.name_of(self.init) if callable(self.init) else ""
+        std = None if self.init is None or callable(self.init) else float(self.init)
         return HashedSpec.of(
             self.capacity, self.fallback_rows, n_shards, admit_after=self.admit_after, evict=self.evict or "",
-            evict_after_steps=self.evict_after_steps or 0, std=std,
+            evict_after_steps=self.evict_after_steps or 0, std=std, init=init,
         )  # fmt: skip
 
 
@@ -149,11 +152,12 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
         raise BadInput(f"table {name!r}: evict_after_steps would have no effect without evict='ttl'")
     if table.fallback_rows is not None and not _is_whole(table.fallback_rows, 1):
         raise BadInput(f"table {name!r}: fallback_rows must be at least 1, got {table.fallback_rows!r}")
-    if callable(table.init):
+    if callable(table.init) and not init_functions.name_of(table.init):
         raise BadInput(
-            f"table {name!r}: rows of ids that come up in training are made where gradients are applied, in "
-            "asynchronous modes by servers, which do not have your function: init must be a standard deviation, or "
-            "tables.assign sets the rows of ids that are known"
+            f"table {name!r}: init of a table with keys='hash64' runs where ids are admitted, in asynchronous modes in "
+            "servers, which import it: it must be a function at the top level of a module other than the script, got "
+            f"{table.init!r}. Move it to a file beside the script and import it from there; or give a standard "
+            "deviation, and set the rows of ids that are known with tables.assign"
         )
     padding = table.padding_idx
     if padding is not None and not (_is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):

@@ -1,7 +1,8 @@
 """First values of the rows of tables that do not start from the job's `init_std`: other deviations, functions, files.
 
 What is recorded here is written where a shard is first filled, by the process that fills it. A checkpoint that a job
-resumes from is read after that, and wins.
+resumes from is read after that, and wins. The rows of ids of a hashed table start when the ids are admitted
+(`shm.vocabulary`); here its function is only tried.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from torch import Tensor
 
 from gba_hvd.embedding.features import Table
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.extras import extra
-from gba_hvd.shm.layout import NO_KEY, keys_of_ids
+from gba_hvd.shm.init_functions import checked_values, copied, initial_values
+from gba_hvd.shm.layout import NO_KEY, ids_of, keys_of_ids
 from recovery.redaction import redacted
 
 _CHUNK = 1 << 16
@@ -134,8 +135,8 @@ class InitialRows:
         """
         about = self._tables[table]
         if callable(about.init):
-            ids = np.arange(shard, about.n_rows, n_shards)
-            self._probe(table, ids)
+            ids = np.arange(shard, about.n_rows, n_shards)  # (none of a hashed table)
+            self._probe(table, ids_of(np.arange(_PROBED)) if about.keys else ids)
             for at in range(0, len(ids), _CHUNK):
                 yield ids[at : at + _CHUNK], self._computed(table, ids[at : at + _CHUNK])
         if about.padding_idx is not None and not about.keys and about.padding_idx % n_shards == shard:
@@ -148,7 +149,7 @@ class InitialRows:
     def _computed(self, table: str, ids: np.ndarray) -> np.ndarray:
         about = self._tables[table]
         assert callable(about.init)
-        return checked_values(f"init of table {table!r}", about.init(ids.copy()), len(ids), about.dim)
+        return initial_values(about.init, f"init of table {table!r}", ids, about.dim)
 
     def _probe(self, table: str, ids: np.ndarray) -> None:
         """Once a table: the same ids, asked for again in another order, must have the same rows."""
@@ -156,7 +157,16 @@ class InitialRows:
         if table in self._probed or not len(some):
             return
         self._probed.add(table)
-        if not np.array_equal(self._computed(table, some), self._computed(table, some[::-1])[::-1]):
+        try:
+            is_pure = np.array_equal(self._computed(table, some), self._computed(table, some[::-1])[::-1])
+        except Exception as error:
+            if isinstance(error, BadInput) or not self._tables[table].keys:
+                raise
+            raise BadInput(
+                f"init of table {table!r} raises {type(error).__name__}: {error}. It was asked for the rows of ids "
+                f"{some[0]}, {some[1]} and more: give any int64 id a row, also those that your data does not have"
+            ) from error
+        if not is_pure:
             raise BadInput(
                 f"init of table {table!r} must depend on the ids only: asked twice for the same ids, it returned other "
                 "rows. Derive what is random from the id, such as np.random.default_rng(id)"
@@ -165,7 +175,7 @@ class InitialRows:
 
 def checked_rows(table: str, shape: Table, ids: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [n], float32 [n, dim]), copies. Raises BadInput."""
-    found = _copied(ids)
+    found = copied(ids)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BadInput(f"table {table!r}: ids must be whole numbers [n], got {found.dtype} {list(found.shape)}")
     found = found.astype(np.int64)
@@ -180,25 +190,6 @@ def checked_rows(table: str, shape: Table, ids: Any, values: Any) -> tuple[np.nd
     if len(np.unique(found)) < len(found):
         raise BadInput(f"table {table!r}: some of the rows to assign come twice; give each id once")
     return found, checked_values(f"table {table!r}: rows to assign", values, len(found), shape.dim)
-
-
-def checked_values(what: str, values: Any, n: int, dim: int) -> np.ndarray:
-    """float32 [n, dim], a copy."""
-    found = _copied(values)
-    if found.shape != (n, dim) or found.dtype.kind != "f":
-        raise BadInput(f"{what}: expected float32 [{n}, {dim}], got {found.dtype} {list(found.shape)}")
-    found = found.astype(np.float32, copy=False)
-    if not np.isfinite(found).all():
-        raise BadInput(f"{what}: some values are not finite, or too large for float32")
-    return np.ascontiguousarray(found)
-
-
-def _copied(values: Any) -> np.ndarray:
-    """numpy knows no bfloat16, and warns of tensors."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.is_floating_point() else values).numpy()
-    return np.array(values)
 
 
 def _rows_of_file(table: str, url: str) -> tuple[Any, Any]:

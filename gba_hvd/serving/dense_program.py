@@ -32,14 +32,9 @@ def exported_dense_part(model: nn.Module, example: Any) -> tuple[bytes, tuple[St
     tensors, ids included. example: an input of at least two samples. Raises BadInput for a model that cannot be split
     so: lookups of ids that are no field of the input, converted modules, what `torch.export` cannot trace.
     """
-    if any(is_converted(module) for module in model.modules()):
-        raise BadInput("dense_program: a converted model looks rows up inside its modules; only models that call "
-                       "EmbeddingTables can be split")  # fmt: skip
+    check_splits(model, example)
     spec = inputs.spec_of(example, model)
     values = inputs.values_of(spec, example)
-    n = min(len(one.offsets) if isinstance(one, Bag) else len(one) for one in values.values())
-    if n < 2:
-        raise BadInput(f"dense_program: input_example has {n} samples, at least 2 are needed to keep their number free")
     fields = {name: one for name, one in values.items() if isinstance(one, Tensor)}
     with evaluating(model), torch.no_grad():
         rows, lookups = _recorded(model, spec, values, example)
@@ -53,6 +48,18 @@ def exported_dense_part(model: nn.Module, example: Any) -> tuple[bytes, tuple[St
     file = io.BytesIO()
     torch.export.save(exported, file)
     return file.getvalue(), lookups
+
+
+def check_splits(model: nn.Module, example: Any) -> None:
+    """Raises BadInput for converted modules, and an example of fewer than two samples. The rows do not matter."""
+    if any(is_converted(module) for module in model.modules()):
+        raise BadInput("dense_program: a converted model looks rows up inside its modules; only models that call "
+                       "EmbeddingTables can be split")  # fmt: skip
+    spec = inputs.spec_of(example, model)
+    values = inputs.values_of(spec, example)
+    n = min(len(one.offsets) if isinstance(one, Bag) else len(one) for one in values.values())
+    if n < 2:
+        raise BadInput(f"dense_program: input_example has {n} samples, at least 2 are needed to keep their number free")
 
 
 def _recorded(

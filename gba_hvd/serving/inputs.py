@@ -22,7 +22,8 @@ from gba_hvd.errors import BadInput
 
 Spec = Mapping[str, Any]
 """Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag, has_nan), "batch" (ids, dense), "mapping" (parts
-by name), or "arguments" (parts)."""
+by name), or "arguments" (parts). "order": the names of ids or parts, since a model may read them in that order, and the
+keys of stored JSON are sorted."""
 
 _DTYPES = {
     str(dtype)[6:]: dtype
@@ -44,12 +45,13 @@ def _spec(value: Any, name: str, names: Sequence[str] = ()) -> Spec:
     if isinstance(value, Batch):
         ids = {key: _spec(one, key) for key, one in value.ids.items()}
         dense = _spec(value.dense, "dense") if value.dense.ndim == 2 and value.dense.shape[1] else None
-        return {"kind": "batch", "ids": ids, "dense": dense}
+        return {"kind": "batch", "ids": ids, "order": [*ids], "dense": dense}
     if isinstance(value, tuple):
         given = [*names, *(f"argument_{i}" for i in range(len(names), len(value)))]
         return {"kind": "arguments", "parts": [_spec(one, given[i]) for i, one in enumerate(value)]}
     if isinstance(value, Mapping):
-        return {"kind": "mapping", "parts": {str(key): _spec(one, str(key)) for key, one in value.items()}}
+        parts = {str(key): _spec(one, str(key)) for key, one in value.items()}
+        return {"kind": "mapping", "parts": parts, "order": [*parts]}
     is_bag = isinstance(value, Bag)
     tensor = value.values if isinstance(value, Bag) else value
     dtype = str(tensor.dtype)[6:] if isinstance(tensor, Tensor) else ""
@@ -157,12 +159,21 @@ def value_from(spec: Spec, read: Mapping[str, Tensor | Bag], n: int) -> Any:
         case "batch":
             dense = torch.empty(n, 0) if spec["dense"] is None else read[spec["dense"]["column"]]
             assert isinstance(dense, Tensor)
-            return Batch({key: read[one["column"]] for key, one in spec["ids"].items()}, dense, torch.zeros(n))
+            return Batch({key: read[one["column"]] for key, one in _in_order(spec, "ids")}, dense, torch.zeros(n))
         case "mapping":
-            return {key: value_from(part, read, n) for key, part in spec["parts"].items()}
+            return {key: value_from(part, read, n) for key, part in _in_order(spec, "parts")}
         case "arguments":
             return tuple(value_from(part, read, n) for part in spec["parts"])
     return read[spec["column"]]
+
+
+def _in_order(spec: Spec, of: str) -> Iterator[tuple[str, Spec]]:
+    if "order" not in spec:
+        raise BadInput(
+            "the model was saved by an earlier version, without the order of its fields, on which its predictions may "
+            "depend: save or export it again"
+        )
+    return ((name, spec[of][name]) for name in spec["order"])
 
 
 def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:

@@ -19,6 +19,7 @@ from torch import nn
 from gba_hvd.errors import BadInput
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
+from gba_hvd.serving.dense_program import check_splits
 from gba_hvd.serving.load import open_model
 from gba_hvd.serving.module import tables_in
 from gba_hvd.serving.row_sources import has_all_rows
@@ -40,9 +41,9 @@ class LogModel:
                                      registered_model_name="ctr", alias="champion")
         state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
 
-    name: of the logged model. input_example, build, arguments, tables, activation: as `save_model` takes them; an
-    input of few samples, since it is kept. registered_model_name: of the registry, which gets a new version; alias: of
-    that version. requirements: further ones, such as a package that `build` imports.
+    name: of the logged model. input_example, build, arguments, tables, activation, dense_program: as `save_model` takes
+    them; an input of few samples, since it is kept. registered_model_name: of the registry, which gets a new version;
+    alias: of that version. requirements: further ones, such as a package that `build` imports.
 
     When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
     training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint;
@@ -63,6 +64,7 @@ class LogModel:
     arguments: Mapping[str, Any] | None = None
     tables: str = "all"
     activation: str = "none"
+    dense_program: bool = False
     requirements: Sequence[str] = ()
     checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,6 +79,8 @@ class LogModel:
     def check(self, model: nn.Module) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
         inputs.spec_of(self.input_example, model)
+        if self.dense_program:
+            check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model)
 
     def write(self, model: nn.Module, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
@@ -86,7 +90,7 @@ class LogModel:
         """
         how: dict[str, Any] = {
             "build": self.build, "arguments": self.arguments, "tables": self.tables, "activation": self.activation,
-            "input_example": self.input_example,
+            "input_example": self.input_example, "dense_program": self.dense_program,
         }  # fmt: skip
         tags = {"gba_hvd.step": str(step)}
         if checkpoint is not None:

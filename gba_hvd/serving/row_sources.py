@@ -57,7 +57,7 @@ class LiveRows:
 
 
 class CheckpointRows:
-    """Of a checkpoint. tables: of the built module, which say how rows start; None: not known."""
+    """Of a checkpoint. tables: of the built module, which say how rows start; None: not known. Also a `RowReader`."""
 
     def __init__(self, checkpoint: OpenCheckpoint, name: str, tables: EmbeddingTables | None) -> None:
         about, self._checkpoint = checkpoint.tables[name], checkpoint
@@ -77,6 +77,12 @@ class CheckpointRows:
 
     def shared(self) -> np.ndarray:
         return self._checkpoint.shared_rows(self.name)
+
+    def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._checkpoint.rows(self.name, keys if self.n_rows else ids_of(keys))
+
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        return np.isin(keys, self.keys())
 
 
 def live_rows(tables: Sequence[EmbeddingTables]) -> dict[str, LiveRows]:

@@ -109,7 +109,7 @@ def save_model(
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
     from a checkpoint); StoreError where the store fails. The versions before stay as they are.
     """
-    _check(tables, activation)
+    _check(tables, activation, dense_program, input_example)
     own = tables_in(model)
     rows = live_rows(own)
     if not rows:
@@ -119,8 +119,6 @@ def save_model(
         )
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model)
-    if dense_program and input_example is None:
-        raise BadInput("dense_program=True needs input_example, by which the model is traced")
     exported = exported_dense_part(model, input_example) if dense_program else None
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
@@ -153,6 +151,7 @@ def export_model(
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
     shard_bytes: int | None = None,
+    dense_program: bool = False,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
 ) -> SavedModel:
@@ -165,7 +164,7 @@ def export_model(
 
     Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
     """
-    _check(tables, activation)
+    _check(tables, activation, dense_program, input_example)
     opened = checkpoint
     if not isinstance(opened, OpenCheckpoint):
         opened = open_checkpoint(opened, step)
@@ -178,20 +177,29 @@ def export_model(
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
+    rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
+    exported = None
+    if dense_program:
+        freeze(fresh, assembled, rows)
+        exported = exported_dense_part(fresh, input_example)
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
-    stored = tuple(writer.table(CheckpointRows(opened, name, owner.get(name))) for name in names)
+    stored = tuple(writer.table(one) for one in rows.values())
     source = {
         "checkpoint": opened.name, "checkpoint_url": opened.url, "checkpoint_checksum": opened.checksum,
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written)
+    return _commit(
+        store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written, exported
+    )
 
 
-def _check(tables: str, activation: str) -> None:
+def _check(tables: str, activation: str, dense_program: bool, input_example: Any) -> None:
     refuse_unknown("tables", tables, TABLES)
     refuse_unknown("activation", activation, ACTIVATIONS)
+    if dense_program and input_example is None:
+        raise BadInput("dense_program=True needs input_example, by which the model is traced")
 
 
 def _outputs(model: nn.Module, example: Any) -> Any:

@@ -51,6 +51,7 @@ class HashedSpec:
     entries: rows that ids may have, a multiple of BUCKET; fallback: rows that ids without an entry share
     admit_after: lookups until an id is admitted. evict: "lfu", "ttl" or "": nothing is evicted
     evict_after_steps: with "ttl"; otherwise 0. std: of initial rows; None: `Layout.init_std`
+    init: the function that gives ids their initial rows, `module:function`; empty: none, they are of `std`
     """
 
     entries: int
@@ -59,6 +60,7 @@ class HashedSpec:
     evict: str = ""
     evict_after_steps: int = 0
     std: float | None = None
+    init: str = ""
 
     @classmethod
     def of(cls, capacity: int, fallback_rows: int, n_shards: int, **settings: Any) -> HashedSpec:
@@ -293,6 +295,9 @@ class Layout:
             own = {t.name: t.optimizer for t in self.tables if t.optimizer}
             optimizers = {"optimizers": {"tables": own, "slots": list(map(_write_slots, self.own_slots))}}
         hashed = {t.name: asdict(t.hashed) for t in self.tables if t.hashed is not None}
+        for spec_of in hashed.values():
+            if not spec_of["init"]:
+                del spec_of["init"]
         return {
             "tables": {t.name: [t.n_rows, t.dim] for t in self.tables},
             "slots": _write_slots(self.slots),
@@ -310,7 +315,7 @@ class Layout:
             table.name: {
                 "capacity": self.n_shards * spec.entries, "fallback_rows": self.n_shards * spec.fallback,
                 "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps,
-                "init": self.init_std if spec.std is None else spec.std, "seed": self.seed,
+                "init": spec.init or (self.init_std if spec.std is None else spec.std), "seed": self.seed,
             }
             for table in self.tables
             if (spec := table.hashed) is not None

@@ -34,7 +34,7 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import vocabulary_kernels
+from gba_hvd.shm import init_functions, vocabulary_kernels
 from gba_hvd.shm.layout import NO_KEY, STATS, Group, Layout, ids_of, keys_of_ids, table_seed
 
 _EVICT = {"": 0, "lfu": 1, "ttl": 2}
@@ -186,12 +186,21 @@ class Vocabulary:
             _EVICT[spec.evict], spec.evict_after_steps, new, entries,
         )  # fmt: skip
         new, entries = new[:n], entries[:n]
-        starts = self._layout.record_starts(entries, self._group)
+        starts, ids = self._layout.record_starts(entries, self._group), ids_of(new)
         vocabulary_kernels.init_records(
-            self._flat, self._words, starts, ids_of(new), self._group.record, self._group.dim, self._seed, self._std
+            self._flat, self._words, starts, ids, self._group.record, self._group.dim, self._seed, self._std
         )
+        if spec.init and n:
+            self._write_weights(starts, self._computed(ids))
         # Last: a reader that finds a key finds a complete record.
         vocabulary_kernels.publish_keys(self._longs, new, entries, *self._geometry, self._stats_at, self._keys_at)
+
+    def _computed(self, ids: np.ndarray) -> np.ndarray:
+        function, name = init_functions.resolve(self.spec.init), self._group.tables[0].name
+        return init_functions.initial_values(function, f"init of table {name!r}", ids, self._group.dim)
+
+    def _write_weights(self, starts: np.ndarray, weights: np.ndarray) -> None:
+        self._flat[starts.astype(np.int64)[:, None] + np.arange(self._group.dim)] = weights
 
     def _age(self, shards: np.ndarray, step: int) -> None:
         spec = self.spec
@@ -222,14 +231,12 @@ class Vocabulary:
         Raises ShardMemoryError where there is no room for all.
         """
         rows = self.admit(keys_of_ids(ids), step)
-        name, dim = self._group.tables[0].name, self._group.dim
         if (missing := np.count_nonzero(rows >= self.n_own_rows)) > 0:
             raise ShardMemoryError(
-                f"table {name!r}: {missing} of {len(ids)} assigned ids found no room among the "
+                f"table {self._group.tables[0].name!r}: {missing} of {len(ids)} assigned ids found no room among the "
                 f"{self.spec.entries} entries of their shard: raise its capacity to a tenth more than there are ids"
             )
-        starts = self._layout.record_starts(rows, self._group).astype(np.int64)
-        self._flat[starts[:, None] + np.arange(dim)] = weights
+        self._write_weights(self._layout.record_starts(rows, self._group), weights)
 
     def insert(self, shard: int, keys: np.ndarray, uses: np.ndarray) -> tuple[np.ndarray, int]:
         """(places int64 [n] in the shard, -1: none; how many keys had to go) for keys out of a checkpoint.

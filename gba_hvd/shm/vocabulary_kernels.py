@@ -28,6 +28,8 @@ _compiled = functools.partial(_FILE.add, nogil=True, error_model="numpy")
 # Numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`.
 _SIZE, _ADMITTED, _EVICTED, _NO_ROOM, _LOOKUPS, _MISSED, _USED, _COUNTED, _SWEPT = range(9)
 _MOST = 2**32 - 1
+_LINE = np.uint64(8)  # int64 words of a cache line
+_AHEAD = 32  # keys whose buckets are read before the first of them is searched
 
 
 @_inlined("uint64(uint64)")
@@ -74,19 +76,29 @@ def find_rows(
 ) -> int:
     """rows[i] = the row of keys[i]: its entry, or a fallback row. Returns how many have no entry."""
     n_buckets, n_missing, shift = entries // _BUCKET, 0, _shift_of(n_shards)
-    for i in range(len(keys)):
-        key, mixed = keys[i], _mix(np.uint64(keys[i]))
-        shard = key & (n_shards - 1) if shift >= 0 else key % n_shards
-        base, first = np.uint64(shard * region + keys_at), _first_bucket(mixed, n_buckets) * _BUCKET
-        found = _find_in_bucket(longs, base + np.uint64(first), key)
-        if found == 0:
-            first = _second_bucket(mixed, n_buckets) * _BUCKET
+    for block in range(0, len(keys), _AHEAD):
+        end, seen = min(block + _AHEAD, len(keys)), np.int64(0)
+        for i in range(block, end):  # read the cache lines of both buckets of many keys: they come together
+            key, mixed = keys[i], _mix(np.uint64(keys[i]))
+            shard = key & (n_shards - 1) if shift >= 0 else key % n_shards
+            base = np.uint64(shard * region + keys_at)
+            a = base + np.uint64(_first_bucket(mixed, n_buckets) * _BUCKET)
+            b = base + np.uint64(_second_bucket(mixed, n_buckets) * _BUCKET)
+            seen ^= longs[a] ^ longs[a + _LINE] ^ longs[b] ^ longs[b + _LINE]
+        rows[block] = seen  # (overwritten below: without a use the reads would be left out)
+        for i in range(block, end):
+            key, mixed = keys[i], _mix(np.uint64(keys[i]))
+            shard = key & (n_shards - 1) if shift >= 0 else key % n_shards
+            base, first = np.uint64(shard * region + keys_at), _first_bucket(mixed, n_buckets) * _BUCKET
             found = _find_in_bucket(longs, base + np.uint64(first), key)
-        if found == 0:
-            n_missing += 1
-            rows[i] = entries * n_shards + key % (fallback * n_shards)
-        else:
-            rows[i] = (first + found - 1) * n_shards + shard
+            if found == 0:
+                first = _second_bucket(mixed, n_buckets) * _BUCKET
+                found = _find_in_bucket(longs, base + np.uint64(first), key)
+            if found == 0:
+                n_missing += 1
+                rows[i] = entries * n_shards + key % (fallback * n_shards)
+            else:
+                rows[i] = (first + found - 1) * n_shards + shard
     return n_missing
 
 

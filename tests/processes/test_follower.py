@@ -93,18 +93,10 @@ def predicted(arrays: dict[str, np.ndarray], **arguments: Any) -> np.ndarray:
     return found
 
 
-def report_lag(updates: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal: `pytest -s`."""
-    lags = [update["lag_s"] for update in updates if not update["is_full"]]
-    with capsys.disabled():
-        spread = f"median {np.median(lags):.3f} s, 95th percentile {np.percentile(lags, 95):.3f} s"
-        print(f"\n{len(lags)} updates, lag: {spread}")
-
-
 @pytest.mark.parametrize("dies_at", ["stage", pytest.param("apply", marks=pytest.mark.variant), "poll"])
 @pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
 def test_a_follower_that_was_killed_ends_with_the_predictions_of_the_trained_model(
-    tmp_path: Path, mode: str, dies_at: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mode: str, dies_at: str
 ) -> None:
     plan = saving(tmp_path, policy="delta") | FEW | ({"gba": LOCK_STEP} if mode == "gba" else {})
     plan |= {"holds": {"1": "servers", "4": "followed", "10": "killed"}, "sleep_s": 0.1, "epochs": 3}
@@ -128,7 +120,6 @@ def test_a_follower_that_was_killed_ends_with_the_predictions_of_the_trained_mod
         assert updates[-1]["step"] == job.result()["step"]
         assert len({update["pid"] for update in updates}) == 2
         assert not all(update["is_full"] for update in updates)
-        report_lag(updates, capsys)
 
 
 def test_a_job_that_loses_a_worker_and_a_server_is_followed(tmp_path: Path) -> None:

@@ -47,6 +47,18 @@ def test_lock_step_and_a_switch_there_and_back_are_bit_for_bit_allreduce(
     assert 20 < len(few["user.ids"]) < 150
 
 
+def test_a_function_of_ids_gives_the_same_first_rows_in_workers_and_servers(
+    few: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # where servers find the module of the function
+    plan = {**FEW, "init_by_function": True}
+    reference, result = train_alone(tmp_path / "allreduce", plan), train_alone(tmp_path / "gba", plan, **LOCK_STEP)
+    assert "gba" in result.modes
+    assert_identical(result.arrays, reference.arrays)
+    assert np.array_equal(result.arrays["user.ids"], few["user.ids"])
+    assert not np.allclose(result.arrays["user.weights"], few["user.weights"], atol=0.01)
+
+
 @pytest.mark.parametrize("hashed", [{"evict": "ttl", "evict_after_steps": 3}, {"admit_after": 3}])
 @pytest.mark.variant
 def test_ttl_and_a_table_that_fills_up_are_the_same_in_both_modes(tmp_path: Path, hashed: dict[str, Any]) -> None:

@@ -142,6 +142,10 @@ def item_rows(ids: np.ndarray) -> np.ndarray:
     return np.sin(ids[:, None] + np.arange(6)) / 10
 
 
+def user_rows(ids: np.ndarray) -> Tensor:
+    return torch.sin(torch.from_numpy(ids % 1000)[:, None] + torch.arange(8)) / 10
+
+
 DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -178,7 +182,8 @@ class Training:
         row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=plan.get("row_lr", 0.05))
         has_features, users = bool(plan.get("features")), gba_hvd.Table(300 + more_users, 8)
         if "hashed" in plan:
-            users = gba_hvd.Table(dim=8, keys="hash64", **plan["hashed"])
+            by_function = {"init": user_rows} if plan.get("init_by_function") else {}
+            users = gba_hvd.Table(dim=8, keys="hash64", **plan["hashed"], **by_function)
         tables = (
             feature_tables(plan, row_optimizer)
             if has_features

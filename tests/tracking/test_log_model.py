@@ -399,7 +399,12 @@ def test_settings_that_cannot_be(how: dict[str, Any], words: str) -> None:
 
 def test_what_would_fail_at_the_end_is_refused_at_the_start(trained: Trained, tmp_path: Path) -> None:
     model = trained()
-    for how, words in (({"build": "nowhere.py:f"}, "cannot be read"), ({"input_example": "text"}, "batch is a str")):
+    one_sample = {"input_example": batch(1), "dense_program": True}
+    refused = (
+        ({"build": "nowhere.py:f"}, "cannot be read"), ({"input_example": "text"}, "batch is a str"),
+        (one_sample, "at least 2 are needed"),
+    )  # fmt: skip
+    for how, words in refused:
         callback = MLflowCallback(log_model=log_model(**how), spool_dir=tmp_path)
         with pytest.raises(BadInput, match=words):
             callback.on_model(model)
@@ -413,7 +418,8 @@ def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_pa
     with pytest.raises(BadInput, match="are on several hosts, and the job has saved no checkpoint"):
         log_model().write(model, tmp_path / "none", 5, None)
     (tmp_path / "w").mkdir()
-    log_model().write(model, tmp_path / "w", 7, {"url": str(tmp_path / "c"), "saved_step": 5})
+    log_model(dense_program=True).write(model, tmp_path / "w", 7, {"url": str(tmp_path / "c"), "saved_step": 5})
+    assert len(list((tmp_path / "w").rglob("*.pt2"))) == 1
     facts = json.loads((tmp_path / "w" / "log.json").read_text())
     assert (facts["step"], facts["tags"]["gba_hvd.step"], facts["tags"]["gba_hvd.checkpoint_step"]) == (5, "5", "5")
     assert facts["tags"]["gba_hvd.checkpoint_checksum"] == open_checkpoint(tmp_path / "c").checksum

@@ -18,18 +18,21 @@ from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
 from .compression import command as compression
 from .days import command as days
+from .follower import command as follower
 from .harness.measure import Subparsers
 from .membership import command as membership
 from .ps import command as ps
 from .reader import command as reader
 from .recovery import command as recovery
+from .row_dtypes import command as row_dtypes
 from .serving import command as serving
 from .stragglers import command as gba
 from .switch import command as switch
 
 BENCHMARKS = (
-    allreduce, checkpoint, cluster_load, compression, days, delay, gba, import_time, launcher, membership, ps, quality,
-    reader, recovery, row_compression, server_start, serving, model_averaging, smoke, switch, vocabulary,
+    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, import_time, launcher, membership, ps,
+    quality, reader, recovery, row_compression, row_dtypes, server_start, serving, model_averaging, smoke, switch,
+    vocabulary,
 )  # fmt: skip
 
 

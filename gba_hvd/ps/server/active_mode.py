@@ -28,6 +28,7 @@ from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.state_files import StateFiles
+from gba_hvd.shm import init_functions
 from gba_hvd.shm.shard_memory import ShardMemory
 
 log = logging.getLogger("gba_hvd.ps")
@@ -49,6 +50,9 @@ class ActiveMode:
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
         own = tuple(map(build, settings.own_row_optimizers))
         self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
+        for table in memory.layout.tables:
+            if table.hashed is not None and table.hashed.init:
+                init_functions.resolve(table.hashed.init)  # at the start, not in a step
         self._buffer_bytes = settings.buffer_bytes
         self._evaluations = Evaluations()
         self._abandoned = 0  # the newest generation that its workers abandoned

@@ -49,6 +49,17 @@ def exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str
     return model, tmp_path / "m"
 
 
+def test_an_export_has_the_dense_program_that_is_asked_for(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    how = ["export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--dense-program"]
+    assert "--dense-program needs --example" in said(capsys, *how, status=1)
+    assert "version 1" in said(capsys, *how, "--example", EXAMPLE)
+    assert len(list((tmp_path / "m").rglob("*.pt2"))) == 1
+
+
 def test_each_store_of_an_export_has_its_own_options(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

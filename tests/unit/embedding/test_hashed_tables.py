@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
 from gba_hvd.callbacks import Event
+from gba_hvd.embedding.apply_rows import write_rows
 from gba_hvd.shm import job_board
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
@@ -52,6 +54,23 @@ def rows_of(job: Any, ids: list[int]) -> dict[str, np.ndarray]:
     return {what: job.tables.rows("user", ids, what) for what in ("weights", "sum")}
 
 
+def rows_by_id(ids: np.ndarray) -> np.ndarray:
+    return np.sin(ids[:, None] % 1000 + np.arange(4))
+
+
+def drawn_rows(ids: np.ndarray) -> np.ndarray:
+    return np.random.default_rng().normal(size=(len(ids), 4))
+
+
+def known_rows(ids: np.ndarray) -> np.ndarray:
+    known = {id_: np.zeros(4) for id_ in range(100)}
+    return np.stack([known[id_] for id_ in ids.tolist()])
+
+
+def narrow_rows(ids: np.ndarray) -> np.ndarray:
+    return np.zeros((len(ids), 3), np.float32)
+
+
 # --- what a user says ------------------------------------------------------------------------------------------------
 
 
@@ -73,13 +92,28 @@ def rows_of(job: Any, ids: list[int]) -> dict[str, np.ndarray]:
         (Table(dim=4, keys="hash64", capacity=5, evict="lfu", evict_after_steps=9), "no effect without evict='ttl'"),
         (Table(dim=4, keys="hash64", capacity=5, evict_after_steps=9), "no effect without evict='ttl'"),
         (Table(dim=4, keys="hash64", capacity=5, fallback_rows=0), "fallback_rows must be at least 1"),
-        (Table(dim=4, keys="hash64", capacity=5, init=lambda ids: ids), "servers, which do not have your function"),
+        (Table(dim=4, keys="hash64", capacity=5, init=lambda ids: ids), "at the top level of a module other than the"),
         (Table(dim=4, keys="hash64", capacity=5, padding_idx=-(2**63)), "padding_idx must be an id"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(make_tables: Any, table: Table, why: str) -> None:
     with pytest.raises(BadInput, match=why):
         make_tables({"t": table})
+
+
+@pytest.mark.parametrize(
+    ("init", "why"),
+    [
+        (drawn_rows, "init of table 't' must depend on the ids only"),
+        (known_rows, r"init of table 't' raises KeyError: .* give any int64 id a row, also those that your data"),
+        (narrow_rows, r"init of table 't': expected float32 \[16, 4\], got float32 \[16, 3\]"),
+    ],
+)
+def test_functions_that_do_not_give_every_id_its_row_are_refused_at_the_start(
+    make_tables: Any, init: Any, why: str
+) -> None:
+    with pytest.raises(BadInput, match=why):
+        make_tables({"t": Table(dim=4, keys="hash64", capacity=5, init=init)})
 
 
 def test_activations_of_bags_cannot_be_told_from_ids(training: Any) -> None:
@@ -150,15 +184,33 @@ def test_with_all_ids_admitted_a_hashed_table_trains_like_a_plain_one(training: 
     assert all(np.array_equal(a, b) for a, b in zip(*(job.all_dense().values() for job in jobs), strict=True))
 
 
+def test_an_admitted_id_starts_as_the_function_of_its_table_says_also_when_it_comes_back(make_tables: Any) -> None:
+    table = Table(dim=4, keys="hash64", capacity=16, evict="lfu", init=rows_by_id, fallback_rows=4)
+    tables, ids = make_tables({"plain": (10, 4), "t": table}, n_shards=1), np.array([-(2**60), 7, 2**62])
+    shared = tables.rows("t", ids)
+    assert not np.isclose(shared, rows_by_id(ids)).any() and 0 < np.abs(shared).max() < 0.1
+    look_up(tables, ids, 1)
+    assert tables.admitted("t", ids).all()
+    assert np.array_equal(tables.rows("t", ids), rows_by_id(ids).astype(np.float32))
+    write_rows(tables.memory, tables.layout.groups[1], keys_of_ids(ids), np.ones((3, 4), np.float32), 1)
+    look_up(tables, np.arange(100, 116), 2)
+    assert not tables.admitted("t", ids).any()
+    look_up(tables, ids, 3)
+    assert np.array_equal(tables.rows("t", ids), rows_by_id(ids).astype(np.float32))
+
+
 # --- whoever trains --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("init", [None, rows_by_id])
 @pytest.mark.parametrize("hosts", ["a", "aa", "aaa", "ab", "aab"])
 def test_any_number_of_workers_and_hosts_gives_the_same_vocabulary_and_model(
-    on_host: Callable[..., Any], workers: Workers, hosts: str
+    on_host: Callable[..., Any], workers: Workers, hosts: str, init: Any
 ) -> None:
+    users = replace(USERS, init=init)
+
     def train(where: str) -> list[Any]:
-        jobs = [on_host(f"{len(where)}{host}", tables={"user": USERS, "item": (7, 3)}) for host in where]
+        jobs = [on_host(f"{len(where)}{host}", tables={"user": users, "item": (7, 3)}) for host in where]
 
         def run(job: Any) -> None:
             job.state.sync()

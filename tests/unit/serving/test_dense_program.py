@@ -16,7 +16,8 @@ from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.manifest import StoredLookup, read_manifest
 from recovery.storage.open import open_store
 from tests.unit.serving.conftest import CODE, batch, evaluated
-from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch
+from tests.unit.serving.test_export import checkpoint
+from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
 
 
 def test_a_program_is_kept_with_what_its_rows_are(trained: Trained, tmp_path: Path) -> None:
@@ -40,6 +41,36 @@ def test_a_program_is_kept_with_what_its_rows_are(trained: Trained, tmp_path: Pa
     file.write_bytes(file.read_bytes()[:-1])
     assert len(verify_model(store, manifest)) == 1
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_checkpoint_gives_the_same_program_as_the_job(trained: Trained, tmp_path: Path, hashed: bool) -> None:
+    arguments = {"users": 100, "hashed": hashed}
+    model = trained(**arguments)
+    one = raw_users(batch(30), model) if hashed else batch(30, 100)
+    checkpoint(model, model.tables, tmp_path / "c")
+    how: dict[str, Any] = {"build": CODE, "arguments": arguments, "input_example": one, "dense_program": True}
+    gba_hvd.save_model(model, tmp_path / "live", **how)
+    gba_hvd.export_model(tmp_path / "c", tmp_path / "exported", **how)
+    rows, fields = model.tables(one.ids), {"user": one.ids["user"], "item": one.ids["item"], "dense": one.dense}
+    found = []
+    for name in ("live", "exported"):
+        store = open_store(tmp_path / name)
+        program = read_manifest(store).program
+        assert program is not None and len(program.lookups) == 3
+        dense_part: Any = torch.export.load(tmp_path / name / program.file.name).module()
+        found.append((program.lookups, dense_part(rows, fields)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "exported")(one), evaluated(model, one))
+
+
+def test_an_export_without_an_example_is_refused(trained: Trained, tmp_path: Path) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    with pytest.raises(BadInput, match="dense_program=True needs input_example"):
+        gba_hvd.export_model(tmp_path / "c", tmp_path / "m", build=CODE, dense_program=True)
+    assert not (tmp_path / "m").exists()
 
 
 class Stacked(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,18 @@ def test_the_columns_of_an_input_give_that_input(name: str) -> None:
     assert same(inputs.input_of(spec, columns), value)
     frame = pd.DataFrame({key: list(one) for key, one in columns.items()})
     assert same(inputs.input_of(spec, frame), value)
+
+
+def test_fields_come_in_the_order_of_the_example_also_from_sorted_json() -> None:
+    """A model may stack its rows, or the parts of a mapping, in that order."""
+    ids = {name: torch.arange(3) for name in ("user", "item", "city")}
+    for value in (gba_hvd.Batch(ids, torch.empty(3, 0), torch.zeros(3)), ids):
+        spec = inputs.spec_of(value, Model())
+        stored = json.loads(json.dumps(spec, sort_keys=True))
+        found = inputs.input_of(stored, inputs.columns_of(spec, value))
+        assert [*(found.ids if isinstance(found, gba_hvd.Batch) else found)] == ["user", "item", "city"]
+        with pytest.raises(BadInput, match="saved by an earlier version, without the order of its fields"):
+            inputs.input_of({name: one for name, one in stored.items() if name != "order"}, ids)
 
 
 def test_nan_is_taken_where_the_example_has_it() -> None:

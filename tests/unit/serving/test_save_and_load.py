@@ -559,3 +559,27 @@ def test_the_manifest_is_json_with_its_own_checksum(trained: Trained, tmp_path: 
     assert document["format"] == 1
     assert document["model"]["source"] == {"step": 7}
     assert set(document["model"]["versions"]) == {"gba-hvd", "torch", "numpy"}
+
+
+class StackedInOrder(nn.Module):
+    """Its weights are for the rows in the order of the batch's ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables({"user": (9, 4), "item": (7, 4), "city": (3, 4)}, gba_hvd.SGD(lr=0.1))
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
+        return self.out(self.tables.stacked(batch.ids).flatten(1)).squeeze(1)
+
+
+def test_scores_of_columns_are_those_of_a_batch_where_the_order_of_fields_counts(
+    job_memory: Callable[..., None], tmp_path: Path
+) -> None:
+    model, rng = StackedInOrder(), np.random.default_rng(1)
+    job_memory(model.tables)
+    ids = {name: torch.from_numpy(rng.integers(0, table.n_rows, 20)) for name, table in model.tables.tables.items()}
+    one = gba_hvd.Batch({**ids}, torch.empty(20, 0), torch.zeros(20))
+    gba_hvd.save_model(model, tmp_path / "m", input_example=one)
+    scores = gba_hvd.open_model(tmp_path / "m").predict({name: column.numpy() for name, column in ids.items()})
+    assert np.allclose(scores["score"], evaluated(model, one).numpy(), atol=1e-6)

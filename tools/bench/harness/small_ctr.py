@@ -132,16 +132,20 @@ def first_rows() -> Tensor:
 
 
 def auc(predict: Callable[[Tensor, Tensor], Tensor], samples: Samples, block: int = 5000) -> float:
-    """AUC of `predict(ids [8, n], dense [n, 4]) -> logits [n]`: the share of pairs in the right order, ties half."""
+    """AUC of `predict(ids [8, n], dense [n, 4]) -> logits [n]`."""
     logits, labels = [], []
     with torch.no_grad():
         for at in range(0, len(samples), block):
             ids, dense, label = samples.tensors(np.arange(at, min(at + block, len(samples))))
             logits.append(predict(ids, dense).numpy())
             labels.append(label.numpy() > 0.5)
-    clicked = np.concatenate(labels)
-    _, level, counts = np.unique(np.concatenate(logits), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[level]  # of equal logits, the mean of theirs
+    return auc_of(np.concatenate(logits), np.concatenate(labels))
+
+
+def auc_of(scores: np.ndarray, clicked: np.ndarray) -> float:
+    """The share of pairs in the right order, ties half. scores: [n]; clicked: bool [n]"""
+    _, level, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[level]  # of equal scores, the mean of theirs
     n = int(clicked.sum())
     return float((ranks[clicked].sum() - n * (n + 1) / 2) / (n * (len(clicked) - n)))
 

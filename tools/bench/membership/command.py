@@ -9,15 +9,11 @@ micro-batch, less the usual time between them. The longer pause of the two survi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,14 +23,12 @@ from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
+from ..harness.elastic_job import NAMES, ElasticJob, discovery, elastic_variant
 from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = ("gba", "allreduce", "horovod")
-NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 N_MICRO = 6  # micro-batches of a global step: three workers do 2 each, two do 3
 WARM = 20  # micro-batches of every worker before one is killed
-MARKER = "GBA_HVD_BENCH_FOLDER"
-_POLL_S = 0.05
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -79,21 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def discovery(folder: Path) -> Path:
-    """A script that names the three hosts."""
-    script = folder / "discover.sh"
-    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in NAMES))
-    script.chmod(0o755)
-    return script
-
-
 def variant(name: str, script: Path) -> Variant:
-    n = str(len(NAMES))
-    workers = ("-np", n, "--min-np", str(len(NAMES) - 1), "--max-np", n, "--host-discovery-script", str(script))
-    hosts = ("--blacklist-cooldown-range", "1", "2", "--network-interface", "lo")
-    python = (sys.executable, "-m", f"{__package__}.worker", "--contestant", name)
-    env = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", "GBA_HVD_GRACE_S": "2"}
-    return Variant(name, (measure.console_script("horovodrun"), *workers, *hosts, *python), env)
+    n = len(NAMES)
+    return elastic_variant(name, script, "bench.membership.worker", "--contestant", name, workers=n, least=n - 1)
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
@@ -111,17 +93,17 @@ class Worker:
 def launch(rows: list[Row], scratch: Path, service_s: float, timeout_s: float, contestant: Variant, number: int) -> Row:
     """One job, one kill; its row is added to `rows`. Raises RunFailed."""
     folder = scratch / f"{contestant.name}-{number}"
-    folder.mkdir()
+    (folder / "marks").mkdir(parents=True)
     victim = (number + 1) % len(NAMES)
-    with job(contestant, folder, service_s) as wait:
-        wait("three workers", timeout_s, lambda: ready(read(folder)))
+    with ElasticJob(contestant, folder, ["--marks", folder / "marks", "--service-s", service_s]) as job:
+        job.wait("three workers", timeout_s, lambda: ready(read(folder)))
         dying = next(w for w in read(folder).values() if w.rank == victim)
         before = set(read(folder))
         killed_s = time.monotonic()
         os.kill(dying.pid, signal.SIGKILL)
-        joined_s: float = wait("the late joiner", timeout_s, lambda: joined(read(folder), before))
+        joined_s: float = job.wait("the late joiner", timeout_s, lambda: joined(read(folder), before))
         survivors = before - {dying.pid}
-        wait("the survivors", timeout_s, lambda: all(read(folder)[pid].ends[-1] > joined_s for pid in survivors))
+        job.wait("the survivors", timeout_s, lambda: all(read(folder)[pid].ends[-1] > joined_s for pid in survivors))
         seen = read(folder)
     found = [pause([*seen[pid].ends], killed_s, joined_s) for pid in survivors]
     row = {
@@ -138,49 +120,6 @@ def launch(rows: list[Row], scratch: Path, service_s: float, timeout_s: float, c
     took = f"pause {row['pause_s']:6.3f} s  late joiner after {row['joined_after_s']:5.1f} s"
     print(f"run {number + 1}  {contestant.name:10s} {took}  {row['work_share']:.0%} of the work done", flush=True)
     return row
-
-
-@contextlib.contextmanager
-def job(contestant: Variant, folder: Path, service_s: float) -> Iterator[Callable[..., Any]]:
-    """A running job; gives what waits for something in it. At the end all its processes are gone."""
-    marks, log = folder / "marks", folder / "log"
-    marks.mkdir()
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD"))}
-    environ |= {**contestant.env, MARKER: str(folder), "GBA_HVD_SHARD_DIR": str(folder)}
-    command = [*contestant.command, "--marks", str(marks), "--service-s", str(service_s)]
-
-    def wait(what: str, timeout_s: float, condition: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            ended = process.poll()
-            if ended is not None or time.monotonic() > deadline:
-                why = f"waited {timeout_s:.0f} s for {what}" if ended is None else f"ended with {ended} before {what}"
-                raise measure.RunFailed(f"{contestant.name}: {why}\n{measure.gist(log.read_text(errors='replace'))}")
-            time.sleep(_POLL_S)
-        return value
-
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-        )
-        try:
-            yield wait
-        finally:
-            measure.stop(process)
-            end_all(folder)
-
-
-def end_all(folder: Path) -> None:
-    """Kill what is left of the job in `folder`, found by its environment."""
-    import psutil
-
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARKER) == str(folder):
-                process.kill()
-                left.append(process)
-    psutil.wait_procs(left, timeout=10)
 
 
 def read(folder: Path) -> dict[int, Worker]:

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import gba_hvd
+from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.shm.shard_memory import ShardMemory
 
 from .models import DIM, Plain, Shape, dense_of, logits_of, request, shape_of
 
 
 class Served(nn.Module):
-    def __init__(self, shape: Shape, shard_dir: str | None = None) -> None:
+    def __init__(self, shape: Shape, shard_dir: str | None = None, optimizer: RowOptimizer | None = None) -> None:
         super().__init__()
         self.tables = gba_hvd.EmbeddingTables(
             {name: (n, DIM) for name, n in shape.tables.items()},
-            optimizer=gba_hvd.SGD(lr=0.1),
+            optimizer=optimizer or gba_hvd.SGD(lr=0.1),
             features={
                 name: gba_hvd.Feature(field.table, pooling=None if field.ids_per_sample else "sum")
                 for name, field in shape.fields.items()
