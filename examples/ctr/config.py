@@ -353,7 +353,7 @@ class Switching:
     every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")
     pause_s: float = setting(Averaging.pause_s, "shadow: least time between two rounds")
     wire: Literal["curve", "plain"] = setting(
-        "curve", "between hosts: encrypted; plain: not, for networks that no other party can read or write"
+        "curve", "between hosts: encrypted; plain: neither secret nor safe from changes, for closed networks only"
     )
     wait_s: float | None = setting(
         None,

@@ -297,8 +297,8 @@ def _what_is_trained(engine: Engine) -> str:
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
     if switching is not None and switching.wire == "plain":
         saved += (
-            "; wire 'plain': in asynchronous modes what hosts send each other is not encrypted, who reaches their "
-            "network can read it, and alter it on its way"
+            "; wire 'plain': what hosts send each other in asynchronous modes is neither secret nor protected against "
+            "changes on the network, only processes with the job's key are let in"
         )
     return (
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "

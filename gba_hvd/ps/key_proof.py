@@ -5,8 +5,9 @@
     client -> server    HMAC-SHA256(key, "client", both nonces)
 
 Each side draws its nonce for this connection alone, so a proof that was captured on another one is of no use; and the
-names of the roles differ, so a proof that is sent back to the side that gave it is of no use either. The key is never
-sent. Pure functions; the connections are `plain_tcp`'s.
+names of the roles differ, so a proof that is sent back to the side that gave it is of no use either. `key` is the job's
+for one listening socket (`key_at`), so a process that took a dead server's port cannot pass another server's proofs on.
+It is never sent. Pure functions; the connections are `plain_tcp`'s.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ _OTHER_WIRE = "it speaks ZeroMQ, as wire='curve' does, and this side was started
 
 class NotProven(ConnectionError):
     """The peer did not prove that it holds the job's key. The message says what came instead."""
+
+
+def key_at(key: bytes, address: str, port: int) -> bytes:
+    """The key of connections to the server that listens there, from the job's key."""
+    return hmac.digest(key, f"{address}:{port}".encode(), hashlib.sha256)
 
 
 def hello(client_nonce: bytes) -> bytes:
@@ -68,4 +74,7 @@ def _nonce(greeted: bytes) -> bytes:
 
 def _check(given: bytes, expected: bytes, who: str) -> None:
     if not hmac.compare_digest(given, expected):
-        raise NotProven(f"{who} does not hold the job's key")
+        raise NotProven(
+            f"{who} does not hold the job's key, or a proxy is between: a server must be reached at the address and port "
+            "that it listens at"
+        )

@@ -7,8 +7,8 @@ Both have the part of a ZeroMQ socket's interface that `transport` uses, and `fi
 there may be something to do. They start no thread: all they do is done in calls of the thread that they belong to.
 
 Nothing is taken from a peer, and nothing sent to it, before both sides have proved on this very connection that they
-hold the job's key (`key_proof`). Until then a connection holds a few hundred bytes, for `handshake_s`, and there are at
-most MOST_UNPROVEN; a new one then ends the oldest. Afterwards a message is
+hold the job's key (`key_proof`). Until then a connection holds a few hundred bytes, for `handshake_s` between one part
+of the proof and the next, and there are at most MOST_UNPROVEN; a new one then ends the oldest. Afterwards a message is
 
     number of frames (u32), size of each (u64), the frames one after the other; little endian
 
@@ -78,6 +78,7 @@ class Connection:
         self.outgoing: deque[Outgoing] = deque()
         self._key, self._most_bytes = key, most_bytes
         self._message: list[Any] | None = None
+        self._n_filled = 0  # parts of the proof and of messages that have come
         self._steps = self._serve() if is_server else self._open()
         self._unfilled = next(self._steps)
 
@@ -122,15 +123,35 @@ class Connection:
     def receive(self) -> list[Any] | None:
         """The frames of the next message, if all of it is there. Raises OSError when the connection is over."""
         while self._message is None:
-            try:
-                n = self.tcp.recv_into(self._unfilled)
-            except BlockingIOError:
+            if not self._fill():
                 return None
-            if not n:
-                raise ConnectionResetError("the peer closed the connection")
-            self._unfilled = self._unfilled[n:] if n < len(self._unfilled) else next(self._steps)
         message, self._message = self._message, None
         return message
+
+    def take_proof(self) -> bool:
+        """Take what has come of the proof, and nothing behind it; whether a part of it is complete that was not.
+
+        Raises OSError when the connection is over.
+        """
+        n_before = self._n_filled
+        while not self.is_proven and self._fill():
+            pass
+        return self._n_filled > n_before
+
+    def _fill(self) -> bool:
+        """Read once. False: nothing is there."""
+        try:
+            n = self.tcp.recv_into(self._unfilled)
+        except BlockingIOError:
+            return False
+        if not n:
+            raise ConnectionResetError("the peer closed the connection")
+        if n < len(self._unfilled):
+            self._unfilled = self._unfilled[n:]
+        else:
+            self._n_filled += 1
+            self._unfilled = next(self._steps)
+        return True
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -201,7 +222,9 @@ class PlainRouter:
         self._listening = socket.create_server((address, port), backlog=128)
         self._listening.setblocking(False)
         self._epoll.register(self._listening, select.EPOLLIN)
-        return int(self._listening.getsockname()[1])
+        port = int(self._listening.getsockname()[1])
+        self._key = key_proof.key_at(self._key, address, port)
+        return port
 
     def recv_multipart(self, flags: int = zmq.DONTWAIT, copy: bool = False) -> list[Any]:
         """A message that waits. Raises zmq.Again when none does."""
@@ -248,8 +271,20 @@ class PlainRouter:
     def tick(self) -> None:
         """End connections that took too long to prove that they hold the key. To be called several times a second."""
         now = time.monotonic()
-        while self._deadlines and next(iter(self._deadlines.values())) < now:
-            self._drop(self._connections[next(iter(self._deadlines))], NotProven("it sent no proof in time"))
+        while self._deadlines:
+            fd, deadline_s = next(iter(self._deadlines.items()))
+            if deadline_s >= now:
+                break
+            connection = self._connections[fd]
+            try:  # this thread may have been busy since the proof came
+                if not connection.take_proof():
+                    raise NotProven("it sent no proof in time")
+            except OSError as error:
+                self._drop(connection, error)
+                continue
+            del self._deadlines[fd]
+            if not connection.is_proven:
+                self._deadlines[fd] = now + self._handshake_s
         if self.refused > self._reported and now >= self._next_report_s:
             text = "%d connections to this server were refused since the last report: %s"
             log.warning(text, self.refused - self._reported, self._why)
@@ -311,7 +346,7 @@ class PlainDealer:
     """
 
     def __init__(self, address: str, port: int, key: bytes, most_bytes: int, queued: int, handshake_s: float) -> None:
-        self._place, self._key, self._most_bytes = (address, port), key, most_bytes
+        self._place, self._key, self._most_bytes = (address, port), key_proof.key_at(key, address, port), most_bytes
         self._queued, self._handshake_s = queued, handshake_s
         self._epoll = select.epoll()
         self._connection: Connection | None = None

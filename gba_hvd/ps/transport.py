@@ -33,7 +33,8 @@ from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
 MAX_FRAME_BYTES = 1 << 31
 PIECE_BYTES = 1 << 30  # of a frame to a local peer, or from a server
 TCP_PIECE_BYTES = 4 << 20  # of a frame to a server over TCP
-HANDSHAKE_S = 2.0
+HANDSHAKE_S = 2.0  # a server's patience with a peer that has proved nothing
+CONNECT_S = 10.0  # a client's patience with a server, which may be busy, before it connects anew
 IO_THREADS = 2
 _LOCAL_THREAD, _TCP_THREAD = 1, 2  # bits of a ZeroMQ affinity
 _ENCRYPTION_BYTES = 1024  # more than CURVE adds to a frame
@@ -283,7 +284,7 @@ def connect(
 ) -> Any:
     """A worker's socket to a server: through the folder on its own host, by address elsewhere."""
     if folder_fd is None and wire == "plain":
-        return PlainDealer(address, port, key, MAX_FRAME_BYTES, QUEUED_MESSAGES, HANDSHAKE_S)
+        return PlainDealer(address, port, key, MAX_FRAME_BYTES, QUEUED_MESSAGES, CONNECT_S)
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.set_hwm(QUEUED_MESSAGES)

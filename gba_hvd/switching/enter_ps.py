@@ -22,7 +22,9 @@ import ipaddress
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import WIRES, Endpoint, Enter, Export
+from gba_hvd.ps.messages import WIRES, Endpoint, Enter, Export, Wire
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
@@ -72,8 +74,9 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
             _refuse_what_servers_cannot_do(engine, switching, mode)
             _await_own(engine, switching, mode)
             own = [launch.endpoint(engine.folder, i, host, 0.0) for i in range(n)]
+            _refuse_another_wire(own, switching.wire, engine.folder)
         except (GbaError, OSError) as error:
-            failure = str(error)
+            failure, own = str(error), []
     generation = secrets.randbits(48) if world.rank == 0 else 0
     servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
     session = None
@@ -189,6 +192,17 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
             data = {"waiting": [f"mode {mode}"], "seconds": round(passed_s, 1)}
             engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
         time.sleep(_LOOK_S)
+
+
+def _refuse_another_wire(own: Sequence[Endpoint], wire: Wire, folder: Path) -> None:
+    """Raises GbaError: a job of the same name that was here before started this host's servers with other settings."""
+    for server in own:
+        if server.wire != wire:
+            raise GbaError(
+                f"this job has GBACallback(wire={wire!r}), but server {server.index} of this host has "
+                f"wire={server.wire!r}: the job before it of this name started it. Stop the job, remove {folder} or "
+                "choose another GBA_HVD_JOB_ID, and start again"
+            )
 
 
 def _gather_who_is_there(

@@ -113,7 +113,7 @@ def test_two_hosts_in_lock_step_compute_the_same_with_either_wire(tmp_path: Path
             assert workers_of(job) == {0, 1}
             found[wire] = job.arrays(), job.optimizer_arrays()
             started = next(e["message"] for e in job.notes("event") if e["event"] == "started")
-            assert ("wire 'plain': in asynchronous modes what hosts send" in started) is (wire == "plain")
+            assert ("wire 'plain': what hosts send each other" in started) is (wire == "plain")
             sent = [line["bytes"] for line in job.notes("event") if line["event"] == "traffic"]
             assert sum(n for one in sent for key, n in one.items() if key.endswith("_gba_rows")) > 0
     for plain, curve in zip(found["plain"], found["curve"], strict=True):

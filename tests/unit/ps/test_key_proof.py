@@ -41,6 +41,14 @@ def test_a_proof_is_of_its_role() -> None:
         key_proof.answer(KEY, HELLO, REPLY[: key_proof.HELLO_BYTES] + ANSWER)
 
 
+def test_a_proof_is_of_its_server() -> None:
+    """A process that listens where a server of the job died can have another one's proof, and not use it."""
+    here, there = (key_proof.key_at(KEY, "10.0.0.1", port) for port in (4000, 4001))
+    assert here == key_proof.key_at(KEY, "10.0.0.1", 4000) != key_proof.key_at(KEY, "10.0.0.2", 4000)
+    with pytest.raises(NotProven, match=r"the server does not .* or a proxy is between"):
+        key_proof.answer(here, HELLO, key_proof.reply(there, HELLO, NEXT))
+
+
 def test_a_proof_is_of_its_connection() -> None:
     """Who has listened to another one can use nothing of it: each side draws a nonce for each connection."""
     with pytest.raises(NotProven):

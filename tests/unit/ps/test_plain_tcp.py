@@ -18,6 +18,7 @@ from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 LIMIT = 1 << 20
+A_MESSAGE = (1).to_bytes(4, "little") + (3).to_bytes(8, "little") + b"abc"
 Ends = tuple[PlainRouter, PlainDealer]
 
 
@@ -39,6 +40,10 @@ def ends() -> Iterator[Ends]:
     dealer.close()
     router.close()
     router.close()
+
+
+def key_at(port: int, key: bytes = KEY) -> bytes:
+    return key_proof.key_at(key, "127.0.0.1", port)
 
 
 def turn(each: PlainRouter | PlainDealer) -> list[Any] | None:
@@ -177,12 +182,11 @@ def test_a_client_that_does_not_prove_is_cut_off_whatever_it_sends_behind(wrong:
     raw.socket.sendall(hello)
     reply = raw.read(key_proof.REPLY_BYTES)
     answer = {
-        "another key": key_proof.proof(OTHER, "client", hello[16:], reply[16:48]),
+        "another key": key_proof.proof(key_at(port, OTHER), "client", hello[16:], reply[16:48]),
         "the server's own proof": reply[48:],
-        "a proof of another connection": key_proof.proof(KEY, "client", hello[16:], os.urandom(32)),
+        "a proof of another connection": key_proof.proof(key_at(port), "client", hello[16:], os.urandom(32)),
     }[wrong]
-    message = (1).to_bytes(4, "little") + (3).to_bytes(8, "little") + b"abc"
-    raw.socket.sendall(answer + message)
+    raw.socket.sendall(answer + A_MESSAGE)
     assert raw.is_over()
     assert router.refused == 1 and not router._connections
     raw.socket.close()
@@ -194,11 +198,42 @@ def test_with_the_right_proof_the_same_is_taken() -> None:
     raw = Raw(router, port)
     hello = key_proof.hello(os.urandom(32))
     raw.socket.sendall(hello)
-    answer = key_proof.answer(KEY, hello, raw.read(key_proof.REPLY_BYTES))
-    raw.socket.sendall(answer + (1).to_bytes(4, "little") + (3).to_bytes(8, "little") + b"abc")
+    raw.socket.sendall(key_proof.answer(key_at(port), hello, raw.read(key_proof.REPLY_BYTES)) + A_MESSAGE)
     assert at_router(router)[1] == [b"abc"]
     assert router.refused == 0
     raw.socket.close()
+    router.close()
+
+
+def test_a_proof_that_came_while_the_server_was_busy_is_in_time() -> None:
+    router, port = a_router(handshake_s=0.0)  # each call of `tick` comes too late
+    with sockets.create_connection(("127.0.0.1", port)) as client:
+        (connection,) = until(lambda: list(router._connections.values()), router)
+        hello, arrives = key_proof.hello(os.urandom(32)), connection.tcp
+        client.sendall(hello)
+        select.select([arrives], (), ())
+        turn(router)
+        answer = key_proof.answer(key_at(port), hello, client.recv(key_proof.REPLY_BYTES, sockets.MSG_WAITALL))
+        client.sendall(answer + A_MESSAGE)
+        select.select([arrives], (), ())
+        assert at_router(router)[1] == [b"abc"]
+        assert router.refused == 0 and not router._deadlines
+    router.close()
+
+
+def test_a_process_that_took_a_dead_servers_port_cannot_pass_on_the_proof_of_another() -> None:
+    router, port = a_router()
+    with sockets.create_server(("127.0.0.1", 0)) as taken:
+        dealer = a_dealer(taken.getsockname()[1])
+        between, _ = taken.accept()
+    with between:
+        until(lambda: select.select([between], (), (), 0)[0], dealer)
+        other = Raw(router, port)
+        other.socket.sendall(between.recv(key_proof.HELLO_BYTES, sockets.MSG_WAITALL))
+        between.sendall(other.read(key_proof.REPLY_BYTES))
+        assert "the server does not hold the job's key" in until(lambda: dealer.why_not, dealer)
+    other.socket.close()
+    dealer.close()
     router.close()
 
 
@@ -241,7 +276,7 @@ def test_a_message_that_is_none_ends_the_connection(head: bytes, caplog: pytest.
     raw = Raw(router, port)
     hello = key_proof.hello(os.urandom(32))
     raw.socket.sendall(hello)
-    raw.socket.sendall(key_proof.answer(KEY, hello, raw.read(key_proof.REPLY_BYTES)) + head)
+    raw.socket.sendall(key_proof.answer(key_at(port), hello, raw.read(key_proof.REPLY_BYTES)) + head)
     assert raw.is_over()
     assert "a peer that holds the job's key sent a" in caplog.text and router.refused == 0
     raw.socket.close()
