@@ -75,6 +75,6 @@ def _nonce(greeted: bytes) -> bytes:
 def _check(given: bytes, expected: bytes, who: str) -> None:
     if not hmac.compare_digest(given, expected):
         raise NotProven(
-            f"{who} does not hold the job's key, or a proxy is between: a server must be reached at the address and port "
-            "that it listens at"
+            f"{who} does not hold the job's key, or a proxy is between: a server must be reached at the address and "
+            "port that it listens at"
         )

@@ -83,13 +83,14 @@ class Waiting:
     """A socket of wire plain with the calls of ZeroMQ's that wait."""
 
     def __init__(self, socket: PlainDealer) -> None:
-        self._socket, self._came = socket, list[list[Any]]()
+        self._socket, self._came, self._poll = socket, list[list[Any]](), select.poll()
+        self._poll.register(socket, select.POLLIN)
 
     def poll(self, timeout_ms: int) -> bool:
         deadline = time.monotonic() + timeout_ms / 1000
         while not self._came and time.monotonic() < deadline:
             self._socket.tick()
-            select.select([self._socket], (), (), 0.01)
+            self._poll.poll(10)
             with contextlib.suppress(zmq.Again):
                 self._came.append([bytes(frame) for frame in self._socket.recv_multipart()])
         return bool(self._came)
