@@ -138,8 +138,6 @@ class CheckpointCallback:
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether a checkpoint should be made of `step`."""
-        if math.isnan(self._last_s):
-            self._last_s, self._last_step = now_s, step
         if step <= self._last_step:
             return False
         by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
@@ -151,6 +149,11 @@ class CheckpointCallback:
         by_steps = 0.0 if self.every_steps is None else age_steps / self.every_steps
         every_s = self.planned_s if self.is_planned else self.every_s
         return max(by_steps, 0.0 if every_s is None else age_s / every_s)
+
+    def count_from(self, step: int, now_s: float) -> None:
+        """The job starts at `step`: its first checkpoint is due an interval later, unless it resumed from one."""
+        if math.isnan(self._last_s):
+            self.began(step, now_s)
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""

@@ -72,6 +72,11 @@ class SaveSchedule:
     def world_formed(self, forget: bool) -> None:
         """Discard what was in flight. forget: the next save takes all rows."""
         self._asked_s = None
+        if self._engine.world.rank == 0:  # from now on this worker decides when one is due
+            now, step = time.monotonic(), self._engine.progress.step
+            self.callback.count_from(step, now)
+            if math.isnan(self._good_s):
+                self._good_s, self._good_step = now, step
         if forget:
             self.newest, self._chain = None, planner.ChainSize()
 
@@ -302,8 +307,6 @@ class SaveSchedule:
         why_not_ready: what is wrong with the server of this host, if anything.
         """
         now, engine = time.monotonic(), self._engine
-        if math.isnan(self._good_s):
-            self._good_s, self._good_step = now, engine.progress.step
         age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
         if now - self._age_reported_s >= _AGE_EVERY_S:
             self._age_reported_s = now

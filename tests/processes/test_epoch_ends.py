@@ -83,17 +83,24 @@ def test_a_rank_0_that_learned_of_the_end_first_costs_nothing(tmp_path: Path) ->
 
 
 def test_a_chief_that_dies_after_a_partial_save_leaves_the_last_one_to_another(tmp_path: Path) -> None:
-    """By mfu, saves during training leave out rows; the last one may not. The chief dies when both are at the end."""
+    """By mfu, saves during training leave out rows; the last one may not. The chief dies when both are at the end.
+
+    It begins to train when the other is steps ahead: what is due counts from the start of the job, so it is due.
+    """
     last = {"point": "before the last save", "step": 0}
-    plan = plan_of(tmp_path, {**last, "rank": 0, "do": "kill", "once": "fault-1"}, {**last, "rank": 1, "do": "mark"})
+    late = {"point": "kept", "step": 0, "rank": 0, "do": "wait for", "file": "the other is ahead"}
+    faults = {**last, "rank": 0, "do": "kill", "once": "fault-1"}, {**last, "rank": 1, "do": "mark"}, late
+    plan = plan_of(tmp_path, *faults)
     plan["checkpoint"] |= {"every_steps": 2, "policy": "mfu", "keep_last": 30}
     plan["holds"] = HOLDS | {"12": "saved twice"}
     with cluster(tmp_path / "job", NEVER_SILENT, **plan) as job:
         job.start_elastic(NAMES[:1], slots=2)
         let_go(job)
+        wait_for(lambda: list(job.out.glob("held-by-saved once-*")), "the other to be held")
+        (job.out / "the other is ahead").touch()
         wait_for_two_checkpoints(job)
         assert_one_end_for_all(job, tmp_path)
-        assert job.fired() == 2
+        assert job.fired() == 3
         found = [one for one in chains(open_store(tmp_path / "checkpoints")) if isinstance(one, Chain)]
         assert "mfu" in {chain.newest.kind for chain in found}
         assert found[0].newest.kind in ("full", "delta"), "it leaves out no change"

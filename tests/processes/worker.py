@@ -556,7 +556,11 @@ def wait_where_planned(step: int) -> None:
     """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`.
 
     A job held at step 1 waits for its servers: let go, it has received their reports, so a due checkpoint is begun.
+    Where servers did not answer just then, it is begun after a later step: a job that waits for it is held there.
     """
+    if checkpoint_waits():
+        learn_of_the_servers()
+        return
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
@@ -566,6 +570,13 @@ def wait_where_planned(step: int) -> None:
         wait_for_file(name, follow_checkpoints)
         if step == 1:
             learn_of_the_servers()
+
+
+def checkpoint_waits() -> bool:
+    """Whether one is due and was not begun, since servers were not up. The same on all workers, as it was agreed."""
+    engine, checkpoints = state.engine, checkpoints_of(state.engine)
+    has_hold = any(name.startswith("saved") for name in PLAN.get("holds", {}).values())
+    return has_hold and checkpoints is not None and engine.mode.steps_together and bool(checkpoints.waiting)
 
 
 def learn_of_the_servers() -> None:

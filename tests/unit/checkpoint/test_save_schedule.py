@@ -106,6 +106,25 @@ def test_who_leaves_may_be_a_step_ahead_of_the_chief() -> None:
     assert chief.schedule.is_due_before_a_leave(mode)
 
 
+def test_what_is_due_counts_from_where_the_job_starts_however_far_it_is_when_the_chief_looks_first() -> None:
+    chief = Chief()
+    chief.schedule.world_formed(forget=True)
+    assert not chief.schedule.is_due_at(8) and chief.schedule.is_due_at(9)
+    chief.schedule.asked(9, 9)
+    chief.engine.progress.step = 11
+    chief.schedule.world_formed(forget=True)  # of this chief, so no new count
+    assert not chief.schedule.is_due_at(12) and chief.schedule.is_due_at(13)
+
+
+def test_who_becomes_the_chief_counts_from_there() -> None:
+    chief = Chief()
+    chief.engine.world.rank = 1
+    chief.schedule.world_formed(forget=True)
+    chief.engine.world.rank, chief.engine.progress.step = 0, 100
+    chief.schedule.world_formed(forget=True)
+    assert not chief.schedule.is_due_at(103) and chief.schedule.is_due_at(104)
+
+
 @pytest.mark.parametrize(("number", "age"), [(5, 0), (6, 0)])
 def test_the_age_of_the_newest_checkpoint_is_counted_from_its_step(number: int, age: int) -> None:
     chief = Chief()
