@@ -417,11 +417,10 @@ class PlainDealer:
         self._tcp = tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._deadline_s = time.monotonic() + self._handshake_s
         _configure(tcp, heartbeat_s=1, lost_after_s=10)
+        self._epoll.register(tcp, select.EPOLLOUT)
         failed = tcp.connect_ex(self._place)
         if failed not in (0, errno.EINPROGRESS):
             self._lost(OSError(failed, os.strerror(failed)))
-            return
-        self._epoll.register(tcp, select.EPOLLOUT)
 
     def _connected(self) -> None:
         """Begin the proof once the connection is there. Raises OSError when it cannot be made."""
@@ -445,10 +444,11 @@ class PlainDealer:
         self._pause_s = min(2 * self._pause_s, _RECONNECT_MOST_S)
 
     def _end(self) -> None:
+        if self._tcp is not None:
+            self._epoll.unregister(self._tcp)  # `close` does not while a child has it open that was forked meanwhile
+            self._tcp.close()
         if self._connection is not None:
             self._connection.close()
-        elif self._tcp is not None:
-            self._tcp.close()
         self._connection = self._tcp = None
 
 

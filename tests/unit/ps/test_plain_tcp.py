@@ -309,6 +309,18 @@ def test_a_client_connects_again_to_the_successor_of_its_server() -> None:
     router.close()
 
 
+def test_a_connection_that_is_lost_wakes_nobody_although_a_forked_child_has_it_open(ends: Ends) -> None:
+    router, dealer = ends
+    dealer.send_multipart([b"hello"])
+    at_router(router, dealer)
+    assert dealer._tcp is not None
+    of_child = os.dup(dealer._tcp.fileno())
+    router.close()
+    until(lambda: dealer._connection is None, dealer)
+    assert not is_readable(dealer, timeout_ms=0)
+    os.close(of_child)
+
+
 def test_what_is_sent_before_there_is_a_server_waits_up_to_a_limit() -> None:
     with sockets.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
