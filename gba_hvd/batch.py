@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from gba_hvd.errors import BadInput
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,25 @@ class Batch:
     dense: float32 [B, n_dense], n_dense may be 0
     label: float32 [B], 0 or 1 or ratings; [B, n_labels] of several, n_labels may be 0 where samples have none
     index: position of this micro-batch in the epoch's order, -1 outside training
+
+    `dense` and `label` may be bfloat16 or float16 as well. Raises BadInput for other dtypes, on which PyTorch would
+    fail within the model or the loss.
     """
 
     ids: dict[str, Tensor | Bag]
     dense: Tensor
     label: Tensor
     index: int = -1
+
+    def __post_init__(self) -> None:
+        for name, shape in (("dense", "[B, n_dense]"), ("label", "[B] or [B, n_labels]")):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+                got, how = f"a {type(value).__name__}", "make it a tensor, as torch.from_numpy does"
+                if isinstance(value, Tensor):
+                    got = f"{value.dtype} {list(value.shape)}"
+                    how = f"convert it where the batch is made: {name}.float()"
+                raise BadInput(f"Batch: {name} must be float32 {shape}, got {got}; {how}")
 
     def __len__(self) -> int:
         return len(self.label)

@@ -23,6 +23,7 @@ from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.lookups import IdOutside
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
@@ -290,6 +291,7 @@ class _Epoch:
     ) -> None:
         """Before the first micro-batch: start what reads, to be ended with `reading`."""
         order = self._order
+        reading.enter_context(self._state.engine.model.tables.naming_samples(self._where_in_this))
         if order.own and order.shuffle:
             own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
             self._rows_at = own.rows
@@ -343,6 +345,19 @@ class _Epoch:
         rows = [self._rows_at(micro * cut.micro_batch, cut.samples_of_micro(micro)) for micro in micros]
         return rows[0] if n_micro == 1 else np.concatenate(rows)
 
+    def _where_in_this(self, sample: int) -> str:
+        """In words, what a sample of the micro-batch that was handed out is."""
+        micro = self._state.engine.micro_batch
+        return "" if micro is None else self._where((micro.index, micro.n_micro), sample)
+
+    def _where(self, share: Share, sample: int) -> str:
+        """The same of a batch of some neighbouring micro-batches."""
+        rows, of = self._rows(share), "segment" if self._order.n_shards else "dataset"
+        if sample >= len(rows):  # (the forward pass made other samples of them)
+            return f" ({self._name}, micro-batch {share[0]})"
+        index = share[0] + sample // self.cut.micro_batch
+        return f" ({self._name}, micro-batch {index}, sample {rows[sample]} of the {of})"
+
     def _micro_of(self, index: int) -> int:
         """The micro-batch that stands at an index of the epoch."""
         return self._moved.get(index, index)
@@ -351,7 +366,13 @@ class _Epoch:
         return table_seed(self._order.seed, f"reading micro-batch {share[0]} of {self._name}")
 
     def keys(self, batches: list[Any]) -> list[np.ndarray]:
-        return self._keys.of(batches)
+        try:
+            return self._keys.of(batches)
+        except IdOutside as error:
+            index = getattr(batches[0], "index", -1)  # of several batches it is not known which one it is
+            if len(batches) == 1 and isinstance(index, int) and index >= 0 and error.sample is not None:
+                error.where = self._where((index, 1), error.sample)
+            raise
 
     def bags(self, batches: list[Any]) -> BagLookups | None:
         return self._keys.bags_of(batches)

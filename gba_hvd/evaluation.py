@@ -207,7 +207,9 @@ def evaluate(
     keys = BatchKeys(engine.model.tables, model, ids, forward).of
     settings = read_settings(num_workers, prefetch, collate_fn)
     with engine.loop_time.apart(), open_reader(engine, dataset, batch, keys, settings) as samples:
-        found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
+        where = lambda sample: f" (sample {samples.first + sample} of the evaluated dataset)"  # noqa: E731
+        with engine.model.tables.naming_samples(where):
+            found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
     if tasks is None and metrics is None:
         return Scores(**found[0])
     scores = {name: _task_scores(task, plain) for (name, task), plain in zip(chosen.items(), found, strict=True)}

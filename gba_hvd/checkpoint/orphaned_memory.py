@@ -33,7 +33,7 @@ from gba_hvd.ps.state_files import MARK
 from gba_hvd.ps.worker.session import place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
-from gba_hvd.shm.retained_state import RetainedState
+from gba_hvd.shm.retained_state import Absence, RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory, is_of, no_process_lives
 from recovery import state_codec
 
@@ -41,12 +41,20 @@ log = logging.getLogger("gba_hvd")
 
 _LOOK_S = 0.1
 _SERVERS_TIMEOUT_S = 60.0
+_WHY_ABSENT = {
+    Absence.NO_STEP: "no step was over yet when the job was killed",
+    Absence.COST: "writing it took more of a step than CheckpointCallback(retain_state_share=...) allows",
+    Absence.NO_ROOM: "it had no room beside the rows",
+    Absence.SHARE_IS_0: "CheckpointCallback(retain_state_share=0) was given",
+    Absence.COMPRESSION: "gradients are compressed, and each worker has what it has not sent",
+}
 
 
 @dataclass(frozen=True)
 class MemorySurvey:
     """What a host has of the job. kept: step of the training state, -1: none; generation: see `RetainedState`.
 
+    absence: why there is no training state, as far as this host knows (`Absence`).
     begun: the newest step begun on any of its shards; ready: its shards, bool [S]; placed: their placement numbers
     (`HostShards`), int64 [S]
     """
@@ -57,16 +65,17 @@ class MemorySurvey:
     begun: int
     ready: np.ndarray
     placed: np.ndarray
+    absence: int = Absence.NO_STEP
 
     def row(self) -> np.ndarray:
-        facts = (self.kept, self.generation, self.settings, self.begun)
+        facts = (self.kept, self.generation, self.settings, self.begun, self.absence)
         return np.array([*facts, *self.ready, *self.placed], dtype=np.int64)
 
     @classmethod
     def of_row(cls, row: np.ndarray) -> MemorySurvey:
-        kept_step, generation, settings, begun = map(int, row[:4])
-        ready, placed = np.split(row[4:], 2)
-        return cls(kept_step, generation, settings, begun, ready.astype(bool), placed)
+        kept_step, generation, settings, begun, absence = map(int, row[:5])
+        ready, placed = np.split(row[5:], 2)
+        return cls(kept_step, generation, settings, begun, ready.astype(bool), placed, absence)
 
     @classmethod
     def nothing(cls, n_shards: int) -> MemorySurvey:
@@ -94,12 +103,8 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
     rank = max(range(len(found)), key=lambda rank: found[rank].kept)
     mine, begun = found[rank], max(one.begun for one in found)
     if mine.kept < 0:
-        return ResumeDecision(
-            None,
-            "the rows are in memory, but the training state was not kept there: it is not where gradients are "
-            "compressed (each worker has what it has not sent), where that took too long (retain_state_share), or "
-            "where the job was killed before its first step",
-        )
+        why = _WHY_ABSENT[Absence(max(one.absence for one in found))]  # the chief's host has a note, if any has
+        return ResumeDecision(None, f"the rows are in memory, but the training state was not kept there: {why}")
     if mine.settings != settings:
         return ResumeDecision(None, "what is in memory is of a model with other settings")
     if not mine.generation and not mine.kept <= begun <= mine.kept + 1:
@@ -164,7 +169,7 @@ def found_in(memory: ShardMemory) -> tuple[MemorySurvey, RetainedState | None]:
     ready = marks.ready.astype(bool)
     begun = int(marks.begun[ready].max()) if ready.any() else -1
     if state is None:
-        return MemorySurvey(-1, 0, 0, begun, ready, marks.placed), None
+        return MemorySurvey(-1, 0, 0, begun, ready, marks.placed, retained_state.absence(memory.folder)), None
     return MemorySurvey(state.step, state.generation, state.settings, begun, ready, marks.placed), state
 
 

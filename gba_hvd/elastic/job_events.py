@@ -20,7 +20,6 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
 from gba_hvd.switching.requests import ModeRequests, switching_of
-from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
 from recovery.redaction import redacted
@@ -249,9 +248,9 @@ def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> Iterator[Event]:
     step, n_workers = engine.progress.step, engine.world.size
-    text = f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}"
-    if engine.world.rank == 0 and not any(isinstance(one, ProgressLine) for one in engine.callbacks):
-        log.info("[started] step %d: %s", step, text)  # (else that has the line)
+    text = (
+        f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}{_why_from_step_0(engine, joined)}"
+    )
     yield Event("started", step, text, {"workers": n_workers})
     if engine.model.untrained:
         text = (
@@ -273,6 +272,8 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         if report.n_without_room:
             text += f"; {report.n_without_room:,} ids, the least used, have no row any more: fewer rows are here"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
+        if skipped:
+            text += f"; newer ones cannot be used: {'; '.join(skipped)}"
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
         yield Event("resumed", step, text, facts)
@@ -304,6 +305,20 @@ def _what_is_trained(engine: Engine) -> str:
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
         f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"
     )
+
+
+def _why_from_step_0(engine: Engine, joined: JoinResult) -> str:
+    """Why a job with checkpoints resumes from none, on the rank that looked; empty where it does, or has none.
+
+    Where there are some and none can be used, the job does not start.
+    """
+    checkpoints = checkpoints_of(engine)
+    resumes = joined.resumed is not None or joined.taken is not None
+    if checkpoints is None or resumes or engine.world.rank != joined.source:
+        return ""
+    if not checkpoints.callback.resume:
+        return "; resume=False: checkpoints that are there are not read, and training begins at step 0"
+    return "; no checkpoint was found there, so training begins at step 0"
 
 
 def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -163,13 +163,16 @@ class WorkerSaves:
 
     def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
-        # What compression has not sent yet is in every worker: the chief alone cannot keep it.
-        if checkpoints is None or engine.world.rank != 0 or engine.model.compression is not None:
+        if checkpoints is None or engine.world.rank != 0:
             self._keeper = None
         elif self._keeper is None:  # this worker has become the chief
-            self._keeper = StateRetainer(engine.folder, engine.job.settings, checkpoints.callback.retain_state_share)
+            self._keeper = StateRetainer(
+                engine.folder, engine.job.settings, checkpoints.callback.retain_state_share,
+                is_compressed=engine.model.compression is not None,
+            )  # fmt: skip
         if self._keeper is not None and (stopped := self._keeper.keep(engine.progress.step, generation, state)):
-            engine.emit(Event("memory_not_kept", engine.progress.step, stopped, {}, level="warning"))
+            level: Literal["info", "warning"] = "warning" if stopped.is_notable else "info"
+            engine.emit(Event("memory_not_kept", engine.progress.step, stopped.reason, {}, level=level))
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 

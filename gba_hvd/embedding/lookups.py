@@ -6,7 +6,7 @@ the forward pass sees bags of keys only: a feature that is not pooled is a bag o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,6 +21,22 @@ from gba_hvd.errors import BadInput
 Ids = Mapping[str, Tensor | Bag]
 _DTYPES = (torch.int64, torch.int32)
 HALF = (torch.bfloat16, torch.float16)  # what weights may be, beside float32
+
+
+class IdOutside(BadInput):
+    """An id that its table has no row for.
+
+    sample: which of the batch; None: the ids are of no batch. where: what else is known of it, in words
+    """
+
+    def __init__(self, found: str, position: int, sample: int | None, hint: str) -> None:
+        super().__init__(found, position, sample, hint)
+        self._found, self._position, self.sample, self._hint = found, position, sample, hint
+        self.where = ""
+
+    def __str__(self) -> str:
+        at = f"at position {self._position}" if self.sample is None else f"in sample {self.sample} of the batch"
+        return f"{self._found} {at}{self.where}{self._hint}"
 
 
 @dataclass(frozen=True)
@@ -128,6 +144,12 @@ def look_up(source: Source, ids: Tensor | Bag) -> Lookup:
     return _of_nested(source, ids) if ids.is_nested else _of_tensor(source, ids)
 
 
+def sample_of_ids(ids: Tensor) -> Callable[[int], int]:
+    """The sample that has the id at a position of `ids.reshape(-1)`."""
+    per_sample = max(1, ids[:1].numel() if ids.ndim else 1)
+    return lambda position: position // per_sample
+
+
 def ends_of_tables(sources: Sequence[Source], lengths: Sequence[int]) -> list[int]:
     """Where the keys of some lookups, one after the other, end that are of one table. lengths: keys of each lookup
 
@@ -149,8 +171,8 @@ def _of_tensor(source: Source, ids: Tensor) -> Lookup:
             "takes ids of any shape and gives each its row"
         )
     n_samples = ids.shape[0] if ids.ndim else 1
-    keys, before = _keys(source, ids.reshape(-1))
     cuts = np.arange(n_samples + 1) * (ids.numel() // max(1, n_samples))
+    keys, before = _keys(source, ids.reshape(-1), cuts)
     by_sample = cuts if before is None else before[cuts]
     if not is_pooled:
         offsets = np.arange(len(keys) + 1) if before is None else before
@@ -204,7 +226,7 @@ def _ragged(source: Source, values: Tensor, cuts: np.ndarray, weights: Tensor | 
         raise BadInput(
             f"{source}: offsets must start at 0, never fall, and end at {n}, the number of values, or before; got {got}"
         )
-    keys, before = _keys(source, values)
+    keys, before = _keys(source, values, cuts)
     kept = None
     if weights is not None and before is not None and len(keys) < n:
         kept = np.flatnonzero(np.diff(before))
@@ -218,13 +240,13 @@ def _ragged(source: Source, values: Tensor, cuts: np.ndarray, weights: Tensor | 
     return Lookup(source, keys, by_sample, by_sample, weights, str(source.pooling), shape, None, is_bag, kept)
 
 
-def _keys(source: Source, ids: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+def _keys(source: Source, ids: Tensor, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """(keys int64 [n] of the ids that are no padding, int64 [len(ids) + 1]: how many of them come before each id)
 
-    The second is None where no id is padding.
+    The second is None where no id is padding. cuts: int64 [B + 1], which ids are of each sample
     """
     keys = np.empty(ids.numel(), np.int64)
-    fill_keys(source, ids, keys)
+    fill_keys(source, ids, keys, lambda position: int(np.searchsorted(cuts, position, "right")) - 1)
     if source.padding_key is None:
         return keys, None
     kept = keys != source.padding_key
@@ -233,26 +255,30 @@ def _keys(source: Source, ids: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
     return keys[kept], before
 
 
-def fill_keys(source: Source, ids: Tensor, out: np.ndarray) -> None:
-    """The keys of ids [n], padding among them. Raises BadInput for ids of another dtype and an id outside the table."""
+def fill_keys(source: Source, ids: Tensor, out: np.ndarray, sample_of: Callable[[int], int] | None = None) -> None:
+    """The keys of ids [n], padding among them. sample_of: the sample that has the id at a position, of a batch's ids.
+
+    Raises BadInput for ids of another dtype, and `IdOutside`.
+    """
     _check(source, ids, "ids must be int64 or int32")
     numbers = np.ascontiguousarray(ids.numpy(), np.int64)
     if not source.n_rows:
         if (bad := kernels.fill_hashed_keys(numbers, out)) >= 0:
-            raise BadInput(
-                f"{source}: id {numbers[bad]} at position {bad} of the micro-batch stands for no value in int64 data, "
-                "and has no row: map it to another id, or name that as padding_idx"
+            hint = (
+                " stands for no value in int64 data, and has no row: map it to another id, or name that as padding_idx"
             )
+            raise IdOutside(f"{source}: id {numbers[bad]}", bad, sample_of and sample_of(bad), hint)
         return
     bad = kernels.fill_keys(numbers, source.first_key, source.n_rows, out)
     if bad >= 0:
         is_hash = not 0 <= numbers[bad] < 2**31
-        raise BadInput(
-            f"table {source.table!r} has rows 0 to {source.n_rows - 1}, got id {numbers[bad]} at position {bad} of the "
-            f"micro-batch{'' if source.feature == source.table else f' in feature {source.feature!r}'}; "
-            "make the table larger or map the id (gba-hvd data prepare does)"
-            + (", or take ids of 64 bits, such as hashes, with gba_hvd.Table(keys='hash64')" if is_hash else "")
-        )
+        found = f"table {source.table!r} has rows 0 to {source.n_rows - 1}, got id {numbers[bad]}"
+        if source.feature != source.table:
+            found += f" in feature {source.feature!r},"
+        hint = "; make the table larger or map the id (gba-hvd data prepare does)"
+        if is_hash:
+            hint += ", or take ids of 64 bits, such as hashes, with gba_hvd.Table(keys='hash64')"
+        raise IdOutside(found, bad, sample_of and sample_of(bad), hint)
 
 
 def _check(source: Source, numbers: Tensor, expected: str) -> None:

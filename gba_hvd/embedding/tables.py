@@ -36,8 +36,8 @@ from gba_hvd.embedding.features import (
 from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
 from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
-from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import (
+    IdOutside,
     Lookup,
     PlainFields,
     Source,
@@ -48,7 +48,9 @@ from gba_hvd.embedding.lookups import (
     plain_fields,
     pooled_elsewhere,
     same_ids,
+    sample_of_ids,
 )
+from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
@@ -169,6 +171,7 @@ class EmbeddingTables(FollowsDtype):
         self.layout = Layout.of(shapes, self.optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
+        self._where: Callable[[int], str] | None = None  # see `naming_samples`
         self.memory: ShardMemory | None = None
         # Lookups of each row, in every micro-batch: for admission, and for checkpoints that save what is used most.
         self.counts_accesses = bool(hashed)
@@ -238,6 +241,22 @@ class EmbeddingTables(FollowsDtype):
             yield self._recorders[me]
         finally:
             del self._recorders[me]
+
+    @contextlib.contextmanager
+    def naming_samples(self, where: Callable[[int], str]) -> Iterator[None]:
+        """While this lasts, errors of ids in forward passes say where a sample of the batch comes from.
+
+        where: of its number in the batch that the forward pass gets; in words, or empty. Not asked in threads `apart`.
+        """
+        before, self._where = self._where, where
+        try:
+            yield
+        finally:
+            self._where = before
+
+    def _name_sample(self, error: IdOutside) -> None:
+        if self._where is not None and error.sample is not None and threading.get_ident() not in self._apart:
+            error.where = self._where(error.sample)
 
     @property
     def _passes(self) -> Passes:
@@ -312,7 +331,12 @@ class EmbeddingTables(FollowsDtype):
         """Of each group of tables, its features' lookups and their pooling, of distinct rows that are one leaf."""
         self._refuse_unknown(ids)
         by_group: dict[int, list[Lookup]] = {}
-        for one in self.lookups(ids):
+        try:
+            found = self.lookups(ids)
+        except IdOutside as error:
+            self._name_sample(error)
+            raise
+        for one in found:
             by_group.setdefault(one.source.group, []).append(self._with_pooled(one, ids, weights_train))
             self.looked_up.add(one.source.table)
         for number, some in by_group.items():
@@ -357,8 +381,12 @@ class EmbeddingTables(FollowsDtype):
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
             return self._stacked_pooled(ids)
         keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
-        for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
-            fill_keys(source, column, keys[number * batch : (number + 1) * batch])
+        try:
+            for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
+                fill_keys(source, column, keys[number * batch : (number + 1) * batch], int)
+        except IdOutside as error:
+            self._name_sample(error)
+            raise
         self.looked_up.update(dims)
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
@@ -375,7 +403,7 @@ class EmbeddingTables(FollowsDtype):
             source = self._sources[name]
             if isinstance(some, Tensor) and is_row_of_each(source, some):
                 keys = np.empty(some.numel(), np.int64)
-                fill_keys(source, some.reshape(-1), keys)
+                fill_keys(source, some.reshape(-1), keys, sample_of_ids(some))
                 found[name] = self._frozen_rows(source.group, keys).view(
                     *some.shape, self.layout.groups[source.group].dim
                 )

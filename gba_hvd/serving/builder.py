@@ -6,10 +6,11 @@ opened only where its writer is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, MissingPackage
 from gba_hvd.serving.manifest import BuilderRecord
 from gba_hvd.serving.stored_bytes import get_verified, put_file, sha256_of
 from recovery.storage.store import Store
@@ -69,7 +70,8 @@ class Builder:
         return BuilderRecord(self.target, self.arguments, code)
 
     def build(self) -> nn.Module:
-        """Raises BadInput where nothing is found under the target, or what it returns is no module."""
+        """Raises BadInput where nothing is found under the target, it needs what is not installed, or returns no
+        module."""
         made = self.call()
         if not isinstance(made, nn.Module):
             raise BadInput(f"{self} returned a {type(made).__name__}, expected an nn.Module")
@@ -77,10 +79,30 @@ class Builder:
 
     def call(self) -> Any:
         """What the callable returns."""
-        return self._callable()(**self.arguments)
+        with self._naming_what_is_missing():
+            return self._callable()(**self.arguments)
 
     def __str__(self) -> str:
         return self.target if self.code is None else f"{self.target} of the model's code file"
+
+    @contextlib.contextmanager
+    def _naming_what_is_missing(self) -> Iterator[None]:
+        """Raises BadInput where Python finds no module that the builder needs, or not what it imports from one."""
+        try:
+            yield
+        except MissingPackage:
+            raise
+        except ModuleNotFoundError as error:
+            raise BadInput(
+                f"the model is built by {self}, which needs {error.name or error}, and that is not installed here: "
+                f"install it for {sys.executable}, or put the folder that has it on PYTHONPATH, or save the model with "
+                f"build='file.py:callable' of a file that does not need it. It was looked for in {', '.join(sys.path)}"
+            ) from error
+        except ImportError as error:
+            raise BadInput(
+                f"the model is built by {self}, which imports what is not there: {error}. Another version of that "
+                f"package is installed for {sys.executable} than where the model was saved"
+            ) from error
 
     def _callable(self) -> Callable[..., Any]:
         name = self.target.rpartition(":")[2]
@@ -93,14 +115,7 @@ class Builder:
 
     def _module(self) -> ModuleType:
         if self.code is None:
-            place = self.target.rpartition(":")[0]
-            try:
-                return importlib.import_module(place)
-            except ModuleNotFoundError as error:
-                raise BadInput(
-                    f"the model is built by {self.target}, and {error.name} is not installed here: install it, or save "
-                    "the model with build='file.py:callable'"
-                ) from error
+            return importlib.import_module(self.target.rpartition(":")[0])
         name = f"gba_hvd_model_{sha256_of([self.code])[:16]}"
         if name not in sys.modules:
             module = ModuleType(name)

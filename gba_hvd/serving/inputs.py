@@ -86,8 +86,7 @@ def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
     """By name of the columns that may be fields, their samples. Raises BadInput for one that is no column."""
     found = {}
     for field in fields(spec):
-        several = field["shape"][0] if len(field["shape"]) == 1 else 0
-        for name in (field["column"], *(f"{field['column']}_{i}" for i in range(several))):
+        for name in columns_for(field):
             if name not in columns:
                 continue
             try:
@@ -97,6 +96,12 @@ def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
                     f"field {name!r}: expected a column of {described(field)}, got the single value {columns[name]!r}"
                 ) from error
     return found
+
+
+def columns_for(field: Spec) -> list[str]:
+    """The column of a field, then those that may take its place, each with one number of its lists."""
+    several = field["shape"][0] if len(field["shape"]) == 1 else 0
+    return [field["column"], *(f"{field['column']}_{i}" for i in range(several))]
 
 
 def described(field: Spec) -> str:
@@ -183,10 +188,9 @@ def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
     elif len(shape) == 1 and all(f"{name}_{i}" in request for i in range(shape[0])):
         values = np.stack([_array(field, request[f"{name}_{i}"]) for i in range(shape[0])], axis=1)
     else:
-        more = f", or {name}_0 to {name}_{shape[0] - 1}" if len(shape) == 1 else ""
         raise BadInput(
-            f"field {name!r} is missing: the model needs {described(field)} in column {name!r}{more}; the request has "
-            f"{', '.join(map(str, request)) or 'no columns'}"
+            f"field {name!r} is missing: the model needs {described(field)} in column {name!r}"
+            f"{_or_columns(field, request)}; the request has {', '.join(map(str, request)) or 'no columns'}"
         )
     if field["is_bag"]:
         lists = [_array(field, one) if len(one) else np.empty(0, np.int64) for one in _listed(field, values)]
@@ -197,10 +201,23 @@ def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
     if array.ndim == 1 and shape and not array.size:
         array = array.reshape(0, *shape)
     if list(array.shape[1:]) != shape or not array.ndim:
+        columns = _or_columns(field, request) if array.ndim == 1 else ""
         raise BadInput(
-            f"field {name!r}: expected [B, {', '.join(map(str, shape))}] of {field['dtype']}, got {list(array.shape)}"
+            f"field {name!r}: expected [B{''.join(f', {n}' for n in shape)}] of {field['dtype']}, got "
+            f"{list(array.shape)}" + (f": give it lists of {shape[0]}{columns}" if columns else "")
         )
     return _tensor(field, array)
+
+
+def _or_columns(field: Spec, request: Mapping[str, Any]) -> str:
+    """The columns that may take the place of a column of lists, and which of them are missing; empty for others."""
+    if len(field["shape"]) != 1:
+        return ""
+    _, *names = columns_for(field)
+    missing = [name for name in names if name not in request]
+    several = f"a column of numbers {names[0]}" if len(names) == 1 else f"columns {names[0]} to {names[-1]}"
+    verb = "is" if len(missing) == 1 else "are"
+    return f", or {several}" + (f" ({', '.join(missing)} {verb} missing)" if 0 < len(missing) < len(names) else "")
 
 
 def _listed(field: Spec, values: Any) -> list[Any]:
@@ -233,6 +250,8 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
     good += "f" if dtype.is_floating_point else ""
     if array.size and array.dtype.kind not in good:
         hint = ""
+        if array.dtype.kind in "OUS" and good == "iu":
+            hint = " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
         if array.dtype.kind == "f":
             hint = " (a column of whole numbers with missing values becomes one of floats)" * bool(
                 np.isnan(array).any()

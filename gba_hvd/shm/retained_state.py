@@ -8,7 +8,8 @@ computed again, and shards that have had it skip it (`AllreduceExchange.apply_he
 
 Writing costs a copy of the dense parameters and of their optimizer's state in each step. `decide_retention` decides
 from measurements whether that is little; if not, the file is removed, and a restart resumes from the newest checkpoint.
-In an asynchronous mode it is written once an epoch, at any cost.
+In an asynchronous mode it is written once an epoch, at any cost. Where there is no file, a note says why, for the job
+that finds the rows without it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from statistics import median
 
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm.snapshot_file import SnapshotFile
 
-_NAME = "kept"
+_NAME, _NOTE = "kept", "not-kept"
 _HEAD = struct.Struct("<8sqqq")
 _MAGIC = b"gba-kept"
 _N_RECENT = 20
+_NOTABLE_WRITE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -43,60 +46,86 @@ class RetainedState:
     state: bytes
 
 
+class Absence(IntEnum):
+    """Why a job's folder has no training state. NO_STEP: nothing is noted, as before the first write."""
+
+    NO_STEP = 0
+    COST = 1
+    NO_ROOM = 2
+    SHARE_IS_0 = 3
+    COMPRESSION = 4
+
+
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Whether to continue retaining, and why."""
+    """Whether to continue retaining, and why. is_notable: a person should know of it, and may mend it."""
 
     keep: bool
     reason: str
+    is_notable: bool = False
 
 
 def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: float) -> RetentionDecision:
-    """Seconds of the newest writes, and from one to the next. share: what writing may take of them."""
+    """Seconds of the newest writes, and from one to the next. share: what writing may take of them.
+
+    Stopping is notable where a write takes 5 ms or more: the state is large then (a million parameters with Adam), and
+    so is the work between two checkpoints. A shorter write is above the share because steps are short, at the default
+    of 2 % below 250 ms: then no state is small enough, and checkpoints are many steps apart at little cost.
+    """
     took_s, of_s = median(write_s), median(step_s)
     reported = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
     if took_s <= share * of_s:
         return RetentionDecision(True, f"{reported}, at most {share:.0%} are allowed")
     why = f"{reported}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
-    return RetentionDecision(
-        False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
-    )
+    why += ": a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
+    return RetentionDecision(False, why, took_s >= _NOTABLE_WRITE_S)
 
 
 class StateRetainer:
-    """The chief's. Belongs to the training thread; `stop()` may be called twice."""
+    """The chief's. Belongs to the training thread; `stop()` may be called twice.
 
-    def __init__(self, folder: Path, settings: int, share: float, clock: Callable[[], float] = time.perf_counter):
+    is_compressed: gradients are, so nothing is retained: what is not sent yet is in every worker
+    """
+
+    def __init__(
+        self, folder: Path, settings: int, share: float, clock: Callable[[], float] = time.perf_counter,
+        *, is_compressed: bool = False,
+    ):  # fmt: skip
         self._folder, self._settings, self._share, self._clock = folder, settings, share, clock
         self._file: SnapshotFile | None = None
         self._step = -1
         self._write_s: deque[float] = deque(maxlen=_N_RECENT)
         self._step_s: deque[float] = deque(maxlen=_N_RECENT)
         self._last_s: float | None = None
-        self._stopped, self._is_dear = share <= 0, False
+        self._never = Absence.COMPRESSION if is_compressed else Absence.SHARE_IS_0 if share <= 0 else None
+        self._stopped, self._is_dear = False, False
 
-    def keep(self, step: int, generation: int, state: Callable[[], bytes]) -> str:
-        """Write the state of this step, once; returns why it stops here, or nothing. state: asked if it is needed."""
+    def keep(self, step: int, generation: int, state: Callable[[], bytes]) -> RetentionDecision | None:
+        """Write the state of this step, once; returns why it stops here, if so. state: asked if it is needed."""
         if self._stopped:
-            return ""
+            return None
+        if self._never is not None:
+            self.stop(self._never)
+            return None
         if not generation and self._is_dear:
             if self._file is not None:
-                self._remove()  # it is of an asynchronous mode that is over
-            return ""
+                self._remove(Absence.COST)  # it is of an asynchronous mode that is over
+            return None
         if not generation and step == self._step:
-            return ""
+            return None
         started = self._clock()
         try:
             if self._file is None:
                 self._file = SnapshotFile(self._folder / _NAME)
             self._file.write(_HEAD.pack(_MAGIC, step, generation, self._settings), state())
         except OSError as error:
-            self.stop()
-            return f"the training state has no room in {self._folder.parent}: {error.strerror}"
+            self.stop(Absence.NO_ROOM)
+            why = f"the training state has no room in {self._folder.parent}: {error.strerror}"
+            return RetentionDecision(False, why, is_notable=True)
         ended, self._step = self._clock(), step
         if generation:
             self._last_s = None
-            return ""
+            return None
         if self._last_s is not None:
             self._write_s.append(ended - started)
             self._step_s.append(ended - self._last_s)
@@ -105,23 +134,33 @@ class StateRetainer:
             worth = decide_retention(self._write_s, self._step_s, self._share)
             if not worth.keep:
                 self._is_dear = True
-                self._remove()
-                return worth.reason
-        return ""
+                self._remove(Absence.COST)
+                return worth
+        return None
 
-    def stop(self) -> None:
+    def stop(self, why: Absence) -> None:
         self._stopped = True
-        self._remove()
+        self._remove(why)
 
-    def _remove(self) -> None:
+    def _remove(self, why: Absence) -> None:
         self._file = None
         remove(self._folder)
+        with contextlib.suppress(OSError):  # without a note, a restart says less
+            (self._folder / _NOTE).write_text(why.name)
 
 
 def remove(folder: Path) -> None:
     """Remove the training state retained in a job's folder: no job may resume from it any more."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _NAME).unlink()
+
+
+def absence(folder: Path) -> Absence:
+    """Why no state is retained in a job's folder, where there is none."""
+    try:
+        return Absence[(folder / _NOTE).read_text()]
+    except (OSError, KeyError):
+        return Absence.NO_STEP
 
 
 def is_there(folder: Path) -> bool:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ from gba_hvd.update_rules.sgd_momentum import Sgd, buffer_of
 from recovery import state_codec
 
 _LOOK_S, _REPORT_AFTER_S = 0.05, 3.0
+_NEARLY_OVER = 0.75  # of a wait that was asked for: from here on it is a warning
 _LEAVE_TIMEOUT_S = 5.0
 _N_NUMBERS = 5  # of an endpoint: `_as_numbers`
 
@@ -171,11 +173,16 @@ def _slim_worker(engine: Engine, session: PsSession, sharers: int) -> SlimWorker
 
 
 def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
-    """On a host's leader: return when its servers are up, if training is to wait for them. Raises GbaError if not."""
+    """On a host's leader: return when its servers are up, if training is to wait for them. Raises GbaError if not.
+
+    The wait was asked for, so it is reported once; and once as a warning, when it is nearly over.
+    """
     line, wait_s, began_s = engine.host.server, switching.wait_s, time.monotonic()
     if line is None or not switching.waits:
         return
-    has_reported = False
+    due_s: list[tuple[float, Literal["info", "warning"]]] = [
+        (_REPORT_AFTER_S, "info"), (max(_REPORT_AFTER_S, _NEARLY_OVER * wait_s), "warning")
+    ]  # fmt: skip
     while not line.is_ready(to_enter=True):
         passed_s = time.monotonic() - began_s
         why = line.folder_lost or launch.why_not_started(engine.folder, 0)
@@ -183,14 +190,16 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
             raise GbaError(
                 f"the companion servers of this host were not up in {passed_s:.0f} s: {line.why_not_ready()}"
             )
-        if not has_reported and passed_s > _REPORT_AFTER_S:
-            has_reported = True
+        if due_s and passed_s > due_s[0][0]:
+            level = due_s.pop(0)[1]
             text = (
                 f"training stands and waits for the companion servers of this host, to enter mode {mode}, for "
                 f"{wait_s:.0f} s at most (wait_s)"
             )
+            if level == "warning":
+                text += f", of which {passed_s:.0f} s are over: {line.why_not_ready(to_enter=True)}"
             data = {"waiting": [f"mode {mode}"], "seconds": round(passed_s, 1)}
-            engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
+            engine.emit(Event("server_missing", engine.progress.step, text, data, level=level), only_here=True)
         time.sleep(_LOOK_S)
 
 

@@ -46,23 +46,43 @@ def is_quality(name: str) -> bool:
     return bool(_QUALITY.fullmatch(name))
 
 
-def chooser(names: Iterable[str]) -> tuple[str, bool] | None:
-    """The validation metric that chooses the best epoch, and whether more of it is better; None without one.
+@dataclass(frozen=True)
+class Chooser:
+    """The validation metric that chooses the best epoch. others: of its kind, which nothing but their names put behind.
 
-    An AUC before other scores, scores before losses.
+    plain: the name under which a metric of this kind comes first
     """
+
+    name: str
+    more_is_better: bool
+    plain: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """`valid_auc`; where there are others, also how to choose one."""
+        if not self.others:
+            return self.name
+        others = ", ".join(self.others)
+        return f"{self.name} (the first by name, before {others}; one that is reported as {self.plain} comes first)"
+
+
+def chooser(names: Iterable[str]) -> Chooser | None:
+    """None without a validation metric. An AUC before other scores, scores before losses; of one kind, a plain
+    `valid_auc` before names with more words, and of these the first in the alphabet."""
     found = []
     for name in names:
         match = _VALIDATION.fullmatch(name)
         what = match.group(2).lower() if match else ""
         for order, known in enumerate((*_HIGHER, *_LOWER)):
-            if what == known or what.startswith(known + "_") or what.endswith("_" + known):
-                found.append((order, name))
+            if match and (what == known or what.startswith(known + "_") or what.endswith("_" + known)):
+                found.append((order, what != known, name, name[: match.start(2)] + known))
                 break
     if not found:
         return None
-    order, name = min(found)
-    return name, order < len(_HIGHER)
+    order, has_more_words, name, plain = min(found)
+    others = sorted(one[2] for one in found if one[:2] == (order, True) and one[2] != name)
+    return Chooser(name, order < len(_HIGHER), plain, tuple(others) if has_more_words else ())
 
 
 def better(new: MeasuredTogether, best: MeasuredTogether | None) -> bool:
@@ -70,12 +90,12 @@ def better(new: MeasuredTogether, best: MeasuredTogether | None) -> bool:
     by = chooser(new.values)
     if by is None:
         return False
-    name, more = by
+    name = by.name
     if not math.isfinite(new.values[name]):
         return False
     if best is None or name not in best.values:
         return True
-    return new.values[name] > best.values[name] if more else new.values[name] < best.values[name]
+    return new.values[name] > best.values[name] if by.more_is_better else new.values[name] < best.values[name]
 
 
 def best_of(measured: Iterable[MeasuredTogether]) -> MeasuredTogether | None:

@@ -34,6 +34,8 @@ CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, se
 REASON_TAG = "gba_hvd.status_reason"
 CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value, or ...
 NOT_SET = "(not set)"  # ... does not have
+LOGGED_TAG = "gba_hvd.params."  # tags gba_hvd.params.N: names of parameters that launches of the job logged (JSON)
+_MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
 EVENTS_FILE = "events.jsonl"
@@ -89,11 +91,23 @@ class JobRun:
         self._params |= params
         return changed
 
-    def note_removed(self, names: Sequence[str]) -> None:
-        """This launch has parameters of these names: others that the run has are tags `CHANGED` with `NOT_SET`."""
-        removed = sorted(self._params.keys() - set(names))
-        if removed and self.may_report():
-            self.set_tags({f"{CHANGED}{key}": NOT_SET for key in removed})
+    def note_settings(self, names: Sequence[str]) -> None:
+        """This launch has parameters of these names: others that the job logged are tags `CHANGED` with `NOT_SET`.
+
+        Parameters that were logged by someone else stay as they are.
+        """
+        tags = self._client.get_run(self.run_id).data.tags
+        if tags.get(CHIEF_TAG) != self._stamp:
+            return
+        lists = [json.loads(text) for tag, text in tags.items() if tag.startswith(LOGGED_TAG)]
+        before = {name for one in lists for name in one}
+        noted = {f"{CHANGED}{name}": NOT_SET for name in sorted(before - set(names))}
+        parts: list[list[str]] = []
+        for name in sorted(set(names) - before):
+            if not parts or len(json.dumps([*parts[-1], name])) > _MAX_TAG_CHARS:
+                parts.append([])
+            parts[-1].append(name)
+        self.set_tags(noted | {f"{LOGGED_TAG}{i}": json.dumps(part) for i, part in enumerate(parts, len(lists))})
 
     def _has(self, point: Point) -> bool:
         if self._known is None or point.key.startswith("system/"):
@@ -171,7 +185,9 @@ class JobRun:
         return mlflow_model.register(self._uri, model_uri, facts) if facts["registered_model_name"] else ""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in tags.items()], synchronous=True)
+        given = [RunTag(key, text) for key, text in tags.items()]
+        for i in range(0, len(given), _MAX_TAGS):
+            self._client.log_batch(self.run_id, tags=given[i : i + _MAX_TAGS], synchronous=True)
 
     def events(self) -> list[Record]:
         """Those that were delivered so far."""

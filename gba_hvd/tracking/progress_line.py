@@ -31,6 +31,7 @@ _WORDS = {
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
 _NO_LINES = ("finished", "interrupted", "decision")  # the summary begins with these; a switch has its reason
+_NOTED = ("memory_not_kept",)  # of level "info", and the summary has them: they matter once the job has ended
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -43,6 +44,8 @@ class ProgressLine(Callback):
     (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, and in asynchronous modes
     `staleness`).
     """
+
+    shows_events = True
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class ProgressLine(Callback):
         self._newest_saved = ""
         self._recoveries: list[str] = []
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
+        self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
@@ -122,6 +126,8 @@ class ProgressLine(Callback):
             self._readings.begin(event.data)
         if event.kind == "interrupted":
             self._interrupted = event.message
+        if event.kind in _NOTED and event.level == "info":
+            self._notes[event.kind] = event
         if event.kind == "stopped_early":
             self._stopped_early = event.message
         if event.data.get("goes_on"):
@@ -139,7 +145,7 @@ class ProgressLine(Callback):
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
         elif self._reports() and event.kind not in _NO_LINES:
-            self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
+            self._print(_tagged(event))
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         if self._ended:
@@ -203,10 +209,11 @@ class ProgressLine(Callback):
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         lines += [warned.words for warned in self._warnings.values()]
+        lines += [f"note: {_tagged(event)}" for event in self._notes.values()]
         if self._newest is not None:
             lines.append(f"last: {self._newest.name}: {_numbers(self._newest.values)}")
         if self._best is not None and (by := chooser(self._best.values)):
-            lines.append(f"best: {self._best.name}, by {by[0]}: {_numbers(self._best.values)}")
+            lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
         return lines
 
     # These travel with the elastic state: a new rank 0 continues with them.
@@ -247,9 +254,12 @@ class Warned:
 
     @property
     def words(self) -> str:
-        kind, step = self.event.kind.replace("_", " "), f"step {self.event.step:,}"
         over = f", over since step {self.over:,}" if self.over is not None else ""
-        return f"warning{over if self.over != self.event.step else ', over'}: [{kind}] {step}: {self.event.message}"
+        return f"warning{over if self.over != self.event.step else ', over'}: {_tagged(self.event)}"
+
+
+def _tagged(event: Event) -> str:
+    return f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}"
 
 
 class Rate:

@@ -130,7 +130,7 @@ class Sender:
                 if record["chief"]:
                     self._call(lambda run: run.claim(record["stamp"]))
             case "settings":
-                self._call(lambda run: run.note_removed(record["names"]))
+                self._call(lambda run: run.note_settings(record["names"]))
             case "artifact":
                 path, text = record["path"], record["text"]
                 self._call(

@@ -142,13 +142,13 @@ class EpochRun(Protocol):
         """The servers ran dry at `position`: go back to allreduce. Raises when the world must be formed again first."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleReader:
     """A dataset that is read in order, a forward pass at a time.
 
     take: samples by number, int64 [n], as one batch for the user. batch: samples in one forward pass. keys: the rows
     that some batches use, per group of tables int64 [n]. ahead: what reads up to `depth` batches before they are
-    needed; None: nothing
+    needed; None: nothing. first: the first sample of the batch that was read last
     """
 
     take: Callable[[np.ndarray], Any]
@@ -157,6 +157,7 @@ class SampleReader:
     keys: Callable[[list[Any]], list[np.ndarray]]
     ahead: ReadAhead | None = None
     depth: int = 0
+    first: int = 0
 
     def expect(self, firsts: Iterable[int]) -> None:
         """The batches that begin with these samples come next, in this order."""
@@ -170,6 +171,7 @@ class SampleReader:
         n = min(n, self.n_samples - first)
         if n <= 0:
             return None
+        self.first = first
         if self.ahead is not None:
             return self.ahead.read((first, n))
         return self.take(np.arange(first, first + n, dtype=np.int64))

@@ -22,6 +22,10 @@ from gba_hvd.training.vocabulary_watch import VocabularyWatch, in_words
 
 log = logging.getLogger("gba_hvd")
 
+# Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
+# start, or is started again.
+_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing"})
+
 
 class Reports:
     """One worker's. Belongs to the training thread.
@@ -50,7 +54,7 @@ class Reports:
         self._ended_s = time.perf_counter()
 
     def emit(self, event: Event, only_here: bool = False) -> None:
-        """Report an event to all callbacks; rank 0 also logs warnings.
+        """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
 
         only_here: no other worker has this event, so it is logged on any rank.
         """
@@ -60,8 +64,11 @@ class Reports:
             self._full.clear()  # the warning is over: the table may have room now
         for callback in self.callbacks:
             callback.on_event(event)
-        if event.level == "warning" and (only_here or self._world().rank == 0):
-            log.warning("[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
+        rank = self._world().rank
+        is_shown = rank == 0 and any(getattr(one, "shows_events", False) for one in self.callbacks)
+        if (only_here or rank == 0) and (event.level == "warning" or (event.kind in _LOGGED and not is_shown)):
+            level = logging.WARNING if event.level == "warning" else logging.INFO
+            log.log(level, "[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
     def once(self, event: Event, only_here: bool = False) -> None:
         """Report an event unless one of its kind was reported with this before."""

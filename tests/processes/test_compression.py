@@ -130,7 +130,7 @@ def test_a_job_that_left_its_memory_behind_goes_on_from_the_checkpoint_with_its_
         job.start_elastic(TWO)
         assert job.wait(PATIENCE_S) == 0, job.log()
         (left,) = events(job, "memory_left")
-        assert "not where gradients are compressed" in left["message"]
+        assert "not kept there: gradients are compressed" in left["message"]
         (resumed, *_) = events(job, "resumed")
         assert resumed["rows_restored"] > 0 and not resumed.get("from_memory")
         step, rests = at_start(job)

@@ -26,7 +26,7 @@ KILLED_BY_THE_TEST = {"holds": {1: "go", KILLED_AT + 1: "killed"}}  # at the lat
 def plan_of(tmp_path: Path, mode: str, point: str = "before exchange") -> dict[str, Any]:
     """One checkpoint before the worker is killed: in allreduce mode by itself, in gba mode by the test."""
     plan: dict[str, Any] = {
-        "checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 4, "lease_s": 60.0},
+        "checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 5, "lease_s": 60.0},
         "horovod": False,
         "holds": {1: "go"},
         "sleep_s": 0.1,

@@ -562,8 +562,25 @@ def test_a_setting_that_a_launch_does_not_have_any_more_is_marked_until_one_has_
         return read("thrice", database)
 
     assert launch(lr=1, clip=5).params == {"lr": "1", "clip": "5"}
+    client(database).log_param(only_run(database, "thrice").info.run_id, "mine", "x")  # of a person
     without = launch(lr=1)
-    assert (dict(without.params), dict(without.first_params)) == ({"lr": "1"}, {"clip": "5"})
-    assert only_run(database, "thrice").data.tags["gba_hvd.now.clip"] == "(not set)"
+    assert (dict(without.params), dict(without.first_params)) == ({"lr": "1", "mine": "x"}, {"clip": "5"})
+    tags = only_run(database, "thrice").data.tags
+    assert tags["gba_hvd.now.clip"] == "(not set)" and "gba_hvd.now.mine" not in tags
     again = launch(lr=1, clip=5)
-    assert (dict(again.params), dict(again.first_params)) == ({"lr": "1", "clip": "5"}, {})
+    assert (dict(again.params), dict(again.first_params)) == ({"lr": "1", "clip": "5", "mine": "x"}, {})
+
+
+def test_the_names_of_many_parameters_are_remembered(database: str, tmp_path: Path) -> None:
+    """Their list is longer than a tag, and more are gone than one call may set."""
+
+    def launch(**settings: Any) -> RunHistory:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+        callback.on_job(job("many", **settings))
+        callback.on_end("FINISHED", None)
+        return read("many", database)
+
+    many = {f"setting_{i}_{'x' * 60}": i for i in range(130)}
+    assert len(launch(**many, lr=1).params) == 131
+    assert dict(launch(lr=1).params) == {"lr": "1"}
+    assert max(len(text) for text in only_run(database, "many").data.tags.values()) <= 5000

@@ -227,6 +227,31 @@ def test_a_warning_that_is_over_is_named_in_the_summary_only() -> None:
     ]
 
 
+def test_a_note_on_what_a_restart_will_lack_is_in_the_summary() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=lambda: 0.0)
+    line.on_event(Event("memory_not_kept", 21, "it takes 0.4 ms of a step's 4 ms"))
+    line.on_event(Event("traffic", 22, "3 MB"))
+    line.on_end("FINISHED", None)
+    said = [text for text in lines_of(out) if "memory not kept" in text or "traffic" in text]
+    assert said == [
+        "[memory not kept] step 21: it takes 0.4 ms of a step's 4 ms",
+        "[traffic] step 22: 3 MB",
+        "note: [memory not kept] step 21: it takes 0.4 ms of a step's 4 ms",
+    ]
+
+
+def test_of_several_scores_the_summary_says_which_chose_and_how_to_choose() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=lambda: 0.0)
+    line.on_metrics(9, {"valid_click_auc": 0.7, "valid_buy_auc": 0.6, "valid_buy_logloss": 0.3})
+    line.on_end("FINISHED", None)
+    assert lines_of(out)[-1].startswith(
+        "best: step 9, by valid_buy_auc (the first by name, before valid_click_auc; one that is reported as valid_auc "
+        "comes first): valid_"
+    )
+
+
 def test_a_warning_that_comes_again_stands_again() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)

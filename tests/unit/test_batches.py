@@ -107,9 +107,27 @@ def test_batches_may_be_of_any_kind_that_has_ids(training: Any, clicks: Any) -> 
 
 
 def test_an_id_outside_its_table_stops_the_loop(training: Any, clicks: Any) -> None:
-    job = training()
-    with pytest.raises(BadInput, match="table 'user' has rows 0 to 19, got id"):
-        job.epoch(clicks(50, users=30))
+    job, dataset = training(), clicks(50)
+    dataset.user[17] = 25
+    seen: list[gba_hvd.Batch] = []
+    loss = job.loss
+    job.loss = lambda batch: (seen.append(batch), loss(batch))[1]
+    with pytest.raises(BadInput) as error:
+        job.epoch(dataset)
+    batch: Any = seen[-1]
+    at = batch.ids["user"].tolist().index(25)
+    assert str(error.value).startswith(
+        f"table 'user' has rows 0 to 19, got id 25 in sample {at} of the batch (epoch 0, micro-batch {batch.index}, "
+        "sample 17 of the dataset); make the table larger"
+    )
+
+
+def test_an_id_outside_its_table_is_named_where_a_dataset_is_evaluated(training: Any, clicks: Any) -> None:
+    job, dataset = training(), clicks(50)
+    job.epoch(dataset)
+    dataset.item[33] = 8
+    with pytest.raises(BadInput, match=r"got id 8 in sample \d of the batch \(sample 33 of the evaluated dataset\)"):
+        gba_hvd.evaluate(job.model, dataset, job.state, batch=10)
 
 
 def test_an_empty_dataset_is_refused(training: Any, clicks: Any) -> None:

@@ -84,6 +84,31 @@ def test_a_model_with_shared_tables_is_not_copied(job: Any) -> None:
         copy.deepcopy(job[0])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"dense": np.zeros((4, 2))},
+            r"Batch: dense must be float32 \[B, n_dense\], got torch.float64 \[4, 2\]; convert",
+        ),
+        (
+            {"label": np.array([True, False, True, True])},
+            r"label must be float32 .* torch.bool \[4\]; .* label.float()",
+        ),
+        ({"label": np.arange(4)}, r"got torch.int64 \[4\]"),
+    ],
+)
+def test_dense_inputs_and_labels_of_another_dtype_are_refused_where_the_batch_is_made(
+    change: dict[str, np.ndarray], message: str
+) -> None:
+    values = {"dense": torch.zeros(4, 2), "label": torch.zeros(4)}
+    values |= {name: torch.from_numpy(array) for name, array in change.items()}
+    with pytest.raises(BadInput, match=message):
+        gba_hvd.Batch({"a": torch.arange(4)}, **values)
+    with pytest.raises(BadInput, match=r"dense must be float32 .* got a ndarray; make it a tensor"):
+        gba_hvd.Batch({"a": torch.arange(4)}, np.zeros((4, 2), np.float32), torch.zeros(4))  # type: ignore[arg-type]
+
+
 def test_rows_are_checked_when_looked_at(job: Any) -> None:
     train(*job)
     with pytest.raises(BadInput, match=r"table 'a' has rows 0 to 31, got id 32"):

@@ -43,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("input", type=Path, metavar="INPUT", help="FILE.parquet or FILE.csv")
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
+    hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
+    predict.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
     predict.add_argument("--mmap", action="store_true", help="map the rows of a local folder instead of reading all")
     dtypes = ("float32", "int8", "bfloat16")
@@ -122,7 +124,9 @@ def run_predict(args: argparse.Namespace) -> int:
         **options_of(args.option),
     )  # fmt: skip
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
-        n = score_file(model, args.input, args.out, keep=args.keep, batch=args.batch, on_samples=on_samples)
+        n = score_file(
+            model, args.input, args.out, keep=args.keep, hashed=args.hashed, batch=args.batch, on_samples=on_samples
+        )
     if args.json:
         print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
     else:

@@ -53,7 +53,7 @@ def headline(story: RunHistory) -> str:
     what += f", in the modes {' and '.join(modes)}." if len(modes) > 1 else "."
     best = story.best
     if best is not None and (by := chooser(best.values)) is not None:
-        what += f" The best {by[0]} is {best.values[by[0]]:.4f}, in {best.name}."
+        what += f" The best {by.name} is {best.values[by.name]:.4f}, in {best.name}."
     if n_lost := len(story.events_of("worker_lost", "worker_failed")):
         what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost"
         back = sum(int(one["rows_restored"] or 0) for one in story.recoveries)
@@ -90,8 +90,9 @@ def how_well(story: RunHistory) -> list[Fact]:
         return [Fact("best epoch", "not known: no metric of a validation set was reported")]
     by = chooser(best.values)
     assert by is not None
-    first = [by[0], *(name for name in sorted(best.values, key=_test_first) if name != by[0])]
-    return [Fact("best epoch", f"{best.name}, by {by[0]}"), *(Fact(name, f"{best.values[name]:.5f}") for name in first)]
+    first = [by.name, *(name for name in sorted(best.values, key=_test_first) if name != by.name)]
+    values = [Fact(name, f"{best.values[name]:.5f}") for name in first]
+    return [Fact("best epoch", f"{best.name}, by {by.words}"), *values]
 
 
 def _test_first(name: str) -> tuple[bool, str]:

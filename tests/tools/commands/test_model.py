@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from gba_hvd_tools.cli import main
 from torch import nn
 
 import gba_hvd
+from gba_hvd.data.hashing import hash_strings
 from gba_hvd.serving.manifest import read_manifest
 from gba_hvd.tracking import find_run
 from recovery.storage.open import open_store
@@ -125,6 +129,108 @@ def test_a_csv_file_has_a_column_for_each_number(
     said(capsys, "predict", tmp_path / "m", tmp_path / "in.csv", "--out", tmp_path / "out.parquet")
     found = pd.read_parquet(tmp_path / "out.parquet")["score"]
     assert np.allclose(found, evaluated(model, flat).numpy(), atol=1e-6)
+
+
+STRINGS = {
+    "user": pa.array([f"u{i}" for i in range(20)]),
+    "history": pa.array([[f"u{j}" for j in range(i % 4)] for i in range(20)]),
+}
+
+
+class OfStrings(nn.Module):
+    """Users and the histories of users, of one hashed table; one dense feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables(
+            {"user": gba_hvd.Table(dim=4, keys="hash64", capacity=64)},
+            gba_hvd.SGD(lr=0.1),
+            features={"user": "user", "history": "user"},
+        )
+
+    def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
+        out = self.tables(batch.ids)
+        return (out["user"] + out["history"]).sum(1) + batch.dense[:, 0]
+
+
+@pytest.fixture
+def of_strings(job_memory: Any, tmp_path: Path) -> tuple[nn.Module, gba_hvd.Batch, Path]:
+    model = OfStrings()
+    job_memory(model.tables)
+    known = hash_strings(STRINGS["user"]).view(np.int64)
+    change_rows(model, "user", known)
+    lengths = np.arange(20) % 4
+    flat = hash_strings(pa.array([f"u{j}" for n in lengths for j in range(n)])).view(np.int64)
+    history = gba_hvd.Bag(torch.from_numpy(flat), torch.from_numpy(np.cumsum(lengths) - lengths))
+    one = gba_hvd.Batch({"user": torch.from_numpy(known), "history": history}, torch.zeros(20, 1), torch.zeros(20))
+    gba_hvd.save_model(model, tmp_path / "m", build=f"{__name__}:OfStrings", input_example=one)
+    return model, one, tmp_path
+
+
+def test_strings_are_hashed_as_in_training_where_that_is_said(
+    of_strings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, one, folder = of_strings
+    frame = pa.table({**STRINGS, "dense_0": np.zeros(20)})
+    pq.write_table(frame, folder / "in.parquet")
+    how = ["predict", folder / "m", folder / "in.parquet", "--out", folder / "out.parquet"]
+    said(capsys, *how, "--hashed", "user", "history", "--batch", 7)
+    found = pd.read_parquet(folder / "out.parquet")["score"].to_numpy()
+    assert np.array_equal(found, evaluated(model, one).numpy()) and len(set(found)) == 20
+    text = said(capsys, *how, "--hashed", "user", status=1)
+    assert "field 'history': expected numbers, got list<element: string>. Where they are ids of a hashed table" in text
+    assert text.rstrip().endswith("say so: --hashed history")
+
+
+def test_ids_of_digits_in_a_csv_file_are_strings_where_that_is_said(
+    of_strings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, one, folder = of_strings
+    digits = [str(i) for i in range(20)]
+    ids = {"user": torch.from_numpy(hash_strings(pa.array(digits)).view(np.int64)), "history": one.ids["user"]}
+    change_rows(model, "user", ids["user"].numpy(), seed=6)
+    gba_hvd.save_model(
+        model, folder / "d", build=f"{__name__}:OfStrings", input_example=gba_hvd.Batch(ids, one.dense, one.label)
+    )
+    text = {"user": digits, "history": STRINGS["user"].to_pylist(), "dense_0": np.zeros(20)}
+    pd.DataFrame(text).to_csv(folder / "in.csv", index=False)
+    how = ["predict", folder / "d", folder / "in.csv", "--out", folder / "out.parquet", "--hashed", "user", "history"]
+    said(capsys, *how)
+    expected = evaluated(model, gba_hvd.Batch(ids, one.dense, one.label)).numpy()
+    assert np.array_equal(pd.read_parquet(folder / "out.parquet")["score"].to_numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("usr", "hashed column 'usr' is no field of ids of the model: these are history, user"),
+        ("dense", "hashed column 'dense' is no field of ids"),
+        ("user", "hashed column 'user' holds int64, not strings"),
+    ],
+)
+def test_a_column_that_cannot_be_hashed_is_named(
+    of_strings: Any, capsys: pytest.CaptureFixture[str], column: str, words: str
+) -> None:
+    _, _, folder = of_strings
+    pq.write_table(pa.table({**STRINGS, "user": np.arange(20), "dense_0": np.zeros(20)}), folder / "in.parquet")
+    how = ["predict", folder / "m", folder / "in.parquet", "--out", folder / "o.parquet", "--hashed", column, "history"]
+    assert words in said(capsys, *how, status=1)
+
+
+@pytest.mark.parametrize("code", ["import no_such_package", "from gba_hvd import no_such_name"])
+@pytest.mark.parametrize("where", ["in the file", "in the callable"])
+def test_a_builder_that_needs_what_is_not_installed_is_one_line(
+    exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, where: str
+) -> None:
+    builder = tmp_path / "needs.py"
+    builder.write_text(f"{code}\ndef make(): ...\n" if where == "in the file" else f"def make():\n    {code}\n")
+    text = said(capsys, "export", exported[1].parent / "c", tmp_path / "m", "--build", f"{builder}:make", status=1)
+    assert "gba-hvd: the model is built by make of the model's code file, which" in text
+    if "package" in code:
+        assert f"which needs no_such_package, and that is not installed here: install it for {sys.executable}" in text
+        assert f"looked for in {', '.join(sys.path)}" in text
+    else:
+        assert "imports what is not there: cannot import name 'no_such_name'" in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from gba_hvd.checkpoint.orphaned_memory import MemorySurvey, collect_state, deci
 from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.ps.server.final_checkpoint import MemoryHold
 from gba_hvd.shm import retained_state
-from gba_hvd.shm.retained_state import StateRetainer, decide_retention
+from gba_hvd.shm.retained_state import Absence, StateRetainer, decide_retention
 from gba_hvd.shm.shard_memory import ShardMemory, format_of
 
 SETTINGS = 77
@@ -55,7 +55,11 @@ def test_a_job_goes_on_from_memory_that_has_everything(found: list[MemorySurvey]
     [
         ([NOTHING, NOTHING], 5, ""),
         ([half(True)], 5, "shards [2, 3]"),
-        ([replace(WHOLE, kept=-1)], 5, "the training state was not kept"),
+        ([replace(WHOLE, kept=-1)], 5, "not kept there: no step was over yet when the job was killed"),
+        ([replace(WHOLE, kept=-1, absence=Absence.COST)], 5, "not kept there: writing it took more of a step"),
+        ([replace(WHOLE, kept=-1, absence=Absence.NO_ROOM)], 5, "not kept there: it had no room"),
+        ([replace(WHOLE, kept=-1, absence=Absence.SHARE_IS_0)], 5, "(retain_state_share=0) was given"),
+        ([half(True, kept=-1), half(False, kept=-1, absence=Absence.COMPRESSION)], 5, "gradients are compressed"),
         ([replace(WHOLE, settings=78)], 5, "other settings"),
         ([replace(WHOLE, begun=10)], 5, "of step 8, the rows are of step 10"),
         ([replace(WHOLE, begun=7)], 5, "of step 8, the rows are of step 7"),
@@ -69,7 +73,7 @@ def test_what_is_not_all_there_is_reported_and_not_used(found: list[MemorySurvey
 
 
 def test_what_is_found_travels_as_numbers() -> None:
-    for one in (WHOLE, NOTHING, half(False, settings=-(2**62))):
+    for one in (WHOLE, NOTHING, half(False, settings=-(2**62)), half(True, absence=Absence.COST)):
         again = MemorySurvey.of_row(one.row())
         assert again.ready.tolist() == one.ready.tolist()
         assert again.placed.tolist() == one.placed.tolist()
@@ -94,8 +98,8 @@ def test_the_state_is_kept_as_of_the_newest_step(tmp_path: Path) -> None:
     assert retained_state.read(tmp_path) is None
     keeper = StateRetainer(tmp_path, SETTINGS, share=1.0)
     for step in (1, 2):
-        assert keeper.keep(step, 0, lambda: b"state of %d" % step) == ""  # noqa: B023
-    assert keeper.keep(2, 0, lambda: pytest.fail("the same step is not written again")) == ""
+        assert keeper.keep(step, 0, lambda: b"state of %d" % step) is None  # noqa: B023
+    assert keeper.keep(2, 0, lambda: pytest.fail("the same step is not written again")) is None
     assert retained_state.read(tmp_path) == retained_state.RetainedState(2, 0, SETTINGS, b"state of 2")
     keeper.keep(2, 5, lambda: b"an asynchronous mode begins at the same step")
     found = retained_state.read(tmp_path)
@@ -112,14 +116,15 @@ def test_keeping_stops_when_it_takes_too_much_of_a_step(tmp_path: Path) -> None:
     keeper = StateRetainer(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
     for step in range(1, 50):
         now[0] += 0.09
-        if said := keeper.keep(step, 0, state):
+        if stopped := keeper.keep(step, 0, state):
             break
     assert step == 21
     assert (
-        "10.0 ms of a step's 100.0 ms, more than the 5% allowed (CheckpointCallback(retain_state_share=0.05))" in said
+        "10.0 ms of a step's 100.0 ms, more than the 5% allowed (CheckpointCallback(retain_state_share=0.05))"
+        in stopped.reason
     )
-    assert retained_state.read(tmp_path) is None
-    assert keeper.keep(99, 0, state) == "" and retained_state.read(tmp_path) is None
+    assert retained_state.read(tmp_path) is None and retained_state.absence(tmp_path) == Absence.COST
+    assert keeper.keep(99, 0, state) is None and retained_state.read(tmp_path) is None
 
 
 def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_begins(tmp_path: Path) -> None:
@@ -132,11 +137,12 @@ def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_b
     keeper = StateRetainer(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
     assert any(keeper.keep(step, 0, state) for step in range(1, 50))
     for step in range(50, 80):
-        assert keeper.keep(step, 4, state) == ""
+        assert keeper.keep(step, 4, state) is None
     found = retained_state.read(tmp_path)
     assert found is not None and (found.step, found.generation) == (79, 4)
-    assert keeper.keep(80, 0, state) == ""
+    assert keeper.keep(80, 0, state) is None
     assert retained_state.read(tmp_path) is None, "rows have gone on since, in allreduce mode"
+    assert retained_state.absence(tmp_path) == Absence.COST
 
 
 def test_keeping_goes_on_while_it_is_cheap() -> None:
@@ -144,9 +150,36 @@ def test_keeping_goes_on_while_it_is_cheap() -> None:
     assert not decide_retention([0.003] * 10, [0.1] * 10, share=0.02).keep
 
 
-def test_a_share_of_nothing_keeps_nothing(tmp_path: Path) -> None:
-    assert StateRetainer(tmp_path, SETTINGS, share=0.0).keep(1, 0, lambda: b"state") == ""
-    assert retained_state.read(tmp_path) is None
+@pytest.mark.parametrize(("write_s", "step_s", "is_notable"), [(0.0004, 0.004, False), (0.02, 0.5, True)])
+def test_stopping_is_notable_where_the_state_is_large_and_not_where_steps_are_tiny(
+    write_s: float, step_s: float, is_notable: bool
+) -> None:
+    found = decide_retention([write_s] * 20, [step_s] * 20, share=0.02)
+    assert (found.keep, found.is_notable) == (False, is_notable)
+
+
+@pytest.mark.parametrize(
+    ("share", "is_compressed", "why"),
+    [(0.0, False, Absence.SHARE_IS_0), (1.0, True, Absence.COMPRESSION), (0.0, True, Absence.COMPRESSION)],
+)
+def test_what_is_never_kept_is_noted_with_its_reason(
+    tmp_path: Path, share: float, is_compressed: bool, why: Absence
+) -> None:
+    keeper = StateRetainer(tmp_path, SETTINGS, share=share, is_compressed=is_compressed)
+    assert retained_state.absence(tmp_path) == Absence.NO_STEP
+    for step in (1, 2):
+        assert keeper.keep(step, 0, lambda: pytest.fail("it is not needed")) is None
+    assert retained_state.read(tmp_path) is None and retained_state.absence(tmp_path) == why
+
+
+def test_a_state_without_room_is_notable_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gba_hvd.shm.retained_state.SnapshotFile.write", full)
+    stopped = StateRetainer(tmp_path, SETTINGS, share=1.0).keep(1, 0, lambda: b"state")
+    assert stopped is not None and stopped.is_notable and "No space left on device" in stopped.reason
+    assert retained_state.absence(tmp_path) == Absence.NO_ROOM
 
 
 def test_a_state_that_was_overwritten_is_noticed(tmp_path: Path) -> None:
@@ -188,6 +221,8 @@ def test_only_a_memory_of_this_model_in_which_nobody_lives_is_looked_at(memory: 
 def test_what_is_in_a_memory_is_its_rows_and_its_state(memory: ShardMemory) -> None:
     found, state = found_in(memory)
     assert (found.kept, found.begun, found.ready.tolist(), state) == (-1, 0, [True] * 3, None)
+    StateRetainer(memory.folder, SETTINGS, share=0.0).keep(4, 0, lambda: b"state")
+    assert found_in(memory)[0].absence == Absence.SHARE_IS_0
     StateRetainer(memory.folder, SETTINGS, share=1.0).keep(4, 0, lambda: b"state")
     memory.begin(np.array([1]), 5)
     found, state = found_in(memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests
-from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.schedule.recovery_choice import RecoveryDecision
 
@@ -82,7 +80,8 @@ def reported(
                 samples_lost=getattr(checkpoints, "samples_lost", 0.0),
             ),
             callback=SimpleNamespace(
-                url="memory://place", total_samples=getattr(checkpoints, "total_samples", None), recovery="auto"
+                url="memory://place", total_samples=getattr(checkpoints, "total_samples", None), recovery="auto",
+                resume=getattr(checkpoints, "resume", True),
             ),
         ),
     )  # fmt: skip
@@ -112,21 +111,18 @@ def test_a_job_starts() -> None:
         "2 workers on 1 host, job j: mode allreduce, global batch 16 in micro-batches of 4, tables t 50 x 4, no "
         "checkpoints"
     )
-    assert reported(STARTED, checkpoints=True)[1][0].message.endswith("t 50 x 4, checkpoints in memory://place")
+    assert "t 50 x 4, checkpoints in memory://place" in reported(STARTED, checkpoints=True)[1][0].message
 
 
-@pytest.mark.parametrize("shows_progress", [False, True])
-def test_the_start_is_one_line_of_the_log_or_of_the_progress(
-    caplog: pytest.LogCaptureFixture, shows_progress: bool
-) -> None:
-    shown = io.StringIO()
-    callbacks = [ProgressLine(stream=shown)] if shows_progress else []
-    with caplog.at_level("INFO", "gba_hvd"):
-        _, (started,) = reported(STARTED, callbacks=callbacks)
-    assert started.message in caplog.text or shows_progress
-    for callback in callbacks:
-        callback.on_event(started)
-    assert f"{caplog.text}{shown.getvalue()}".count("2 workers on 1 host") == 1
+def test_a_start_without_a_checkpoint_says_why_training_begins_at_step_0() -> None:
+    def said(joined: JoinResult, **about: Any) -> str:
+        return reported(joined, checkpoints=SimpleNamespace(**about))[1][0].message.partition("memory://place")[2]
+
+    assert said(STARTED) == "; no checkpoint was found there, so training begins at step 0"
+    assert said(STARTED, resume=False).startswith("; resume=False: checkpoints that are there are not read")
+    assert said(replace(STARTED, resumed=RESUMED)) == ""
+    assert said(replace(STARTED, taken=ResumedFromMemory(7, 0, "all is there", None))) == ""
+    assert said(replace(STARTED, source=1)) == "", "another rank has looked"
 
 
 HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0}
@@ -173,7 +169,7 @@ def test_the_pace_of_checkpoints_is_planned_before_the_rest_is_reported() -> Non
 
 def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
     _, (_, resumed, residuals) = reported(replace(STARTED, resumed=RESUMED), residuals_missing=1)
-    assert resumed.message == "resuming at step 7 from m-3: 2,000 rows in 1.5 s"
+    assert resumed.message == ("resuming at step 7 from m-3: 2,000 rows in 1.5 s; newer ones cannot be used: m-4: torn")
     assert resumed.data["skipped"] == ["m-4: torn"]
     assert (resumed.data["staleness"], resumed.data["lags"]) == ({"0": 8, "1": 3}, {"2": 11})
     assert resumed.data["gaps"] == {"1": [11, 0.5, 5.5, 42]}

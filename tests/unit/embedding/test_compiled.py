@@ -164,7 +164,7 @@ def test_a_batch_of_another_size_is_looked_up_as_well(make_tables: MakeTables) -
 def test_a_bad_id_is_named_by_a_compiled_model(make_tables: MakeTables) -> None:
     tables = make_tables({"user": (50, 8)})
     compiled = torch.compile(lambda ids: tables({"user": ids})["user"], backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="table 'user' has rows 0 to 49, got id 50 at position 1"):
+    with pytest.raises(Exception, match="table 'user' has rows 0 to 49, got id 50 in sample 1"):
         compiled(torch.tensor([1, 50]))
     unknown = torch.compile(lambda ids: tables({"usr": ids})["usr"], backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="no table named 'usr'"):

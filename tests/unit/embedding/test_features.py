@@ -322,7 +322,7 @@ def test_no_optimizer_is_needed_where_every_table_names_its_own(tmp_path: Path) 
         (Bag(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0])), r"values of a Bag must be int64 \[n\]"),
         (Bag(torch.tensor([1]), torch.tensor([[0]])), r"offsets must be int64 \[B\]"),
         (Bag(torch.tensor([1]), torch.empty(0, dtype=torch.int64)), "got none"),
-        (torch.tensor([[1, 30]]), "got id 30 at position 1 of the micro-batch in feature 'clicked'"),
+        (torch.tensor([[1, 2], [3, 30]]), "got id 30 in feature 'clicked', in sample 1 of the batch"),
         (torch.empty(2, dtype=torch.int64, device="meta"), "ids must be on the CPU"),
     ],
     ids=lambda x: "",

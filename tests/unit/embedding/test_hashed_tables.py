@@ -125,7 +125,7 @@ def test_ids_of_another_type_are_refused_with_what_to_do(make_tables: Any) -> No
     tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=50)})
     with pytest.raises(BadInput, match=r"got torch.uint64 \[2\]; view hashes as int64: ids.view\(torch.int64\)"):
         tables({"t": torch.zeros(2, dtype=torch.uint64)})
-    with pytest.raises(BadInput, match=r"id -9223372036854775808 at position 1 .* stands for no value"):
+    with pytest.raises(BadInput, match=r"id -9223372036854775808 in sample 1 .* stands for no value"):
         tables({"t": torch.tensor([3, -(2**63)])})
     assert tables({"t": torch.tensor([-5, 3], dtype=torch.int32)})["t"].shape == (2, 4)
 

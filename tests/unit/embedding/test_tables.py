@@ -220,10 +220,23 @@ def test_tables_are_no_parameters(make_tables: MakeTables) -> None:
 @pytest.mark.parametrize("how", ["forward", "stacked", "bag"])
 def test_an_id_outside_its_table_is_named(make_tables: MakeTables, bad: int, how: str) -> None:
     tables, ids = make_tables(SIZES), torch.tensor([3, 49, bad, 0])
-    message = f"table 'user' has rows 0 to 49, got id {bad} at position 2 of the micro-batch"
+    message = f"table 'user' has rows 0 to 49, got id {bad} in sample {1 if how == 'bag' else 2} of the batch"
     call = tables.stacked if how == "stacked" else tables
     with pytest.raises(BadInput, match=message):
         call({"user": Bag(ids, torch.tensor([0, 2])) if how == "bag" else ids})
+
+
+@pytest.mark.parametrize("how", ["forward", "stacked"])
+def test_an_id_outside_its_table_is_named_with_what_its_sample_is(make_tables: MakeTables, how: str) -> None:
+    tables, ids = make_tables(SIZES), torch.tensor([3, 49, 50, 0])
+    call = tables.stacked if how == "stacked" else tables
+    with tables.naming_samples(lambda sample: f" (the one called {sample})"):
+        with pytest.raises(BadInput, match=r"in sample 2 of the batch \(the one called 2\); make the table larger"):
+            call({"user": ids})
+        with tables.apart(), pytest.raises(BadInput, match=r"in sample 2 of the batch; make"):
+            call({"user": ids})
+    with pytest.raises(BadInput, match=r"in sample 2 of the batch; make"):
+        call({"user": ids})
 
 
 @pytest.mark.parametrize("call", ["forward", "stacked"])

@@ -138,7 +138,18 @@ def test_a_part_comes_together_from_the_states_of_several_workers() -> None:
         (["valid_recall_at_50"], ("valid_recall_at_50", True)),
         (["valid_mse"], ("valid_mse", False)),
         (["valid_stars_mae"], ("valid_stars_mae", False)),
+        (["valid_a_auc", "valid_auc"], ("valid_auc", True)),
     ],
 )
 def test_the_names_of_these_metrics_choose_the_best_epoch(names: list[str], expected: tuple[str, bool]) -> None:
-    assert chooser(names) == expected
+    found = chooser(names)
+    assert found is not None
+    assert (found.name, found.more_is_better, found.words) == (*expected, expected[0])
+
+
+def test_where_only_the_alphabet_chooses_that_is_said() -> None:
+    found = chooser(["valid_click_auc", "valid_buy_auc", "valid_buy_logloss"])
+    assert found is not None and (found.name, found.plain) == ("valid_buy_auc", "valid_auc")
+    assert found.others == ("valid_click_auc",) and "before valid_click_auc" in found.words
+    assert chooser(["valid_click_auc", "train_loss"]).others == ()  # type: ignore[union-attr]
+    assert chooser(["train_auc"]) is None

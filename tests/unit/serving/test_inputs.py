@@ -82,12 +82,18 @@ GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.
     ("change", "words"),
     [
         ({"user": None}, "field 'user' is missing: the model needs int64 in column 'user'; the request has item"),
-        ({"dense": None}, r"field 'dense' is missing: the model needs \[2\] of float32 in column 'dense', or dense_0"),
+        (
+            {"dense": None},
+            r"field 'dense' is missing: the model needs \[2\] of float32 in column 'dense', or columns dense_0",
+        ),
         ({"user": [0.5, 1.0]}, "field 'user': expected int64, got float64"),
         ({"user": [1.0, np.nan]}, "field 'user': expected int64, got float64 .a column of whole numbers with missing"),
-        ({"user": ["a", "b"]}, "field 'user': expected int64, got <U1"),
+        (
+            {"user": ["a", "b"]},
+            "field 'user': expected int64, got <U1 .strings of a hashed table as hashes: gba_hvd.data",
+        ),
         ({"user": [1, 2, 3]}, "need one number of samples, got"),
-        ({"user": [[1, 2], [3, 4]]}, r"field 'user': expected \[B, \] of int64, got \[2, 2\]"),
+        ({"user": [[1, 2], [3, 4]]}, r"field 'user': expected \[B\] of int64, got \[2, 2\]"),
         ({"user": np.array([1, 2**63], np.uint64)}, "field 'user': 9223372036854775808 does not fit into int64"),
         ({"history": [1, 2]}, "field 'history': expected a list of int64 for each sample, got int"),
         ({"history": [["a"], []]}, "field 'history': expected int64, got"),
@@ -95,6 +101,14 @@ GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.
         ({"dense": [[1.0, np.nan], [2.0, 3.0]]}, "field 'dense': NaN, and the example that the model was saved with"),
         ({"dense": [[1.0, 1e300], [2.0, 3.0]]}, r"field 'dense': 1e.300 does not fit into float32"),
         ({"dense": [[1.0], [2.0]]}, r"field 'dense': expected \[B, 2\] of float32, got \[2, 1\]"),
+        (
+            {"dense": [1.0, 2.0]},
+            r"expected \[B, 2\] of float32, got \[2\]: give it lists of 2, or columns dense_0 to dense_1$",
+        ),
+        (
+            {"dense": None, "dense_1": [1.0, 2.0]},
+            r"or columns dense_0 to dense_1 .dense_0 is missing.; the request has",
+        ),
     ],
 )
 def test_a_field_that_is_wrong_is_named(change: dict[str, Any], words: str) -> None:
@@ -103,6 +117,15 @@ def test_a_field_that_is_wrong_is_named(change: dict[str, Any], words: str) -> N
     request = {name: one for name, one in {**GOOD, **change}.items() if one is not None}
     with pytest.raises(BadInput, match=words):
         inputs.input_of(spec, request)
+
+
+def test_a_column_of_numbers_for_one_dense_feature_is_told_its_name() -> None:
+    spec = inputs.spec_of(torch.randn(4, 1), Model())
+    assert inputs.input_of(spec, {"x_0": [1.0, 2.0]}).tolist() == [[1.0], [2.0]]
+    with pytest.raises(
+        BadInput, match=r"\[B, 1\] of float32, got \[2\]: give it lists of 1, or a column of numbers x_0"
+    ):
+        inputs.input_of(spec, {"x": [1.0, 2.0]})
 
 
 @pytest.mark.parametrize(

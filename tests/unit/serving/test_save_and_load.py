@@ -379,7 +379,7 @@ def test_a_full_disk_leaves_the_version_before(
     [
         ({"build": "make_model"}, "expected 'package.module:callable', or 'file.py:callable'"),
         ({"build": "nowhere.py:make"}, "nowhere.py cannot be read"),
-        ({"build": "no_such_package:make"}, "no_such_package is not installed here"),
+        ({"build": "no_such_package:make"}, "which needs no_such_package, and that is not installed here"),
         ({"build": "tests.unit.serving.model_code:nothing"}, "there is no callable 'nothing'"),
         ({"build": "builtins:dict"}, "returned a dict, expected an nn.Module"),
         ({"build": CODE, "arguments": {"users": 51}}, "table 'user' is 51 x 4 in the built module, and 50 x 4"),
@@ -547,7 +547,7 @@ def test_no_model(tmp_path: Path) -> None:
 def test_an_id_out_of_range_and_slots(trained: Trained, tmp_path: Path) -> None:
     gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
     model, one = gba_hvd.load_for_inference(tmp_path / "m"), batch()
-    with pytest.raises(BadInput, match="table 'user' has rows 0 to 49, got id 50 at position 0"):
+    with pytest.raises(BadInput, match="table 'user' has rows 0 to 49, got id 50 in sample 0 of the batch"):
         model(gba_hvd.Batch({**one.ids, "user": one.ids["user"] + 50 - one.ids["user"][0]}, one.dense, one.label))
     with pytest.raises(BadInput, match="no slots of an optimizer"):
         model.tables.rows("user", [1], "sum")

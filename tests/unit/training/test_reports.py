@@ -1,7 +1,8 @@
-"""What is reported at the end of an epoch of tables that nobody looks up."""
+"""What the log has beside callbacks, and what is reported of tables that nobody looks up."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -11,6 +12,23 @@ import gba_hvd
 from tests.unit.thread_world import EventLog, Workers
 
 TABLES = {"user": (20, 4), "item": (7, 3), "shop": (50, 4), "word": gba_hvd.Table(dim=4, keys="hash64", capacity=64)}
+
+
+@pytest.mark.parametrize("shows_progress", [False, True])
+def test_the_start_and_notes_are_one_line_of_the_log_or_of_the_progress(
+    training: Any, caplog: pytest.LogCaptureFixture, shows_progress: bool
+) -> None:
+    job, shown = training(), io.StringIO()
+    job.state.register_callbacks([gba_hvd.ProgressLine(stream=shown)] if shows_progress else [])
+    with caplog.at_level("INFO", "gba_hvd"):
+        job.state.sync()
+        job.state.engine.emit(gba_hvd.Event("memory_not_kept", 21, "it takes 0.4 ms"))
+        job.state.engine.emit(gba_hvd.Event("decision", 21, "xyzzy"))
+    said = f"{caplog.text}{shown.getvalue()}"
+    assert said.count("[started] step 0: 1 worker on 1 host") == 1
+    assert said.count("[memory not kept] step 21: it takes 0.4 ms") == 1
+    assert "xyzzy" not in said
+    assert ("[started]" in shown.getvalue()) == shows_progress
 
 
 def unused(log: EventLog) -> list[Any]:
