@@ -45,10 +45,10 @@ class Table:
     With it, in place of `n_rows`:
     capacity: how many ids may have a row, of all hosts together; rounded up to 16 a shard. From 90 % on some new ids
     find no room. admit_after: 1 to 255. fallback_rows: shared by ids without a row, by hash; None: a hundredth of
-    `capacity`.
-    evict: which id makes room for a new one. None: none does, new ids keep the shared rows. "lfu": the one that was
-    looked up least, lookups of long ago counting less, of 32. "ttl": one that was not looked up for more than
-    `evict_after_steps` steps; such ids also go while there is room.
+    `capacity`, half of it with evict="lfu".
+    evict: which id makes room for a new one. None: none does, new ids keep the shared rows. "lfu": of 32, the one that
+    was looked up least, if the new one was looked up more often; lookups of long ago count less. "ttl": one that was
+    not looked up for more than `evict_after_steps` steps; such ids also go while there is room.
     Which ids have a row depends on the data alone, not on the number of workers.
 
     `EmbeddingTables` raises BadInput for a table that cannot be: n_rows or dim below 1, a padding_idx out of range,
@@ -166,7 +166,7 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
     capacity, after = int(table.capacity), table.evict_after_steps
     return replace(
         table, capacity=capacity, admit_after=int(table.admit_after),
-        fallback_rows=int(table.fallback_rows or max(1, capacity // 100)),
+        fallback_rows=int(table.fallback_rows or max(1, capacity // (2 if table.evict == "lfu" else 100))),
         evict_after_steps=None if after is None else int(after),
     )  # fmt: skip
 

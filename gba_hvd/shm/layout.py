@@ -79,7 +79,7 @@ class HashedSpec:
 
     @property
     def has_filter(self) -> bool:
-        return self.admit_after > 1
+        return self.admit_after > 1 or self.evict == "lfu"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,12 @@ In each shard, beside the records, in this order (`shm.layout.VocabularyPlace`):
     stats    int64 [STATS]         what the shard counts of itself (`Stat`)
     keys     int64 [rows]          the key that each record belongs to; NO_KEY: none
     uses     uint32 [rows, 2]      lookups of the key, halved now and then; the step of the last one, plus 1
-    filter   uint8 [rows, 4]       with admit_after > 1: lookups of keys without an entry, a count-min sketch of two
-                                   hashes
+    filter   uint8 [rows, 4]       with admit_after > 1 or evict="lfu": lookups of keys without an entry, a count-min
+                                   sketch of two hashes, halved four times as often
+
+With evict="lfu" a key gets the entry of another one only if it was looked up more often (TinyLFU, Einziger et al.
+2017). The filter forgets sooner and so counts less. So entries do not change hands between keys that are looked up
+about as often: a row that does starts over, and what it had learned is lost.
 
 Of a record that ids share, uses and filter are of no key. Those of a shard's first one have, as uint32, how far the
 shard is in its ageing (`Stat.USED`, `SWEPT`, `COUNTED`): so they are saved and come back with the record.
@@ -38,7 +42,7 @@ from gba_hvd.shm import init_functions, vocabulary_kernels
 from gba_hvd.shm.layout import NO_KEY, STATS, Group, Layout, ids_of, keys_of_ids, table_seed
 
 _EVICT = {"": 0, "lfu": 1, "ttl": 2}
-_HALVED_AFTER = 10  # lookups per entry (TinyLFU, Einziger et al. 2017, has this period)
+_HALVED_AFTER = 16  # lookups of keys without an entry, per entry: those of hot keys say nothing of who should go
 _SAMPLED = 1 << 16  # counters of a filter that are looked at to see how full it is
 
 
@@ -51,7 +55,7 @@ class Stat(IntEnum):
     NO_ROOM = 3  # times that an id was not admitted because no entry was free
     LOOKUPS = 4
     MISSED = 5  # lookups of ids without an entry
-    USED = 6  # lookups of entries since their counts were halved
+    USED = 6  # lookups in the filter since the counts of entries were halved
     COUNTED = 7  # lookups in the filter since its counts were halved
     SWEPT = 8  # up to which entry evict="ttl" has looked
 
@@ -173,7 +177,7 @@ class Vocabulary:
 
     def admit(self, keys: np.ndarray, step: int) -> np.ndarray:
         """Rows for keys, not asking the filter: int64 [n], a fallback row where there is no room. keys: distinct"""
-        self._admit(keys, self.rows(keys), np.ones(len(keys), np.uint32), step, 1)
+        self._admit(keys, self.rows(keys), np.ones(len(keys), np.uint32), step, 0)
         return self.rows(keys)
 
     def _admit(self, keys: np.ndarray, rows: np.ndarray, accesses: np.ndarray, step: int, admit_after: int) -> None:

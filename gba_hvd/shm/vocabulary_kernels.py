@@ -28,6 +28,7 @@ _compiled = functools.partial(_FILE.add, nogil=True, error_model="numpy")
 # Numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`.
 _SIZE, _ADMITTED, _EVICTED, _NO_ROOM, _LOOKUPS, _MISSED, _USED, _COUNTED, _SWEPT = range(9)
 _MOST = 2**32 - 1
+_FULL_COUNTER = 255  # of the filter
 _LINE = np.uint64(8)  # int64 words of a cache line
 _AHEAD = 32  # keys whose buckets are read before the first of them is searched
 
@@ -135,7 +136,6 @@ def note_lookups(
         stats = shard * region + stats_at
         longs[stats + _LOOKUPS] += n
         if place < entries:
-            longs[stats + _USED] += n
             at = 2 * (shard * region + uses_at + place)
             words[at] = np.uint32(min(np.int64(words[at]) + n, np.int64(_MOST)))
             words[at + 1] = np.uint32(step + 1)
@@ -157,8 +157,10 @@ def choose_entries(
     """Find entries for the keys without one that were looked up often enough; returns for how many.
 
     Each is free when this returns, and taken by `publish_keys`; until then it is marked as last used in this step. The
-    key of an entry that is evicted for another one is cleared here. Entries used in this step are not evicted.
-    evict: 0: nothing; 1: the least used; 2: what was not used for more than `evict_after` steps
+    key of an entry that is evicted for another one is cleared here.
+    admit_after: 0: at once, not asking the filter; entries used in this step are not evicted
+    evict: 0: nothing; 1: the least used, for a key that was looked up more often, or as often as the filter can count;
+    2: what was not used for more than `evict_after` steps
     """
     n_buckets, n_chosen, now = entries // _BUCKET, 0, np.uint32(step + 1)
     for i in range(len(keys)):
@@ -167,12 +169,13 @@ def choose_entries(
         key, seen = keys[i], np.int64(accesses[i])
         shard, mixed = key % n_shards, _mix(np.uint64(key))
         stats, base = shard * region + stats_at, shard * region + keys_at
-        if admit_after > 1:
+        if n_counters and admit_after:
             again = _mix(mixed)
             a = 8 * shard * region + filter_at + _first_bucket(again, n_counters)
             b = 8 * shard * region + filter_at + _second_bucket(again, n_counters)
             longs[stats + _COUNTED] += seen
-            seen = min(np.int64(min(small[a], small[b])) + seen, np.int64(255))
+            longs[stats + _USED] += seen
+            seen = min(np.int64(min(small[a], small[b])) + seen, np.int64(_FULL_COUNTER))
             small[a] = np.uint8(max(np.int64(small[a]), seen))
             small[b] = np.uint8(max(np.int64(small[b]), seen))
             if seen < admit_after:
@@ -185,12 +188,13 @@ def choose_entries(
             for place in range(bucket * _BUCKET, (bucket + 1) * _BUCKET):
                 at = 2 * (shard * region + uses_at + place)
                 last = words[at + 1]
-                if last == now:
-                    continue
                 if longs[base + place] == _NO_KEY:
-                    n_free += 1
-                    if first_free < 0:
-                        first_free = place
+                    if last != now:
+                        n_free += 1
+                        if first_free < 0:
+                            first_free = place
+                    continue
+                if last == now and admit_after == 0:
                     continue
                 uses, age = np.int64(words[at]), step + 1 - np.int64(last)
                 if evict == 0 or (evict == 2 and age <= evict_after):
@@ -205,6 +209,8 @@ def choose_entries(
             free = victim
             if free < 0:
                 longs[stats + _NO_ROOM] += 1
+                continue
+            if evict == 1 and admit_after and seen <= min(least_uses, np.int64(_FULL_COUNTER - 1)):
                 continue
             longs[base + free] = _NO_KEY
             longs[stats + _SIZE] -= 1
@@ -260,7 +266,8 @@ def age_entries(
 ) -> None:  # fmt: skip
     """After a step: halve counts that have grown large, and evict a part of what was not used for too long.
 
-    used_most: lookups of entries of a shard after which their counts are halved. records_at: in float32 words
+    used_most: lookups of keys without an entry after which the counts of a shard's entries are halved. records_at: in
+    float32 words
     """
     for k in range(len(shards)):
         shard = shards[k]

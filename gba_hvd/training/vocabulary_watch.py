@@ -19,7 +19,7 @@ _EVERY_S = 5.0
 _WHY = {
     None: "it evicts nothing",
     "ttl": "all ids in reach were looked up within evict_after_steps",
-    "lfu": "all ids in reach were looked up in the same step, for which the table is small",
+    "lfu": "all rows in reach were given away in the same step, for which the table is small",
 }
 
 

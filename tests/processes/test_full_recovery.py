@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_damaged_is_seen_when_rows_are_gone_already(
 ) -> None:
     """All take the one before; without one the job ends and says so."""
     place = tmp_path / "checkpoints"
-    with a_host_is_lost(tmp_path, NAMES[:2], {"recovery": "full", "strict": True, "every_steps": 4}) as (job, _, _):
+    with a_host_is_lost(tmp_path, NAMES[:2], {"recovery": "full", "strict": True, "every_steps": 5}) as (job, _, _):
         store = open_store(place)
         wait_for(lambda: job.ended or len(store.names("manifests/")) == 2, "two checkpoints", PATIENCE_S)
         newest, before = (chain.newest for chain in chains(store) if isinstance(chain, Chain))

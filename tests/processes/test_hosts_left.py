@@ -138,7 +138,7 @@ def test_a_server_that_dies_within_the_agreement_leaves_the_checkpoint_before_in
                 os.kill(other, signal.SIGCONT)
             wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)
             said = log.read()
-    assert ("the last checkpoint: part" if killed_is_first else "the server of part 1 has not saved its rows") in said
+    assert ("the last checkpoint: part" if killed_is_first else "the writer of part 1 has not saved its rows") in said
     newest = newest_in(tmp_path)
     assert newest.name == before.name and newest.step < KILLED_AT and "last_gasp" not in newest.about
     go_on(tmp_path, newest.step)  # training went on during that save, so some rows may be of a later step

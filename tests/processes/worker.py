@@ -558,13 +558,13 @@ def wait_where_planned(step: int) -> None:
     A job held at step 1 waits for its servers: let go, it has received their reports, so a due checkpoint is begun.
     Where servers did not answer just then, it is begun after a later step: a job that waits for it is held there.
     """
-    if checkpoint_waits():
-        learn_of_the_servers()
-        return
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
-    for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
+    closed = [name for at, name in holds.items() if step >= at and not (OUT / name).exists()]
+    if closed and checkpoint_waits() and learn_of_the_servers():
+        return
+    for name in closed:
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
         (OUT / f"held-by-{name}-{socket.gethostname()}-{os.getpid()}").touch()
         wait_for_file(name, follow_checkpoints)
@@ -575,16 +575,16 @@ def wait_where_planned(step: int) -> None:
 def checkpoint_waits() -> bool:
     """Whether one is due and was not begun, since servers were not up. The same on all workers, as it was agreed."""
     engine, checkpoints = state.engine, checkpoints_of(state.engine)
-    has_hold = any(name.startswith("saved") for name in PLAN.get("holds", {}).values())
-    return has_hold and checkpoints is not None and engine.mode.steps_together and bool(checkpoints.waiting)
+    return checkpoints is not None and engine.mode.steps_together and bool(checkpoints.waiting)
 
 
-def learn_of_the_servers() -> None:
-    """On the lead of a host. For a while: in some tests a server is to die before that."""
+def learn_of_the_servers() -> bool:
+    """Whether they are up, on the lead of a host. For a while: in some tests a server is to die before that."""
     engine, deadline = state.engine, time.monotonic() + 60
     line = engine.host.server if checkpoints_of(engine) is not None else None
     while line is not None and not line.is_ready() and time.monotonic() < deadline:
         time.sleep(0.05)
+    return line is None or line.is_ready()
 
 
 def follow_checkpoints() -> None:

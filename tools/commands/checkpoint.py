@@ -167,8 +167,8 @@ def run_diff(args: argparse.Namespace) -> int:
     if sizes[0][1] and sizes[0] != sizes[1]:
         raise BadInput(
             "rows are compared where they lie, and between these the hashed tables or the shards have another size (or "
-            "one of them counted lookups before ids had a row, with admit_after above 1, and the other did not): "
-            "compare two that were saved with the same ones, or two files of `gba-hvd checkpoint export`"
+            "one of them counted lookups before ids had a row, with admit_after above 1 or evict='lfu', and the other "
+            "did not): compare two that were saved with the same ones, or two files of `gba-hvd checkpoint export`"
         )
     total = sum(manifest.n_bytes for chain in (old, new) for manifest in chain.manifests)
     with progress("comparing", total) as on_bytes:

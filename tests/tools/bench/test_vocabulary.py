@@ -73,6 +73,9 @@ def test_a_small_run_is_kept_and_not_done_again(
     assert args.run(args) == 0
     found = json.loads(out.read_text())
     assert set(found["summary"]) == {"speed", "drift"} and len(found["rows"]) == 5
+    (hashed,) = [row for row in found["rows"] if row["task"] == "drift" and row["variant"] == "hash64"]
+    assert 0 < hashed["with_row"] < hashed["n_ids"] and len(hashed["without_row"]) == 5
+    assert all(0 < share < 1 for share in hashed["without_row"].values())
     by_variant = found["summary"]["drift"]["variants"]
     assert abs(by_variant["modulo"]["n_bytes"] / by_variant["hash64"]["n_bytes"] - 1) < 0.2
     assert by_variant["hash64"]["bytes_per_row"] > by_variant["modulo"]["bytes_per_row"] >= 36

@@ -148,6 +148,14 @@ def test_a_compiled_model_looks_up_raw_ids(make_tables: Any) -> None:
     assert torch.equal(compiled(ids), tables(ids)["t"] * 2)
 
 
+@pytest.mark.parametrize(("evict", "n_shared"), [("lfu", 500), (None, 10)])
+def test_a_table_that_is_meant_to_be_too_small_has_more_shared_rows(
+    make_tables: Any, evict: str | None, n_shared: int
+) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=1000, evict=evict)}, n_shards=2)
+    assert len(np.unique(tables.rows("t", np.arange(50_000)), axis=0)) == n_shared
+
+
 def test_a_table_of_numbered_rows_has_no_vocabulary(make_tables: Any) -> None:
     with pytest.raises(BadInput, match="table 't' is not hashed: its ids are 0 to 9"):
         make_tables({"t": (10, 4)}).vocabulary("t")
@@ -193,9 +201,11 @@ def test_an_admitted_id_starts_as_the_function_of_its_table_says_also_when_it_co
     assert tables.admitted("t", ids).all()
     assert np.array_equal(tables.rows("t", ids), rows_by_id(ids).astype(np.float32))
     write_rows(tables.memory, tables.layout.groups[1], keys_of_ids(ids), np.ones((3, 4), np.float32), 1)
-    look_up(tables, np.arange(100, 116), 2)
+    for step in (2, 3):
+        look_up(tables, np.arange(100, 116), step)
     assert not tables.admitted("t", ids).any()
-    look_up(tables, ids, 3)
+    for step in range(4, 8):  # they have to be looked up more often than those
+        look_up(tables, ids, step)
     assert np.array_equal(tables.rows("t", ids), rows_by_id(ids).astype(np.float32))
 
 

@@ -97,47 +97,72 @@ def test_ids_without_a_row_share_the_fallback_rows() -> None:
     assert (weights(found, [1, 2, 3]) != 0).all()
 
 
+def mix(x: int) -> int:
+    """The finaliser of splitmix64, of a key's 64 bits."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
 class Model:
-    """One bucket, as plain Python has it: [id, uses, last step] in each place."""
+    """One bucket, as plain Python has it: [id, uses, last step] in each place. With "lfu" a filter counts."""
 
     def __init__(self, evict: str, evict_after: int) -> None:
         self.cells: list[list[int] | None] = [None] * BUCKET
-        self.evict, self.evict_after, self.used, self.swept = evict, evict_after, 0, 0
+        self.evict, self.evict_after = evict, evict_after
+        self.filter, self.counted, self.used = [0] * (4 * BUCKET), 0, 0
 
     def step(self, ids: dict[int, int], step: int) -> None:
         by_id = {cell[0]: cell for cell in self.cells if cell}
         for id_, n in ids.items():
             if id_ in by_id:
                 by_id[id_][1:] = [by_id[id_][1] + n, step]
-                self.used += n
         new = [id_ for id_ in ids if id_ not in by_id]
+        self.new: list[list[int]] = []  # cells that were given away in this step
         for id_ in sorted(new, key=lambda id_: int(keys_of_ids(np.array([id_]))[0])):
-            place = self._place(step)
+            seen = self._seen(id_, ids[id_]) if self.evict == "lfu" else ids[id_]
+            place = self._place(step, seen)
             if place is not None:
-                self.cells[place] = [id_, ids[id_], step]
-        if self.evict == "lfu" and self.used >= 10 * BUCKET:
+                self.cells[place] = [id_, seen, step]
+                self.new.append(self.cells[place])
+        if self.evict == "lfu" and self.used >= 16 * BUCKET:
             self.used = 0
             for cell in filter(None, self.cells):
                 cell[1] //= 2
+        if self.counted >= 4 * BUCKET:
+            self.counted, self.filter = 0, [count // 2 for count in self.filter]
         if self.evict == "ttl":
             for place, cell in enumerate(self.cells):
                 if cell and step - cell[2] > self.evict_after:
                     self.cells[place] = None
 
-    def _place(self, step: int) -> int | None:
+    def _seen(self, id_: int, n: int) -> int:
+        """Lookups of an id so far, of which the filter knows no less than there were since it forgot."""
+        bits = mix(mix(int(keys_of_ids(np.array([id_])).view(np.uint64)[0])))
+        both = [half * len(self.filter) >> 32 for half in (bits % 2**32, bits >> 32)]
+        seen = min(255, min(self.filter[at] for at in both) + n)
+        for at in both:
+            self.filter[at] = max(self.filter[at], seen)
+        self.counted, self.used = self.counted + n, self.used + n
+        return seen
+
+    def _place(self, step: int, seen: int) -> int | None:
         if None in self.cells:
             return self.cells.index(None)
-        cells = [(cell, place) for place, cell in enumerate(self.cells) if cell and cell[2] != step]
+        cells = [(cell, place) for place, cell in enumerate(self.cells) if cell]
+        cells = [one for one in cells if one[0] not in self.new]
         if self.evict == "ttl":
             cells = [(cell, place) for cell, place in cells if step - cell[2] > self.evict_after]
             return min(((cell[2], place) for cell, place in cells), default=(0, None))[1]
         if self.evict == "lfu":
-            return min(((cell[1], cell[2], place) for cell, place in cells), default=(0, 0, None))[2]
+            uses, _, place = min(((cell[1], cell[2], place) for cell, place in cells), default=(255, 0, None))
+            return place if seen > uses else None
         return None
 
 
 @given(
-    st.lists(st.dictionaries(st.integers(-30, 30), st.integers(1, 9), max_size=12), max_size=25),
+    st.lists(st.dictionaries(st.integers(-30, 30), st.integers(1, 9), max_size=20), max_size=25),
     st.sampled_from([("", 0), ("lfu", 0), ("ttl", 3)]),
 )
 def test_a_full_bucket_evicts_as_the_model_does(steps: list[dict[int, int]], evict: tuple[str, int]) -> None:
@@ -162,6 +187,41 @@ def test_with_room_for_all_admission_counts_lookups(steps: list[dict[int, int]],
         assert found.ids([0, 1]).tolist() == [id_ for id_, n in counts.items() if n >= admit_after]
     stats = found.stats([0, 1])
     assert stats.lookups == sum(sum(ids.values()) for ids in steps) and stats.evicted == stats.no_room == 0
+
+
+def test_ids_that_are_looked_up_about_as_often_do_not_evict_each_other() -> None:
+    found = vocabulary(BUCKET, admit_after=2, evict="lfu")
+    for step in range(300):
+        look_up(found, [step % 40, (step + 20) % 40], step)
+    assert found.stats([0]).evicted < 20 and found.stats([0]).size == BUCKET
+
+
+def test_an_id_that_is_looked_up_more_than_others_gets_a_row_and_ids_that_nobody_wants_any_more_go() -> None:
+    found, step = vocabulary(BUCKET, admit_after=2, evict="lfu"), 0
+    for first in (0, 100, 200):  # who is popular changes
+        for step in range(step, step + 60):
+            rare = range(1000 + 9 * step, 1009 + 9 * step)
+            look_up(found, {**dict.fromkeys(range(first, first + 12), 3), **dict.fromkeys(rare, 1)}, step)
+        assert all(has(found, list(range(first, first + 12))))
+
+
+def test_an_id_that_was_counted_as_often_as_the_filter_can_takes_the_row_of_one_that_is_used_more() -> None:
+    found = vocabulary(BUCKET, evict="lfu")
+    look_up(found, list(range(16)), 1)
+    look_up(found, dict.fromkeys(range(16), 1000), 2)
+    look_up(found, {20: 200}, 3)
+    assert not has(found, [20])[0] and found.uses(0)[:BUCKET, 0].min() > 255
+    look_up(found, {20: 255}, 4)
+    assert has(found, [20])[0]
+
+
+def test_assigned_ids_get_a_row_whatever_the_others_are_used() -> None:
+    found = vocabulary(BUCKET, evict="lfu")
+    look_up(found, dict.fromkeys(range(16), 50), 1)
+    found.fill(np.arange(100, 116), np.ones((16, 3), np.float32), 2)
+    assert all(has(found, list(range(100, 116))))
+    with pytest.raises(ShardMemoryError, match="1 of 1 assigned ids found no room"):
+        found.fill(np.array([200]), np.ones((1, 3), np.float32), 2)
 
 
 def test_the_filter_forgets_so_that_it_does_not_fill_up() -> None:
@@ -228,7 +288,7 @@ def test_between_any_two_stores_a_reader_finds_complete_records_of_its_own_id(st
         seen.append(weights(found, list(range(1, 40))))
 
     before(store, read)
-    look_up(found, list(range(20, 30)), 2)
+    look_up(found, dict.fromkeys(range(20, 30), 2), 2)
     assert len(seen) == 1
     for row, mine in zip(seen[0], own, strict=True):
         assert np.array_equal(row, mine) or (shared == row).all(axis=1).any()
@@ -248,11 +308,11 @@ def test_a_kill_between_stores_leaves_free_entries_and_no_id_twice(store: str, b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_kernels, store, lambda *_: die())
         with pytest.raises(Killed):
-            look_up(found, list(range(20, 30)), 2)
+            look_up(found, dict.fromkeys(range(20, 30), 2), 2)
     there = set(found.ids([0]).tolist())
     assert len(there) == np.count_nonzero(found.keys(0)[:BUCKET] != NO_KEY) <= BUCKET
     assert there <= {*range(1, 17), *range(20, 30)}
-    look_up(found, list(range(40, 56)), 3)  # the successor finds room for all
+    look_up(found, dict.fromkeys(range(40, 56), 5), 3)  # the successor finds room for all
     assert found.ids([0]).tolist() == list(range(40, 56)) and found.settle(0) == 0
     assert found.stats([0]).size == BUCKET
 
@@ -263,7 +323,7 @@ def test_a_record_that_changed_hands_while_it_was_copied_is_read_again(monkeypat
     def evicted_meanwhile(*args: Any) -> None:
         if not taken:
             taken.append(True)
-            look_up(found, list(range(20, 36)), 2)
+            look_up(found, dict.fromkeys(range(20, 36), 2), 2)
         copy(*args)
 
     monkeypatch.setattr(kernels, "gather_rows", evicted_meanwhile)
