@@ -352,6 +352,9 @@ class Switching:
     mixing: str = setting(Averaging.mixing, "interpolate, or difference: what was learned during a round is kept whole")
     every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")
     pause_s: float = setting(Averaging.pause_s, "shadow: least time between two rounds")
+    wire: Literal["curve", "plain"] = setting(
+        "curve", "between hosts: encrypted; plain: neither secret nor safe from changes, for closed networks only"
+    )
     wait_s: float | None = setting(
         None,
         "how long training stands for servers that are not up; 0: allreduce continues; null: 60 if required, else 0",

@@ -296,6 +296,11 @@ def _what_is_trained(engine: Engine) -> str:
     more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
     mode = "allreduce" if switching is None else switching.describe()["mode"]
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
+    if switching is not None and switching.wire == "plain":
+        saved += (
+            "; wire 'plain': what hosts send each other in asynchronous modes is neither secret nor protected against "
+            "changes on the network, only processes with the job's key are let in"
+        )
     return (
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
         f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"

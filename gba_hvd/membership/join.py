@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -215,14 +216,14 @@ def _catch_up(engine: Engine, world: World, mine: RankState, agreed: Agreement) 
 
 def _start_servers(engine: Engine, job_id: str) -> None:
     """Those of this host, where they do not run yet. On its host leader."""
-    folder, tables = engine.folder, engine.model.tables
+    folder, tables, switching = engine.folder, engine.model.tables, switching_of(engine)
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
         heartbeat_timeout_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s,
         grace_s=tables.config.grace_s,
         own_row_optimizers=[launch.describe_optimizer(one) for one in tables.optimizers.own],
+        wire="curve" if switching is None else switching.wire,
     )  # fmt: skip
-    switching = switching_of(engine)
     for index in range(1 if switching is None else switching.servers_per_host):
         launch.ensure_running(folder, index)
 
@@ -281,6 +282,12 @@ def _refuse_hosts_without_memory(
     raise worker_lost(why)
 
 
+def _with_wire(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the wire named also where it is the default."""
+    of_modes = settings["GBACallback"]
+    return settings if of_modes is None else {**settings, "GBACallback": {"wire": "curve", **of_modes}}
+
+
 def _refuse_different_settings(world: World, facts: list[RankState], settings: dict[str, object]) -> None:
     if len({f.settings for f in facts}) == 1:
         return
@@ -290,6 +297,6 @@ def _refuse_different_settings(world: World, facts: list[RankState], settings: d
     text = f"workers {ranks} define the model differently from rank {measure}"
     if world.rank not in ranks and facts[measure].has_state:
         raise worker_lost(f"{text}; continuing without them")
-    found = difference(theirs, settings)
+    found = difference(_with_wire(theirs), _with_wire(settings))
     detail = f"rank {measure} has {found}" if found else f"see the log of rank {ranks[0]}"
     raise StateMismatch(f"{text}: {detail}; run the same script with the same settings everywhere")

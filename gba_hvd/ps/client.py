@@ -182,7 +182,7 @@ class Client:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         for socket in sockets.values():
-            poller.register(socket, zmq.POLLIN)
+            poller.register(transport.pollable(socket), zmq.POLLIN)
         pending: dict[int, _Pending] = {}
         next_beat = next_look = 0.0
         over = "the client was closed before the answer came"
@@ -196,12 +196,12 @@ class Client:
                     pending[number] = request
                     self._post(sockets, request)
                 for (server, _), socket in sockets.items():
-                    while socket in ready:
+                    while transport.pollable(socket) in ready:
                         try:
-                            frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
+                            frames = transport.receive_answer(socket)
                         except zmq.Again:
                             break
-                        self._take(pending, server, transport.joined([frame.buffer for frame in frames]))
+                        self._take(pending, server, frames)
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + _BEAT_S
@@ -209,6 +209,8 @@ class Client:
                 if now >= next_look:
                     next_look = now + _POLL_S
                     self._look_after(sockets, pending, now)
+                    for socket in sockets.values():
+                        transport.tick(socket)
             self._send_leave(sockets)
         except BaseException as error:
             over = f"the client's thread died of {type(error).__name__}: {error}"
@@ -226,7 +228,7 @@ class Client:
             name = f"ps-{endpoint.index}.{'pull' if pull else 'control'}"
             return transport.connect(context, self._key, folder_fd=self._folder_fd, name=name)
         port = endpoint.pull if pull else endpoint.control
-        return transport.connect(context, self._key, address=endpoint.address, port=port)
+        return transport.connect(context, self._key, address=endpoint.address, port=port, wire=endpoint.wire)
 
     def _end(self, pending: dict[int, _Pending], why: str) -> None:
         """From here on every request fails, those that came meanwhile too."""
@@ -296,18 +298,20 @@ class Client:
                 request.fail(ServerLost(f"server {request.server} is gone, and {why}"))
             elif now > request.deadline_s:
                 del pending[number]
-                request.fail(ServerLost(self._fail_pending(request)))
+                request.fail(ServerLost(self._fail_pending(request, sockets[request.server, request.pull])))
             elif now > request.resend_s:
                 self._post(sockets, request)
 
-    def _fail_pending(self, request: _Pending) -> str:
+    def _fail_pending(self, request: _Pending, socket: Any) -> str:
         endpoint = self.servers[request.server]
         text = f"server {request.server} did not answer {request.what}"
         if request.why_not:
             return f"server {request.server} did not take {request.what}: {request.why_not}"
         if endpoint.host == self._here:
             return f"{text}; its log: {launch.last_words(self._folder, endpoint.index)}"
-        return f"{text}; it should listen at {endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
+        where = f"{endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
+        why_not = transport.why_not_connected(socket)
+        return f"{text}; it should listen at {where}{f' ({why_not})' if why_not else ''}"
 
     def _send_beat(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if not self.folder_lost:
@@ -316,7 +320,7 @@ class Client:
             return
         message = wire.encode(self._job, 0, self.beat())
         try:
-            sockets[0, False].send(message, flags=zmq.DONTWAIT)
+            sockets[0, False].send_multipart([message], flags=zmq.DONTWAIT)
         except zmq.Again:
             return
 
@@ -324,6 +328,6 @@ class Client:
         if self.beat is not None:
             message = wire.encode(self._job, 0, Leave(self.beat().worker, self.finished))
             try:
-                sockets[0, False].send(message, flags=zmq.DONTWAIT)
+                sockets[0, False].send_multipart([message], flags=zmq.DONTWAIT)
             except zmq.Again:
                 return

@@ -24,7 +24,7 @@ from typing import Any
 from gba_hvd.embedding import row_optimizers
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Endpoint
+from gba_hvd.ps.messages import Endpoint, Wire
 from gba_hvd.ps.own_address import own_address
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
@@ -62,6 +62,7 @@ class Settings:
     heartbeat_timeout_s: after so long without a heartbeat a worker's leases go to others; lease_s: its longest use
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
     sys_path: where the script finds its modules: the server looks there, too, after its own
+    wire: how it listens over TCP
     """
 
     job: str
@@ -72,6 +73,7 @@ class Settings:
     lease_s: float = 60.0
     buffer_bytes: int = 4 << 30
     grace_s: float = 20.0
+    wire: Wire = "curve"
     sys_path: list[str] = field(default_factory=list)
     own_row_optimizers: list[dict[str, Any]] = field(default_factory=list)
 
@@ -157,7 +159,8 @@ def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
             raise GbaError(f"the companion server cannot start: {failure}")
         try:
             ports = json.loads((folder / f"ps-{index}.address").read_text())
-            return Endpoint(host, index, settings["address"], ports["control"], ports["pull"])
+            wire = settings.get("wire", "curve")
+            return Endpoint(host, index, settings["address"], ports["control"], ports["pull"], wire)
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # not there yet, or damaged
             if time.monotonic() > deadline:
                 raise GbaError(

@@ -39,6 +39,11 @@ RefusalKind = Literal["", "ProtocolError", "NotFinite", "mismatch", "failed"]
 """Why a request was refused, as far as the sender acts on it. Sent as it stands here."""
 
 
+Wire = Literal["curve", "plain"]
+"""How servers are spoken to over TCP: encrypted, or with a proof of the job's key only."""
+WIRES: tuple[Wire, ...] = ("curve", "plain")  # their numbers where workers exchange them
+
+
 class ProtocolError(GbaError):
     """A message that is not what the protocol says. Nothing was changed. `number`: the request's, when it has one."""
 
@@ -74,14 +79,15 @@ SaveState = Literal["", "running", "done", "failed", "part"]
 # --- values inside messages ------------------------------------------------------------------------------------------
 
 
-class Endpoint(Struct):
-    """Where a server listens: control and pulls, and the host (number of its memory) it serves."""
+class Endpoint(Struct, omit_defaults=True):
+    """Where and how a server listens: control and pulls, and the host (number of its memory) it serves."""
 
     host: int
     index: int  # of the host's servers
     address: str  # an IP address
     control: int
     pull: int
+    wire: Wire = "curve"
 
 
 class SaveFacts(msgspec.Struct, omit_defaults=True):

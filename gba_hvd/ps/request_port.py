@@ -47,6 +47,9 @@ class RequestPort:
         self.sockets = listener.local, listener.tcp
         self._listener, self._job, self._carry_out = listener, job, carry_out
 
+    def tick(self) -> None:
+        self._listener.tick()
+
     def serve(self, socket: Any, at_most: int = 1) -> None:
         """Answer so many of the messages that wait at one of the sockets."""
         for _ in range(at_most):

@@ -1,12 +1,13 @@
-"""Sockets between workers and servers: ZeroMQ over TCP, encrypted, and over a local socket on a host.
+"""Sockets between workers and servers: over TCP, and over a local socket on a host.
 
-Over TCP both sides prove with CURVE that they hold the job's key; a process without it gets nothing. On a host the
-socket lies in the job's own folder, which only the job's user can enter, who can map the tables too.
+Over TCP both sides prove that they hold the job's key; a process without it gets nothing. With wire "curve" that is
+ZeroMQ's CURVE, which encrypts; with "plain" it is `plain_tcp`, which does not. On a host the socket lies in the job's
+own folder, which only the job's user can enter, who can map the tables too.
 
 A server's TCP sockets take frames of a few MiB only, since a frame is held in memory before its sender has proved
 anything. Larger ones travel in pieces, so the size of a request has no limit of its own: a leading frame, which cannot
 be a header, says how long the frames are, and `receive` puts them together. Before the proof a connection may hold one
-frame, for HANDSHAKE_S. TCP has a ZeroMQ thread of its own: what it is flooded with does not hold up local workers.
+frame, for HANDSHAKE_S. CURVE has a ZeroMQ thread of its own: what it is flooded with does not hold up local workers.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ import zmq
 from zmq.utils import z85
 
 from gba_hvd.errors import GbaError
+from gba_hvd.ps.messages import Wire
+from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
 
 MAX_FRAME_BYTES = 1 << 31
 PIECE_BYTES = 1 << 30  # of a frame to a local peer, or from a server
 TCP_PIECE_BYTES = 4 << 20  # of a frame to a server over TCP
-HANDSHAKE_S = 2.0
+HANDSHAKE_S = 2.0  # a server's patience with a peer that has proved nothing
+CONNECT_S = 10.0  # a client's patience with a server, which may be busy, before it connects again
 IO_THREADS = 2
 _LOCAL_THREAD, _TCP_THREAD = 1, 2  # bits of a ZeroMQ affinity
 _ENCRYPTION_BYTES = 1024  # more than CURVE adds to a frame
@@ -81,7 +85,7 @@ class Gate:
 
 
 class Listener:
-    """A server's pair of sockets for one purpose: local and TCP. Not thread-safe.
+    """A server's pair of sockets for one purpose: local and TCP. Not thread-safe; call `tick()` often.
 
     What peers can make it hold is bounded: a frame over TCP by TCP_PIECE_BYTES, what waits from
     one peer by `READ_AHEAD_MESSAGES`, large answers that peers do not read by `unread_bytes`. A peer that is connected
@@ -99,31 +103,21 @@ class Listener:
         port: int,
         key: bytes,
         unread_bytes: int = UNREAD_BYTES,
+        wire: Wire = "curve",
     ) -> None:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.local, self.tcp = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-        self._unread: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self.local = _router(context, MAX_FRAME_BYTES, _LOCAL_THREAD)
+        self.tcp: Any
+        if wire == "plain":
+            self.tcp = PlainRouter(key, TCP_PIECE_BYTES, QUEUED_MESSAGES, HANDSHAKE_S)
+        else:
+            self.tcp = _curve_router(context, key)
+        self._unread: deque[tuple[Any, int]] = deque()
         self._unread_bytes, self._unread_limit = 0, unread_bytes
-        for socket in (self.local, self.tcp):
-            socket.linger = 0
-            socket.sndhwm, socket.rcvhwm = QUEUED_MESSAGES, READ_AHEAD_MESSAGES
-            socket.handshake_ivl = int(1000 * HANDSHAKE_S)
-        self.local.maxmsgsize = MAX_FRAME_BYTES
-        self.tcp.maxmsgsize = TCP_PIECE_BYTES + _ENCRYPTION_BYTES
-        if context.get(zmq.IO_THREADS) >= IO_THREADS:
-            self.local.affinity, self.tcp.affinity = _LOCAL_THREAD, _TCP_THREAD
-        self.tcp.heartbeat_ivl, self.tcp.heartbeat_timeout = 5000, 30000
-        self.tcp.curve_server = True
-        self.tcp.zap_domain = _DOMAIN
-        self.tcp.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no peer gets in while there is no gate
-        self.tcp.curve_publickey, self.tcp.curve_secretkey = key_pair(key, "server")
         self.port: int = port
         try:
             self.local.bind(local_address(self._folder_fd, name))
-            if port:
-                _bind_to(self.tcp, address, port)
-            else:
-                self.port = self.tcp.bind_to_random_port(f"tcp://{address}")
+            self.port = _bind_to(self.tcp, address, port)
         except BaseException:
             self.close()
             raise
@@ -150,19 +144,47 @@ class Listener:
         self._unread_bytes += n_bytes
         return True
 
+    def tick(self) -> None:
+        tick(self.tcp)
+
     def close(self) -> None:
         self.local.close()
         self.tcp.close()
         os.close(self._folder_fd)
 
 
-def _bind_to(socket: Any, address: str, port: int) -> None:
-    """Listen at this port, where workers of other hosts expect this server."""
+def _router(context: zmq.Context[Any], most_bytes: int, thread: int) -> Any:
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.sndhwm, socket.rcvhwm = QUEUED_MESSAGES, READ_AHEAD_MESSAGES
+    socket.handshake_ivl = int(1000 * HANDSHAKE_S)
+    socket.maxmsgsize = most_bytes
+    if context.get(zmq.IO_THREADS) >= IO_THREADS:
+        socket.affinity = thread
+    return socket
+
+
+def _curve_router(context: zmq.Context[Any], key: bytes) -> Any:
+    socket = _router(context, TCP_PIECE_BYTES + _ENCRYPTION_BYTES, _TCP_THREAD)
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
+    socket.curve_server = True
+    socket.zap_domain = _DOMAIN
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no peer gets in while there is no gate
+    socket.curve_publickey, socket.curve_secretkey = key_pair(key, "server")
+    return socket
+
+
+def _bind_to(socket: Any, address: str, port: int) -> int:
+    """Listen at this port, where workers of other hosts expect this server; at any if it is 0. Returns the port."""
     deadline = time.monotonic() + _BIND_TRIES_S
     while True:
         try:
+            if isinstance(socket, PlainRouter):
+                return socket.bind(address, port)
+            if not port:
+                return int(socket.bind_to_random_port(f"tcp://{address}"))
             socket.bind(f"tcp://{address}:{port}")
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             if time.monotonic() < deadline and error.errno == errno.EADDRINUSE:
                 time.sleep(0.1)
                 continue
@@ -170,18 +192,44 @@ def _bind_to(socket: Any, address: str, port: int) -> None:
                 f"the companion server cannot listen at {address}:{port}, where its predecessor did: {error.strerror}; "
                 f"another process took the port (ss -ltnp 'sport = :{port}' names it): end that, or restart the job"
             ) from error
-        return
+        return port
 
 
-def receive(socket: zmq.Socket[Any], wait: bool = True) -> tuple[bytes, list[Any]]:
-    """(peer, frames) of a waiting message; large frames are copied only if they came in pieces. No frames: what came
-    makes no sense. Raises zmq.Again when none waits.
+def pollable(socket: Any) -> Any:
+    """What a ZeroMQ poller takes, and by which it names the sockets that are ready."""
+    return socket if isinstance(socket, zmq.Socket) else socket.fileno()
+
+
+def tick(socket: Any) -> None:
+    """What is due in a socket that has no thread of its own. To be called several times a second."""
+    if isinstance(socket, PlainRouter | PlainDealer):
+        socket.tick()
+
+
+def why_not_connected(socket: Any) -> str:
+    """What keeps a client's socket from its server; empty while nothing does, or nothing is known."""
+    return socket.why_not if isinstance(socket, PlainDealer) else ""
+
+
+def _taken(socket: Any, wait: bool) -> list[Any]:
+    parts = socket.recv_multipart(flags=0 if wait else zmq.DONTWAIT, copy=False)
+    return [part.buffer if isinstance(part, zmq.Frame) else part for part in parts]
+
+
+def receive(socket: Any, wait: bool = True) -> tuple[bytes, list[Any]]:
+    """(peer, frames) of a message that waits at a server; large frames are copied only if they came in pieces. No
+    frames: what came makes no sense. Raises zmq.Again when none waits.
     """
-    peer, *frames = socket.recv_multipart(flags=0 if wait else zmq.DONTWAIT, copy=False)
+    peer, *frames = _taken(socket, wait)
     try:
-        return peer.bytes, joined([frame.buffer for frame in frames])[:MAX_FRAMES]
+        return bytes(peer), joined(frames)[:MAX_FRAMES]
     except ValueError:
-        return peer.bytes, []
+        return bytes(peer), []
+
+
+def receive_answer(socket: Any) -> list[Any]:
+    """The frames of a message that waits at a client's socket. Raises zmq.Again when none does."""
+    return joined(_taken(socket, wait=False))
 
 
 def in_pieces(frames: Sequence[Any], piece_bytes: int) -> list[Any]:
@@ -216,7 +264,7 @@ def joined(frames: list[Any]) -> list[Any]:
     return found
 
 
-def send(socket: zmq.Socket[Any], peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> None:
+def send(socket: Any, peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> None:
     """Send without waiting. A peer that is gone, or does not read, loses the message and asks again."""
     try:
         socket.send_multipart([peer, *in_pieces([header, *frames], PIECE_BYTES)], flags=zmq.DONTWAIT, copy=False)
@@ -232,8 +280,11 @@ def connect(
     name: str = "",
     address: str = "",
     port: int = 0,
-) -> zmq.Socket[Any]:
+    wire: Wire = "curve",
+) -> Any:
     """A worker's socket to a server: through the folder on its own host, by address elsewhere."""
+    if folder_fd is None and wire == "plain":
+        return PlainDealer(address, port, key, MAX_FRAME_BYTES, QUEUED_MESSAGES, CONNECT_S)
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.set_hwm(QUEUED_MESSAGES)

@@ -19,6 +19,7 @@ from gba_hvd.epoch import shares
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
+from gba_hvd.ps.messages import WIRES, Wire
 from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.idle_options import idle
 from gba_hvd.switching.measurements import (
@@ -72,6 +73,9 @@ class GBACallback(Callback):
                 modes "ma" and "bmuf", which is plain averaging, else 0.5
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
+    wire:       how workers and servers of different hosts talk: "curve", encrypted, or "plain", which gives neither
+                secrecy nor integrity on the network: for networks that no other party can read or write. With either,
+                only processes that hold the job's key are let in (docs/MODES.md, "The wire")
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
                 time without success it does not wait again); 0: never, allreduce continues until they are. By default
                 60 with `required`, else 0
@@ -104,6 +108,7 @@ class GBACallback(Callback):
         switch_at: Mapping[int, str] | None = None,
         curvature: float | None = None,
         servers_per_host: int = 1,
+        wire: Wire = "curve",
         sync: str = "easgd",
         elasticity: float | None = None,
         block_rate: float = 0.9,
@@ -142,7 +147,9 @@ class GBACallback(Callback):
         self._refuse_requiring_nothing()
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
-        self.servers_per_host, self.curvature = servers_per_host, curvature
+        if wire not in WIRES:
+            raise BadInput(f"wire is one of {', '.join(map(repr, WIRES))}, got {wire!r}")
+        self.servers_per_host, self.wire, self.curvature = servers_per_host, wire, curvature
         self.lr = 0.0  # the largest of the dense groups, set by the engine
         self.momentum = Momentum()  # set with the optimizer
         self._rules: dict[str, Any] = {
@@ -250,7 +257,7 @@ class GBACallback(Callback):
         replicas = [mode for mode in (self._asked_for, *self.switch_at.values()) if mode in REPLICA_MODES]
         rounds["elasticity"] = self.averaging(replicas[0]).elasticity if replicas else self._background.elasticity
         more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
-        more |= {"wait_s": self.wait_s, "required": self.required}
+        more |= {"wire": self.wire, "wait_s": self.wait_s, "required": self.required}
         more |= {"rule_settings": dict(self.rule_settings)}
         reported = {"mode": self._asked_for, "rule": self.rule}
         return {**reported, **self._rules, **asdict(self.options), **rounds, **more}
@@ -258,8 +265,10 @@ class GBACallback(Callback):
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all workers before they form a world."""
-        more = {"wait_s": self.wait_s, "required": self.required}
+        more: dict[str, Any] = {"wait_s": self.wait_s, "required": self.required}
         more |= {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
+        if self.wire != "curve":  # memory of earlier versions does not name it
+            more["wire"] = self.wire
         # Memory of earlier versions says "none" where no rule was asked for; so the default keeps that word.
         rule = {None: "none", "none": "none, as asked for"}.get(self.requested_rule, self.requested_rule)
         return {"servers_per_host": self.servers_per_host, "rule": rule, **self.rounds, **more}

@@ -22,7 +22,9 @@ import ipaddress
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -37,7 +39,7 @@ from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import Endpoint, Enter, Export
+from gba_hvd.ps.messages import WIRES, Endpoint, Enter, Export, Wire
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
@@ -52,6 +54,7 @@ from recovery import state_codec
 _LOOK_S, _REPORT_AFTER_S = 0.05, 3.0
 _NEARLY_OVER = 0.75  # of a wait that was asked for: from here on it is a warning
 _LEAVE_TIMEOUT_S = 5.0
+_N_NUMBERS = 5  # of an endpoint: `_as_numbers`
 
 
 def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
@@ -73,8 +76,9 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
             _refuse_what_servers_cannot_do(engine, switching, mode)
             _await_own(engine, switching, mode)
             own = [launch.endpoint(engine.folder, i, host, 0.0) for i in range(n)]
+            _refuse_another_wire(own, switching.wire, engine.folder)
         except (GbaError, OSError) as error:
-            failure = str(error)
+            failure, own = str(error), []
     generation = secrets.randbits(48) if world.rank == 0 else 0
     servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
     session = None
@@ -199,6 +203,17 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
         time.sleep(_LOOK_S)
 
 
+def _refuse_another_wire(own: Sequence[Endpoint], wire: Wire, folder: Path) -> None:
+    """Raises GbaError: a job of the same name that was here before started this host's servers with other settings."""
+    for server in own:
+        if server.wire != wire:
+            raise GbaError(
+                f"this job has GBACallback(wire={wire!r}), but server {server.index} of this host has "
+                f"wire={server.wire!r}: the job before it of this name started it. Stop the job, remove {folder} or "
+                "choose another GBA_HVD_JOB_ID, and start again"
+            )
+
+
 def _gather_who_is_there(
     engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
 ) -> tuple[list[Endpoint], list[tuple[int, int, int, int]], int]:
@@ -207,16 +222,21 @@ def _gather_who_is_there(
     """
     row = [generation, engine.job.worker_id, host, os.getpid(), len(own)]
     for i in range(n):
-        row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
+        row += _as_numbers(own[i]) if own else [0] * _N_NUMBERS
     everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
     servers, workers = [], []
     for rank, reported in enumerate(everyone):
         _, worker, of_host, pid, n_own = map(int, reported[:5])
         workers.append((worker, rank, of_host, pid))
         for i in range(n_own):
-            at, address, control, pull = map(int, reported[5 + 4 * i : 9 + 4 * i])
-            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
+            at, address, control, pull, wire = map(int, reported[5 + _N_NUMBERS * i :][:_N_NUMBERS])
+            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull, WIRES[wire]))
     return servers, workers, int(everyone[0][0])
+
+
+def _as_numbers(own: Endpoint) -> list[int]:
+    address = int(ipaddress.IPv4Address(own.address))
+    return [own.host, address, own.control, own.pull, WIRES.index(own.wire)]
 
 
 def _session(

@@ -1,8 +1,8 @@
-"""What a flood of connections without the key costs training: `python -m tools.flood_server --connections 10000`.
+"""What a flood of connections without the key costs training: `python -m tests.processes.flood_server`.
 
 A worker trains at a companion server, through its local socket: it leases, computes for some milliseconds, pushes. A
-process of its own opens connections over so many seconds; each says nothing, or a ZeroMQ greeting, and waits to
-be cut off. Beside it, the same flood at a listener that takes connections and does nothing: what only opening them
+process of its own opens connections over so many seconds; each says nothing, or the greeting of the wire, and waits
+to be cut off. Beside it, the same flood at a listener that takes connections and does nothing: what only opening them
 costs a machine with few cores is no cost of the server. Rounds of the three alternate; printed are medians, and the
 processor time of the server.
 """
@@ -27,12 +27,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from gba_hvd.ps.messages import Ok
+from gba_hvd.ps import key_proof
+from gba_hvd.ps.messages import WIRES, Ok
 
 from .fuzz_server import Host, Peer, done, enter, gradients, lease, push
 
 N_SAMPLES = 1 << 30
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(23, b"\0") + bytes(32)
+GREETINGS = {
+    "curve": b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(23, b"\0") + bytes(32),
+    "plain": key_proof.hello(bytes(key_proof.NONCE_BYTES)),
+}
 WAYS = ("nothing", "flood beside", "flood")
 
 
@@ -45,7 +49,7 @@ class Round:
     opened: int
 
 
-def flood(port: int, n: int, seconds: float, ready: Event, opened: multiprocessing.Queue[int]) -> None:
+def flood(port: int, greeting: bytes, n: int, seconds: float, ready: Event, opened: multiprocessing.Queue[int]) -> None:
     """Open n connections, evenly over the time; every other one begins a handshake. Each stays until it is cut off."""
     _raise_file_limit(n)
     open_ones: dict[int, socket.socket] = {}
@@ -57,7 +61,7 @@ def flood(port: int, n: int, seconds: float, ready: Event, opened: multiprocessi
                 one = socket.create_connection(("127.0.0.1", port), timeout=5)
                 one.setblocking(False)
                 if count % 2:
-                    one.send(GREETING)
+                    one.send(greeting)
             except OSError:
                 break  # the queue is full: try again
             open_ones[one.fileno()] = one
@@ -97,7 +101,11 @@ def measured(
             listener = socket.create_server(("127.0.0.1", 0), backlog=100)
             port = listener.getsockname()[1]
             children.append(context.Process(target=take_all, args=(listener, n), daemon=True))
-        children.append(context.Process(target=flood, args=(port, n, seconds, ready, opened), daemon=True))
+        children.append(
+            context.Process(
+                target=flood, args=(port, GREETINGS[host.endpoints[0].wire], n, seconds, ready, opened), daemon=True
+            )
+        )
         for child in children:
             child.start()
         ready.wait(120)
@@ -131,11 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-ms", type=float, default=10.0, help="of a micro-batch")
+    parser.add_argument("--wire", choices=WIRES, default="curve")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE.json")
     chosen = parser.parse_args(arguments)
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as base:
-        host = Host(Path(base), job="flood")
+        host = Host(Path(base), job="flood", wire=chosen.wire)
         try:
             peer, request = host.peer(), 1
             peer.ask(*enter(host.endpoints, n_samples=N_SAMPLES))

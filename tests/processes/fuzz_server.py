@@ -1,6 +1,6 @@
 """A companion server of its own to throw bad messages at, and a fuzzer that does so for a given time.
 
-    python -m tests.processes.fuzz_server [--seconds 60] [--seed 1] [--folder DIR]
+    python -m tests.processes.fuzz_server [--seconds 60] [--seed 1] [--wire plain] [--folder DIR]
 
 The server is a real process with real shard memory. Each round sends it random bytes, corrupted and truncated messages,
 messages of other jobs and versions, impossible ids, counts and numbers, through its local socket and over TCP, with and
@@ -11,8 +11,10 @@ ledger may have changed. At the end the same server must train a step and get it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -59,6 +61,7 @@ from gba_hvd.ps.messages import (
     SubmitReplica,
     SwitchTo,
 )
+from gba_hvd.ps.plain_tcp import PlainDealer
 from gba_hvd.ps.state_files import path_of
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -76,6 +79,36 @@ WORKER = 77
 _LAST = 1 << 40  # number of the last message of a round
 
 
+class Waiting:
+    """A socket of wire plain with the calls of ZeroMQ's that wait."""
+
+    def __init__(self, socket: PlainDealer) -> None:
+        self._socket, self._came, self._poll = socket, list[list[Any]](), select.poll()
+        self._poll.register(socket, select.POLLIN)
+
+    def poll(self, timeout_ms: int) -> bool:
+        deadline = time.monotonic() + timeout_ms / 1000
+        while not self._came and time.monotonic() < deadline:
+            self._socket.tick()
+            self._poll.poll(10)
+            with contextlib.suppress(zmq.Again):
+                self._came.append([bytes(frame) for frame in self._socket.recv_multipart()])
+        return bool(self._came)
+
+    def send_multipart(self, frames: Sequence[Any], flags: int = 0) -> None:
+        with contextlib.suppress(zmq.Again):  # what was sent before is on its way first
+            self._came.append([bytes(frame) for frame in self._socket.recv_multipart()])
+        self._socket.send_multipart(frames)
+
+    def recv_multipart(self) -> list[Any]:
+        while not self.poll(1000):
+            pass
+        return self._came.pop(0)
+
+    def close(self, linger: int = 0) -> None:
+        self._socket.close()
+
+
 class Peer:
     """A bare client: sends what it is given, waits for one answer."""
 
@@ -84,7 +117,9 @@ class Peer:
         self._fd = -1
         if folder is None:
             port = endpoint.pull if pull else endpoint.control
-            self.socket = transport.connect(self._context, key, address=endpoint.address, port=port)
+            self.socket = transport.connect(self._context, key, address=endpoint.address, port=port, wire=endpoint.wire)
+            if isinstance(self.socket, PlainDealer):
+                self.socket = Waiting(self.socket)
         else:
             self._fd = os.open(folder, os.O_RDONLY)
             name = f"ps-{endpoint.index}.{'pull' if pull else 'control'}"
@@ -490,10 +525,10 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     peer.close()
 
 
-def fuzz(base: Path, seconds: float, seed: int) -> Counter[str]:
+def fuzz(base: Path, seconds: float, seed: int, wire: str = "curve") -> Counter[str]:
     """Returns what was sent and what came back. Raises AssertionError, naming the seed, when the server gave way."""
     rng, counts = random.Random(seed), Counter[str]()
-    host = Host(base, job=f"fuzz-{os.getpid()}")
+    host = Host(base, job=f"fuzz-{os.getpid()}", wire=wire)
     try:
         peer = host.peer()
         peer.ask(*enter(host.endpoints))
@@ -524,6 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long; until Ctrl-C by default")
     parser.add_argument("--seed", type=int, default=1, help="of the first minute; the next one has the next seed")
+    parser.add_argument("--wire", choices=messages.WIRES, default="curve", help="of connections over TCP")
     parser.add_argument("--folder", type=Path, default=None, help="where the shard memory goes")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -531,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         while (left := deadline - time.monotonic()) > 0:
             with tempfile.TemporaryDirectory(dir=chosen.folder) as base:
-                total += fuzz(Path(base), min(60.0, left), seed)
+                total += fuzz(Path(base), min(60.0, left), seed, chosen.wire)
             print(f"seed {seed}: ok; so far {dict(total)}", flush=True)
             seed += 1
     except KeyboardInterrupt:

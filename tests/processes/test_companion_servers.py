@@ -164,6 +164,20 @@ def test_a_required_mode_fails_the_job_with_the_servers_own_words(
         job.train(lambda: False)
 
 
+def test_a_mode_is_not_entered_with_servers_that_have_another_wire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job of the same name before this one may have started them."""
+    write = launch.write_settings
+    monkeypatch.setattr(launch, "write_settings", lambda *args, **more: write(*args, **{**more, "wire": "plain"}))
+    why = r"mode gba is required.*has GBACallback\(wire='curve'\), but server 0 of this host has wire='plain'"
+    with (
+        a_job(tmp_path, {}, gba_hvd.GBACallback(mode="gba", required=True)) as job,
+        pytest.raises(gba_hvd.GbaError, match=why),
+    ):
+        job.train(lambda: False)
+
+
 def test_a_row_optimizer_in_a_module_beside_the_script_is_found_by_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,16 @@ def test_workers_that_define_different_tables_refuse_each_other(tmp_path: Path) 
         job.assert_nothing_left()
 
 
+def test_workers_with_different_wires_refuse_each_other(tmp_path: Path) -> None:
+    with cluster(tmp_path, gba={"mode": "gba"}, gba_of_rank_one={"wire": "plain"}, ends_last=0) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        assert (
+            "define the model differently from rank 0: rank 0 has GBACallback['wire'] curve, here plain" in job.said()
+        )
+        job.assert_nothing_left()
+
+
 def test_all_workers_of_a_host_map_one_copy(tmp_path: Path) -> None:
     """The proportional set sizes of the table pages add up to the file, but for pages that nobody has read."""
     with cluster(tmp_path, wait_at_step=3, samples=2000) as job:

@@ -26,7 +26,7 @@ from gba_hvd.ps.state_files import StateFiles, path_of
 from gba_hvd.ps.worker.push_window import PushWindow
 
 from .alone import train_alone
-from .cluster import PATIENCE_S, Cluster, assert_identical, cluster, wait_for
+from .cluster import NAMES, PATIENCE_S, Cluster, assert_identical, cluster, wait_for
 from .workload import digest_of_dense
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -100,6 +100,24 @@ def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
         job.assert_every_sample_once(epochs=2, samples=2392)
         assert workers_of(job) == {0, 1, 2}
         assert staleness(job) == {0: 300}
+
+
+def test_two_hosts_in_lock_step_compute_the_same_with_either_wire(tmp_path: Path) -> None:
+    plan = {"samples": 1000, "epochs": 1, "dense_optimizer": "Adam", "own_memory_per_name": True}
+    found = {}
+    for wire in ("curve", "plain"):
+        faults = all_at_their_first_push(2)  # each has rows of the other's host to pull and to push
+        with cluster(tmp_path / wire, gba={**LOCK_STEP, "wire": wire}, **plan, faults=faults) as job:
+            job.run(lambda job=job: job.start_static(2, NAMES[:2]))  # type: ignore[misc]
+            job.assert_every_sample_once(epochs=1)
+            assert workers_of(job) == {0, 1}
+            found[wire] = job.arrays(), job.optimizer_arrays()
+            started = next(e["message"] for e in job.notes("event") if e["event"] == "started")
+            assert ("wire 'plain': what hosts send each other" in started) is (wire == "plain")
+            sent = [line["bytes"] for line in job.notes("event") if line["event"] == "traffic"]
+            assert sum(n for one in sent for key, n in one.items() if key.endswith("_gba_rows")) > 0
+    for plain, curve in zip(found["plain"], found["curve"], strict=True):
+        assert_identical(plain, curve)
 
 
 def test_probabilities_are_not_taken_for_logits(tmp_path: Path) -> None:

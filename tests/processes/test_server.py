@@ -130,8 +130,9 @@ def test_a_non_finite_gradient_is_named(unchanged: Host) -> None:
     assert "row 0 of table 'user'" in row.why
 
 
-def test_random_messages_for_some_seconds(tmp_path: Path) -> None:
-    counts = fuzz_server.fuzz(tmp_path, seconds=2, seed=11)
+@pytest.mark.parametrize("wire", messages.WIRES)
+def test_random_messages_for_some_seconds(tmp_path: Path, wire: str) -> None:
+    counts = fuzz_server.fuzz(tmp_path, seconds=2, seed=11, wire=wire)
     assert counts["rounds"] >= 1
     assert counts["answers"] > 50
 
@@ -161,6 +162,26 @@ def test_a_process_without_the_key_gets_nothing_over_tcp(unchanged: Host, mechan
     finally:
         stranger.close(linger=0)
         context.term()
+
+
+def test_with_wire_plain_a_process_without_the_key_gets_nothing_and_is_reported(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="plain", wire="plain")
+    stranger = host.peer(local=False, key=transport.new_key())
+    context: zmq.Context[Any] = zmq.Context()
+    other_wire = transport.connect(context, host.key, address=host.endpoints[0].address, port=host.endpoints[0].control)
+    try:
+        for pull in (False, True):
+            answer, _ = host.peer(local=False, pull=pull).ask(Status())  # with the key: at once
+            assert isinstance(answer, Refused if pull else StatusReport)
+        stranger.send(Status())
+        other_wire.send(wire.encode("plain", 1, Status()))
+        assert not stranger.socket.poll(1500) and not other_wire.poll(0)
+        wait_for(lambda: "connections to this server were refused" in host.log(), "the server's report", PATIENCE_S)
+        assert isinstance(host.peer(local=False).ask(Status())[0], StatusReport)
+    finally:
+        other_wire.close(linger=0)
+        context.term()
+        host.close()
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------

@@ -425,7 +425,8 @@ past_switches: set[int] = set()  # this worker has waited for these already
 books = Books(state.engine, note, die) if state.engine.model.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
-    state.register_callbacks([gba_hvd.GBACallback(**{"wait_s": 180.0, **PLAN["gba"]})])
+    of_rank = PLAN.get("gba_of_rank_one", {}) if os.environ.get("HOROVOD_RANK") == "1" else {}
+    state.register_callbacks([gba_hvd.GBACallback(**{"wait_s": 180.0, **PLAN["gba"], **of_rank})])
 if "mlflow" in PLAN:
     state.register_callbacks([gba_hvd.MLflowCallback(**PLAN["mlflow"])])
 if "checkpoint" in PLAN:

@@ -29,15 +29,17 @@ class Peers:
     def connect(self, enter: Enter) -> None:
         """Leave the servers of the mode before, and reach those of this one."""
         for socket in self._sockets.values():
-            self._poller.unregister(socket)
+            self._poller.unregister(transport.pollable(socket))
             socket.close()
         self._servers, self._sockets = enter.servers, {}
         if enter.me != 0:
             return
         for index, server in enumerate(enter.servers[1:], start=1):
-            socket = transport.connect(self._context, self._key, address=server.address, port=server.control)
+            socket = transport.connect(
+                self._context, self._key, address=server.address, port=server.control, wire=server.wire
+            )
             self._sockets[index] = socket
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(transport.pollable(socket), zmq.POLLIN)
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -59,11 +61,16 @@ class Peers:
     def answers(self, ready: Collection[Any]) -> Iterator[tuple[int, int | None, Answer]]:
         """One from each of these sockets: the server, the number of the request (None: not readable), the answer."""
         for index, socket in list(self._sockets.items()):
-            if socket in ready and not socket.closed:
-                yield index, *self._opened(socket)
+            if not socket.closed and transport.pollable(socket) in ready:
+                with contextlib.suppress(zmq.Again):
+                    frames = transport.receive_answer(socket)
+                    yield index, *self._opened(frames)
 
-    def _opened(self, socket: Any) -> tuple[int | None, Answer]:
-        frames = transport.joined([frame.buffer for frame in socket.recv_multipart(copy=False)])
+    def tick(self) -> None:
+        for socket in self._sockets.values():
+            transport.tick(socket)
+
+    def _opened(self, frames: list[Any]) -> tuple[int | None, Answer]:
         number = None
         try:
             envelope = wire.open_envelope(frames[0], self._job)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from gba_hvd.ps import transport
 from gba_hvd.ps.messages import ProtocolError, PullRows, Request, Rows
 from gba_hvd.ps.partition.compressed_frames import RowPulls, encode_rows
 from gba_hvd.ps.request_port import Requester, RequestPort
@@ -49,12 +50,17 @@ class PullThread:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for socket in self._port.sockets:
-            poller.register(socket, zmq.POLLIN)
+        sockets = {transport.pollable(socket): socket for socket in self._port.sockets}
+        for polled in sockets:
+            poller.register(polled, zmq.POLLIN)
+        next_tick = 0.0
         while not self._is_over:
             try:
-                for socket, _ in poller.poll(_TICK_MS):
-                    self._port.serve(socket)
+                for polled, _ in poller.poll(_TICK_MS):
+                    self._port.serve(sockets[polled])
+                if (now := time.monotonic()) >= next_tick:
+                    next_tick = now + _TICK_MS / 1000
+                    self._port.tick()
             except Exception:
                 log.exception("the server continues after an error that belongs to no pull")
                 time.sleep(_TICK_MS / 1000)

@@ -80,7 +80,7 @@ class Server:
         self._port = RequestPort(self._listen("control", control, key), settings.job, self._carry_out)
         self._pulling = PullThread(self._listen("pull", pull, key), settings.job, self._memory, self._mode.owned_shards)
         for socket in (self._gate.socket, *self._port.sockets):
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(transport.pollable(socket), zmq.POLLIN)
 
         self._folder_id = os.stat(folder).st_ino
         self._failure_detector = FailureDetector(self._peers, settings.heartbeat_timeout_s)
@@ -94,7 +94,7 @@ class Server:
         name, limit = self._records.path(purpose).name, self._settings.buffer_bytes
         return transport.Listener(
             self._context, self._folder, name, self._settings.address, port, key,
-            limit,
+            limit, self._settings.wire,
         )  # fmt: skip
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -140,13 +140,15 @@ class Server:
         if self._gate.socket in ready:
             self._gate.serve()
         for socket in self._port.sockets:
-            if socket in ready:
+            if transport.pollable(socket) in ready:
                 self._port.serve(socket, _MESSAGES_A_TURN)
         for index, number, answer in self._peers.answers(ready):
             assert self._mode.coordinator_service is not None
             self._mode.coordinator_service.peer_answered(index, number, answer)
 
     def _tick(self) -> None:
+        self._port.tick()
+        self._peers.tick()
         if not self._folder_is_there():
             self.end()  # the job is over and its memory gone
             return

@@ -130,6 +130,7 @@ def test_its_stance_travels_with_the_state() -> None:
         ({"staleness": "treshold"}, "threshold"),
         ({"switch_at": {3: "hopbs"}}, "hop_bs"),
         ({"servers_per_host": 0}, "at least 1"),
+        ({"wire": "tls"}, "wire is one of 'curve', 'plain', got 'tls'"),
         ({"tolerance": -1}, "tolerance"),
     ],
 )
@@ -696,3 +697,9 @@ def test_an_evaluation_is_no_time_in_gba(monkeypatch: pytest.MonkeyPatch) -> Non
     last = chief.callback.last
     assert last is not None and last.gba == pytest.approx(4 / 0.5)
     assert chief.callback.state_dict()["trained_s"] == pytest.approx(19 * 0.5)
+
+
+def test_the_wire_is_among_the_settings_and_agreed_on_where_it_is_not_the_default() -> None:
+    curve, plain = GBACallback(mode="gba"), GBACallback(mode="gba", wire="plain")
+    assert (curve.describe()["wire"], plain.describe()["wire"]) == ("curve", "plain")
+    assert (curve.agreed.get("wire"), plain.agreed["wire"]) == (None, "plain")

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import select
 import socket
 import tempfile
 import time
@@ -17,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import psutil
 import torch
+import zmq
 
 import gba_hvd
 from gba_hvd import torch_optimizers
@@ -31,6 +34,7 @@ from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.session import PsSession
 from gba_hvd.ps.worker.worker import PsWorker
@@ -42,6 +46,8 @@ from .command import CONTESTANTS, DIM, N_ROWS
 N_SAMPLES = 10**9  # of the epoch that the leases are on: it does not end
 N_REQUESTS = 16  # different ones, cycled
 LEARNING_RATE = 1e-3
+LEASE_SECONDS = 5  # times as long as a measurement of rows: a percentile needs many
+HERE, ELSEWHERE = 1, 2  # the servers' host, and the host that the clients say they are on
 
 
 class ServerAddress(Protocol):
@@ -80,6 +86,9 @@ def main() -> None:
             for what, request in (("pull", pull), ("push", push)):
                 about = {"contestant": args.contestant, "servers": args.servers, "rows": n, "what": what}
                 found.append({**about, **timed(request, n, args.seconds, endpoint.pids)})
+        if isinstance(endpoint, Ours):
+            about = {"contestant": args.contestant, "servers": args.servers, "rows": args.rows[0], "what": "lease"}
+            found.append({**about, **endpoint.lease_times(args.rows[0], LEASE_SECONDS * args.seconds)})
     args.result.write_text(json.dumps(found))
 
 
@@ -119,42 +128,89 @@ def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
 class Ours:
     """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
 
-    def __init__(self, mode: PsWorker, pids: Sequence[int]) -> None:
-        self._mode, self.pids = mode, pids
-        self._leases = LeasePrefetcher(lambda: mode.ask(0, 0, 0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
+    def __init__(self, base: str, session: PsSession, worker: int, pids: Sequence[int]) -> None:
+        self._base, self._session, self.pids = base, session, pids
+        tables = tables_in(base)
+        parameter = torch.zeros(1, requires_grad=True)
+        self._mode = PsWorker(
+            session, worker, worker - 1, ELSEWHERE, os.getpid(), tables, DenseGradients([parameter], 1), 60.0
+        )
+        self._mode.start()
+        self._leases = LeasePrefetcher(self._ask)
+
+    def _ask(self) -> messages.LeaseReply:
+        return self._mode.ask(0, 0, 0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True)
 
     def pull(self, ids: np.ndarray) -> Any:
         return self._mode.fetch_rows([ids])[0]
 
     def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
-        lease = self._leases.next().lease
-        assert lease is not None
-        self._mode.push(lease, [[RowGrad(ids, grads)]], None, 0.0, "")
+        self._push(self._leases.next(), ids, grads)
+
+    def _push(self, reply: messages.LeaseReply, ids: np.ndarray, grads: np.ndarray) -> None:
+        assert reply.lease is not None
+        self._mode.push(reply.lease, [[RowGrad(ids, grads)]], None, 0.0, "")
         self._mode.flush()
+
+    def lease_times(self, n: int, seconds: float) -> dict[str, float]:
+        """Time of a lease while another process pulls and pushes n rows, one request after the other."""
+        spawn = mp.get_context("spawn")
+        here, there = spawn.Pipe()
+        loads = spawn.Process(target=load, args=(self._base, self._session, n, there), daemon=True)
+        loads.start()
+        here.recv()
+        few, zeros = np.arange(16), np.zeros((16, DIM), np.float32)
+        times: list[float] = []
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            start = time.perf_counter()
+            reply = self._ask()
+            times.append(time.perf_counter() - start)
+            self._push(reply, few, zeros)
+        here.send(None)
+        loads.join(60)
+        half, most = np.percentile(times, [50, 99])
+        return {"n": len(times), "p50_ms": 1000 * half, "p99_ms": 1000 * most, "p99_over_p50": most / half}
 
     def close(self) -> None:
         self._leases.close()
         self._mode.close()
 
 
+def load(base: str, session: PsSession, n: int, asked: Connection) -> None:
+    """A process that pulls and pushes until a message ends it."""
+    endpoint, rng = Ours(base, session, 2, ()), np.random.default_rng(n)
+    ids, grads = np.sort(rng.choice(N_ROWS, n, replace=False)), rng.standard_normal((n, DIM), dtype=np.float32)
+    asked.send(None)
+    while not asked.poll():
+        endpoint.pull(ids)
+        endpoint.push(ids, grads)
+    endpoint.close()
+
+
+def tables_in(base: str) -> gba_hvd.EmbeddingTables:
+    tables = gba_hvd.EmbeddingTables({"t": (N_ROWS, DIM)}, gba_hvd.SGD(lr=LEARNING_RATE), shard_dir=base)
+    tables.memory = ShardMemory.create_or_open(Path(base), "bench", tables.layout, grace_s=1.0)
+    return tables
+
+
 @contextmanager
-def ours(servers: int) -> Iterator[ServerAddress]:
-    here, elsewhere = 1, 2  # the servers' host, and the host that this client says it is on
+def ours(servers: int, wire: messages.Wire = "curve") -> Iterator[ServerAddress]:
     key = transport.new_key()
     # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as base:
-        tables = gba_hvd.EmbeddingTables({"t": (N_ROWS, DIM)}, gba_hvd.SGD(lr=LEARNING_RATE), shard_dir=base)
-        layout = tables.layout
-        tables.memory = memory = ShardMemory.create_or_open(Path(base), "bench", layout, grace_s=1.0)
+        tables = tables_in(base)
+        layout, memory = tables.layout, tables.memory
+        assert memory is not None
         for shard in range(layout.n_shards):
             memory.init_shard(shard, 0)
-        companion.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
-        endpoints = [companion.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
+        companion.write_settings(memory.folder, "bench", key, layout, tables.optimizer, wire=wire)
+        endpoints = [companion.endpoint(memory.folder, i, HERE, 60.0) for i in range(servers)]
         shard_servers = tuple(shard % servers for shard in range(layout.n_shards))
         session = PsSession(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
         parameter = torch.zeros(1, requires_grad=True)
         spec = torch_optimizers.spec_of(torch.optim.SGD([parameter], lr=0.0))
-        client = Client("bench", key, endpoints, elsewhere, memory.folder, 60.0)
+        client = Client("bench", key, endpoints, ELSEWHERE, memory.folder, 60.0)
         client.start()
         for me in range(servers):
             tensors: list[tuple[str, list[int], int]] = [("p", [1], 0)] if me == 0 else []
@@ -165,15 +221,19 @@ def ours(servers: int) -> Iterator[ServerAddress]:
             values = np.zeros(len(tensors), np.float32)
             client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
         client.close()
-        mode = PsWorker(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
-        mode.start()
         pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
-        endpoint = Ours(mode, [pid for pid in pids if pid is not None])
+        endpoint = Ours(base, session, 1, [pid for pid in pids if pid is not None])
         try:
             yield endpoint
         finally:
             endpoint.close()
             memory.close()
+
+
+@contextmanager
+def ours_plain(servers: int) -> Iterator[ServerAddress]:
+    with ours(servers, "plain") as endpoint:
+        yield endpoint
 
 
 # --- local memory ----------------------------------------------------------------------------------------------------
@@ -228,8 +288,6 @@ class Echo:
 
 def serve_echo(ready: Connection, secret: bytes | None) -> None:
     """A ZeroMQ server's process: answers n bytes to n, until asked to end."""
-    import zmq
-
     context: zmq.Context[Any] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     if secret is not None:
@@ -247,8 +305,6 @@ def serve_echo(ready: Connection, secret: bytes | None) -> None:
 
 @contextmanager
 def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
-    import zmq
-
     spawn = mp.get_context("spawn")
     public, secret = zmq.curve_keypair() if curve else (None, None)
     context: zmq.Context[Any] = zmq.Context()
@@ -278,6 +334,74 @@ def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
 def zmq_curve(servers: int) -> Iterator[ServerAddress]:
     with zmq_echo(servers, curve=True) as endpoint:
         yield endpoint
+
+
+# --- our sockets without encryption ----------------------------------------------------------------------------------
+
+
+class PlainEcho(Echo):
+    """As `Echo`, through `plain_tcp`."""
+
+    def __init__(self, sockets: Sequence[PlainDealer], pids: Sequence[int]) -> None:
+        super().__init__([_Waiting(one) for one in sockets], pids)
+
+
+class _Waiting:
+    """Such a socket with calls that wait, as ZeroMQ's do."""
+
+    def __init__(self, socket: PlainDealer) -> None:
+        self._socket, self._poll = socket, select.poll()
+        self._poll.register(socket.fileno(), select.POLLIN)
+
+    def send_multipart(self, frames: Sequence[Any], copy: bool = False) -> None:
+        self._socket.send_multipart(frames)
+
+    def recv_multipart(self, copy: bool = False) -> list[Any]:
+        return [SimpleNamespace(buffer=frame) for frame in waited(self._socket, self._poll)]
+
+
+def waited(socket: PlainDealer | PlainRouter, poll: select.poll) -> list[Any]:
+    while True:
+        try:
+            return socket.recv_multipart()
+        except zmq.Again:
+            poll.poll(100)
+            socket.tick()
+
+
+def serve_plain_echo(ready: Connection, key: bytes) -> None:
+    """The process of a server: answers n bytes to n, until asked to end."""
+    router = PlainRouter(key, transport.MAX_FRAME_BYTES, transport.QUEUED_MESSAGES, 10.0)
+    ready.send(router.bind("127.0.0.1", 0))
+    poll = select.poll()
+    poll.register(router.fileno(), select.POLLIN)
+    answer = memoryview(bytearray(4 * N_ROWS * DIM))
+    while True:
+        peer, wanted, *_ = waited(router, poll)
+        n = int(bytes(wanted))
+        if n == 0:
+            break
+        router.send_multipart([peer, answer[:n]])
+    router.close()
+
+
+@contextmanager
+def plain_echo(servers: int) -> Iterator[ServerAddress]:
+    spawn, key = mp.get_context("spawn"), transport.new_key()
+    processes, sockets = [], []
+    for _ in range(servers):
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=serve_plain_echo, args=(there, key), daemon=True)
+        process.start()
+        sockets.append(PlainDealer("127.0.0.1", here.recv(), key, transport.MAX_FRAME_BYTES, 64, 10.0))
+        processes.append(process)
+    yield PlainEcho(sockets, [p.pid for p in processes if p.pid is not None])
+    for dealer in sockets:
+        dealer.send_multipart([b"0"])
+    for process in processes:
+        process.join(10)
+    for dealer in sockets:
+        dealer.close()
 
 
 # --- torch.distributed.rpc -------------------------------------------------------------------------------------------
@@ -367,7 +491,15 @@ def torch_rpc(servers: int) -> Iterator[ServerAddress]:
         process.join(10)
 
 
-OPEN = {"ours": ours, "rpc": torch_rpc, "zmq": zmq_echo, "zmq_curve": zmq_curve, "local": local}
+OPEN = {
+    "ours": ours,
+    "ours_plain": ours_plain,
+    "rpc": torch_rpc,
+    "zmq": zmq_echo,
+    "zmq_curve": zmq_curve,
+    "plain_echo": plain_echo,
+    "local": local,
+}
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,10 @@
 """`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
 
-One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours: a table server on
-`torch.distributed.rpc`, a ZeroMQ server that answers as many bytes and does nothing (plain, and encrypted as ours is),
-and the same work on local memory. Every run is a fresh launch; runs of the contestants alternate.
+One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours, with each wire: a
+table server on `torch.distributed.rpc`, servers that answer as many bytes and do nothing (through the sockets that ours
+uses with that wire, and through ZeroMQ without encryption), and the same work on local memory. Of ours also the time of
+a lease, median and 99th percentile, while another process pulls and pushes. Every run is a fresh launch; runs of the
+contestants alternate.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from ..harness import measure
 from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
-    "ours": "the companion servers, through TCP on the loopback interface, encrypted",
+    "ours": "the companion servers, through TCP on the loopback interface, encrypted: wire curve",
+    "ours_plain": "the same, not encrypted: wire plain",
     "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
     "zmq": "ZeroMQ DEALER and ROUTER over TCP: as many bytes there and back, no table",
-    "zmq_curve": "the same with CURVE encryption",
+    "zmq_curve": "the same with CURVE encryption, as with wire curve",
+    "plain_echo": "as many bytes there and back through the sockets of wire plain",
     "local": "index_select and index_add_ on this process's memory",
 }
+WIRES = ("curve", "plain")
+OF_WIRE = {"ours": "curve", "zmq_curve": "curve", "ours_plain": "plain", "plain_echo": "plain"}
 SERVERS = (1, 2)
 N_ROWS, DIM = 1_000_000, 16
 
@@ -37,12 +43,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
     measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
+    measure.add_chosen(parser, "--wire", WIRES, "WIRE", help="contestants of other wires are left out")
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    variants = [variant(name, n) for name in args.contestants for n in SERVERS if name != "local" or n == 1]
+    chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
+    variants = [variant(name, n) for name in chosen for n in SERVERS if name != "local" or n == 1]
     rows: list[Row] = []
     about = measure.machine(("torch", "pyzmq", "numpy"))
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
@@ -83,27 +91,30 @@ def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namesp
     arguments = ["--rows", *args.rows, "--seconds", args.seconds]
     measured = measure.result_of(contestant, arguments, folder, args.timeout)
     found: list[Row] = [{"run": number, **row} for row in measured]
-    speeds = ", ".join(f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found)
+    speeds = ", ".join(
+        f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found if "rows_per_s" in row
+    )
     print(f"run {number + 1}  {contestant.name:12s} {speeds}", flush=True)
     return found
 
 
 def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
-    """Ours over each other contestant at n rows a request: by servers, and the worst of them."""
+    """Ours, with each wire, over each other contestant at n rows a request: by servers, and the worst of them."""
     result: dict[str, Any] = {}
     for what in ("pull", "push"):
         some = [row for row in rows if row["what"] == what and row["rows"] == n]
         speed = measure.medians(some, ("contestant", "servers"), "rows_per_s")
-        for other in ("rpc", "zmq", "zmq_curve", "local"):
-            ratios = {
-                str(servers): speed["ours", servers] / against
-                for servers in SERVERS
-                if ("ours", servers) in speed
-                and (against := speed.get((other, servers if other != "local" else 1))) is not None
-            }
-            if ratios:
-                result[f"{what}_vs_{other}"] = min(ratios.values())
-                result[f"{what}_vs_{other}_by_servers"] = ratios
+        for ours, echo, name in (("ours", "zmq_curve", what), ("ours_plain", "plain_echo", f"{what}_plain")):
+            for other in ("rpc", "zmq", echo, "local"):
+                ratios = {
+                    str(servers): speed[ours, servers] / against
+                    for servers in SERVERS
+                    if (ours, servers) in speed
+                    and (against := speed.get((other, servers if other != "local" else 1))) is not None
+                }
+                if ratios:
+                    result[f"{name}_vs_{other}"] = min(ratios.values())
+                    result[f"{name}_vs_{other}_by_servers"] = ratios
     return result
 
 
@@ -125,6 +136,12 @@ def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
         ]
         titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
         measure.print_table(f"{what}, medians", titles, table)
+    leases = {of: measure.medians(rows, ("contestant", "servers"), of) for of in ("p50_ms", "p99_ms", "p99_over_p50")}
+    table = [
+        (contestant, str(servers), *(f"{leases[of][contestant, servers]:.2f}" for of in leases))
+        for contestant, servers in leases["p50_ms"]
+    ]
+    measure.print_table("a lease under load, medians of the runs", ("contestant", "servers", *leases), table)
     for name, value in result.items():
         if "_vs_" in name:
             print(f"{name}: {json.dumps(value)}")
