@@ -24,8 +24,8 @@ HOLDS = {1: "servers are there", 7: "saved once", 12: "go"}
 
 
 def saving(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Checkpoints of step 5 and 9, or one later; no other one is in flight at step 12, where the host is lost."""
-    return {"checkpoint": {"url": str(folder), "every_steps": 4, "lease_s": 1.0, **settings}}
+    """Checkpoints of step 5 and 10, or one later; no other one is in flight at step 12, where the host is lost."""
+    return {"checkpoint": {"url": str(folder), "every_steps": 5, "lease_s": 1.0, **settings}}
 
 
 def samples_after(step: int) -> int:
@@ -151,7 +151,7 @@ def held_at_the_loss(job: HostsJob) -> None:
     ("settings", "strategy", "why"),
     [
         ({"target_pls": 1e-9}, "full", "the expected PLS of partial recovery is"),
-        # Half an interval, 2 steps of 12, is a sixth of all the time, and noticing the loss is a part of that time.
+        # Half an interval, 2.5 steps of 12, is a fifth of all the time, and noticing the loss is a part of that time.
         ({}, "partial", "expected PLS"),
     ],
 )
