@@ -118,7 +118,7 @@ def compare(cluster: Cluster, trial_budget: float | None = None) -> Comparison:
 
 def _needless(switches: Sequence[Switch], fixed: dict[str, ModeRun], end_s: float) -> int:
     found = 0
-    for switch, until_s in zip(switches, [*(s.at_s for s in switches[1:]), end_s], strict=True):
+    for switch, until_s in zip(switches, [*(s.at_s for s in switches), end_s][1:], strict=True):
         stay = {mode: float(np.diff(run.done_at([switch.at_s, until_s]))[0]) for mode, run in fixed.items()}
         found += int(stay[switch.to] < max(stay.values()) * 0.99)  # a tie is no mistake
     return found

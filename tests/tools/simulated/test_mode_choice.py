@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -43,6 +44,13 @@ def test_over_drawn_clusters_it_makes_no_more_than_one_needless_switch_each(clus
 def test_a_simulation_is_the_same_each_time() -> None:
     one, other = (compare(random_cluster(3, seconds=400.0)) for _ in range(2))
     assert (one.auto, one.switches) == (other.auto, other.switches)
+
+
+def test_a_job_that_has_no_reason_to_switch_is_compared_too() -> None:
+    none = scenarios(SECONDS)["none"]
+    cluster = replace(none, exchange_s=0 * none.exchange_s, serve_s=none.serve_s + 0.1)
+    found = compare(cluster, trial_budget=0.0)
+    assert not found.switches and not found.needless
 
 
 def test_a_job_that_learns_nothing_from_its_switches_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
