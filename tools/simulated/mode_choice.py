@@ -3,20 +3,24 @@
 The callback is the real one; simulated are the workers. Each micro-batch takes its worker's service time, times what
 else runs there at that moment, times a gamma draw. In allreduce all wait for the slowest and then exchange; in gba each
 pushes and continues. Nothing here sleeps, and the same seed gives the same run.
+
+`Informed` is a bound: what a policy that knows how fast both modes are would lose, since it must wait to see a change.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from gba_hvd import GBACallback
 from gba_hvd.epoch import shares
 from gba_hvd.switching.measurements import PushReadings
+from gba_hvd.switching.policy import LOST_S, Decision, Options
 
 TICK_S = 0.25  # the state of a cluster is constant for so long
 MODES = ("allreduce", "gba")
@@ -98,11 +102,59 @@ class Comparison:
         return self.needless * 3600 / self.seconds
 
 
-def compare(cluster: Cluster, trial_budget: float | None = None) -> Comparison:
-    """One run of each. Rates are micro-batches/s."""
+class Chooser(Protocol):
+    """What a run tells and asks `GBACallback`, or whoever chooses in its place."""
+
+    @property
+    def last(self) -> Decision | None: ...
+
+    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None: ...
+
+    def measured_async(
+        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, *, n_pushed: int, elapsed_s: float
+    ) -> None: ...
+
+    def mode_request(self, step: int, current: str) -> tuple[str, str] | None: ...
+
+    def switched(self, mode: str, step: int) -> None: ...
+
+
+class Informed:
+    """Sees a run of each mode beside its own, up to now, and switches when the other one is a second of work ahead."""
+
+    last: Decision | None = None
+
+    def __init__(self, fixed: Mapping[str, ModeRun], clock: Callable[[], float]) -> None:
+        self._fixed, self._clock, self._seen_s, self._lost_s = fixed, clock, 0.0, 0.0
+
+    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None: ...
+
+    def measured_async(
+        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, *, n_pushed: int, elapsed_s: float
+    ) -> None: ...
+
+    def mode_request(self, step: int, current: str) -> tuple[str, str] | None:
+        other = "gba" if current == "allreduce" else "allreduce"
+        span = [self._seen_s, self._clock()]
+        done = {mode: float(np.diff(run.done_at(span))[0]) for mode, run in self._fixed.items()}
+        if done[current] > 0:
+            ahead = done[other] / done[current] - Options.enter_gain
+            self._lost_s = max(0.0, self._lost_s + ahead * (span[1] - span[0]))
+        self._seen_s = span[1]
+        return (other, f"{LOST_S:g} s of work ahead") if self._lost_s >= LOST_S else None
+
+    def switched(self, mode: str, step: int) -> None:
+        self._seen_s, self._lost_s = self._clock(), 0.0
+
+
+def compare(cluster: Cluster, trial_budget: float | None = None, informed: bool = False) -> Comparison:
+    """One run of each. Rates are micro-batches/s. informed: `Informed` chooses the mode, not the callback."""
     fixed = {mode: _Run(cluster, mode, None).run() for mode in MODES}
     callback = GBACallback() if trial_budget is None else GBACallback(trial_budget=trial_budget)
-    auto = _Run(cluster, "allreduce", callback).run()
+    choosing = _Run(cluster, "allreduce", callback)
+    if informed:
+        choosing.callback = Informed(fixed, lambda: choosing.now_s)
+    auto = choosing.run()
     total = {mode: float(run.done_at([cluster.seconds])[0]) for mode, run in fixed.items()}
     done = float(auto.done_at([cluster.seconds])[0])
     edges = np.arange(_WARM_UP_MIN * 60.0, cluster.seconds + 1e-9, 60.0)
@@ -127,9 +179,9 @@ def _needless(switches: Sequence[Switch], fixed: dict[str, ModeRun], end_s: floa
 class _Run:
     """The clock, and a mode at a time. Without a callback the mode stays."""
 
-    def __init__(self, cluster: Cluster, mode: str, callback: GBACallback | None) -> None:
-        self._cluster, self._mode, self._callback = cluster, mode, callback
-        self._now_s, self._step, self._done = 0.0, 0, 0
+    def __init__(self, cluster: Cluster, mode: str, callback: Chooser | None) -> None:
+        self._cluster, self._mode, self.callback = cluster, mode, callback
+        self.now_s, self._step, self._done = 0.0, 0, 0
         self._curve, self._switches = [(0.0, 0.0)], list[Switch]()
         rng = np.random.default_rng([cluster.seed, 1])
         self._jitter = (rng.gamma(cluster.shape, 1 / cluster.shape, 1 << 14)).tolist()
@@ -140,15 +192,16 @@ class _Run:
 
     def run(self) -> ModeRun:
         part = {"allreduce": self._allreduce, "gba": self._gba}
-        while self._now_s < self._cluster.seconds:
+        while self.now_s < self._cluster.seconds:
             to, reason = part[self._mode]()
             if to == self._mode:
                 break
-            assert self._callback is not None and self._callback.last is not None
-            self._now_s += self._cluster.switch_s
-            self._switches.append(Switch(self._now_s, to, self._callback.last.is_trial, reason))
+            assert self.callback is not None
+            self.now_s += self._cluster.switch_s
+            is_trial = self.callback.last is not None and self.callback.last.is_trial
+            self._switches.append(Switch(self.now_s, to, is_trial, reason))
             self._mode = to
-            self._callback.switched(to, self._step)
+            self.callback.switched(to, self._step)
         return ModeRun(np.array(self._curve), tuple(s for s in self._switches if s.at_s < self._cluster.seconds))
 
     def _takes_s(self, worker: int, at_s: float) -> float:
@@ -160,20 +213,20 @@ class _Run:
 
     def _stepped(self) -> None:
         self._step += 1
-        self._curve.append((self._now_s, float(self._done)))
+        self._curve.append((self.now_s, float(self._done)))
 
     def _allreduce(self) -> tuple[str, str]:
-        cluster, callback = self._cluster, self._callback
+        cluster, callback = self._cluster, self.callback
         share = shares(cluster.n_micro, len(cluster.service_s))
-        while self._now_s < cluster.seconds:
+        while self.now_s < cluster.seconds:
             took = []
             for worker, n in enumerate(share):
-                at_s = self._now_s
+                at_s = self.now_s
                 for _ in range(n):
                     at_s += self._takes_s(worker, at_s)
-                took.append(at_s - self._now_s)
-            step_s = max(took) + self._exchange_s[self._tick(self._now_s)]
-            self._now_s += step_s
+                took.append(at_s - self.now_s)
+            step_s = max(took) + self._exchange_s[self._tick(self.now_s)]
+            self.now_s += step_s
             self._done += cluster.n_micro
             self._stepped()
             if callback is not None:
@@ -185,17 +238,17 @@ class _Run:
         return "allreduce", ""
 
     def _gba(self) -> tuple[str, str]:
-        cluster, callback, readings = self._cluster, self._callback, PushReadings()
-        n_workers, read_step, read_s = len(cluster.service_s), self._step, self._now_s
+        cluster, callback, readings = self._cluster, self.callback, PushReadings()
+        n_workers, read_step, read_s = len(cluster.service_s), self._step, self.now_s
         counts, newest, pushed = [0] * n_workers, [0.0] * n_workers, 0
-        started = [self._now_s] * n_workers
-        due = [(self._cycle_s(w, self._now_s) + self._now_s, w) for w in range(n_workers)]
+        started = [self.now_s] * n_workers
+        due = [(self._cycle_s(w, self.now_s) + self.now_s, w) for w in range(n_workers)]
         heapq.heapify(due)
         wanted: tuple[str, str] | None = None
-        while due and (wanted or self._now_s < cluster.seconds):
-            self._now_s, worker = heapq.heappop(due)
+        while due and (wanted or self.now_s < cluster.seconds):
+            self.now_s, worker = heapq.heappop(due)
             serve_s = self._serve_s[self._tick(started[worker])]
-            counts[worker], newest[worker] = counts[worker] + 1, self._now_s - started[worker] - serve_s
+            counts[worker], newest[worker] = counts[worker] + 1, self.now_s - started[worker] - serve_s
             self._done, pushed = self._done + 1, pushed + 1
             if pushed % cluster.n_micro == 0:
                 self._stepped()
@@ -204,15 +257,15 @@ class _Run:
             if callback is not None and worker == 0 and self._step > read_step:
                 read_step = self._step
                 seconds, n_pushed, is_known = readings.take([(w, w, counts[w], newest[w]) for w in range(n_workers)])
-                elapsed_s, read_s = self._now_s - read_s if is_known else 0.0, self._now_s
+                elapsed_s, read_s = self.now_s - read_s if is_known else 0.0, self.now_s
                 callback.measured_async(
                     self._step, seconds, cluster.n_micro, serve_s, n_pushed=n_pushed, elapsed_s=elapsed_s
                 )
                 wanted = callback.mode_request(self._step, "gba")
                 if wanted is not None:
                     continue
-            started[worker] = self._now_s
-            heapq.heappush(due, (self._now_s + self._cycle_s(worker, self._now_s), worker))
+            started[worker] = self.now_s
+            heapq.heappush(due, (self.now_s + self._cycle_s(worker, self.now_s), worker))
         return wanted or ("gba", "")
 
     def _cycle_s(self, worker: int, at_s: float) -> float:

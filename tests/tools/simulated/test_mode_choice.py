@@ -53,6 +53,12 @@ def test_a_job_that_has_no_reason_to_switch_is_compared_too() -> None:
     assert not found.switches and not found.needless
 
 
+def test_a_policy_that_sees_both_modes_makes_no_trials_and_two_switches_for_a_straggler() -> None:
+    found = compare(scenarios(SECONDS)["gba_dearer"], informed=True)
+    assert [(one.to, one.is_trial) for one in found.switches] == [("gba", False), ("allreduce", False)]
+    assert found.share >= 0.99 and found.worst_minute >= 0.95 and found.needless == 0
+
+
 def test_a_job_that_learns_nothing_from_its_switches_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison would notice."""
     monkeypatch.setattr("gba_hvd.switching.callback.learned", lambda stance, *_: stance)

@@ -34,6 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seconds", type=float, default=1800.0, help="of a scenario, at least 360 (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the scenarios, or of the first cluster (%(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="that simulate clusters (%(default)s)")
+    parser.add_argument(
+        "--informed", action="store_true", help="in place of auto, a policy that sees a run of each mode: a bound"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.set_defaults(run=run)
 
@@ -49,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
             f"{args.seconds:g}, {args.clusters} and {args.processes}"
         )
     if args.clusters:
-        found = _clusters(range(args.seed, args.seed + args.clusters), args.processes)
+        found = _clusters(range(args.seed, args.seed + args.clusters), args.processes, args.informed)
         summary = summarised(found)
         for name, value in summary.items():
             print(f"{name}: {value:.4g}")
     else:
         chosen = scenarios(args.seconds, args.seed)
-        found = [compare(chosen[name]) for name in args.scenarios]
+        found = [compare(chosen[name], informed=args.informed) for name in args.scenarios]
         summary = {}
         _show(found)
     if args.out:
@@ -65,19 +68,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _clusters(seeds: Sequence[int], n_processes: int) -> list[Comparison]:
+def _clusters(seeds: Sequence[int], n_processes: int, informed: bool) -> list[Comparison]:
     from multiprocessing import get_context
 
     if n_processes == 1:
-        return [_cluster(seed) for seed in seeds]
+        return [_cluster(seed, informed) for seed in seeds]
     with get_context("spawn").Pool(n_processes) as pool:
-        return pool.map(_cluster, seeds, chunksize=4)
+        return pool.starmap(_cluster, [(seed, informed) for seed in seeds], chunksize=4)
 
 
-def _cluster(seed: int) -> Comparison:
+def _cluster(seed: int, informed: bool) -> Comparison:
     from ...simulated.mode_choice import compare, random_cluster
 
-    return compare(random_cluster(seed))
+    return compare(random_cluster(seed), informed=informed)
 
 
 def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
