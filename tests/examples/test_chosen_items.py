@@ -72,7 +72,6 @@ def test_the_plan_says_what_is_read(folder: Path, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_items_are_found_by_their_user(folder: Path, tmp_path: Path) -> None:
     own = {"GBA_HVD_SHARD_DIR": str(tmp_path), "GBA_HVD_GRACE_S": "1", "OMP_NUM_THREADS": "1"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GBA_HVD_")} | own

@@ -35,7 +35,6 @@ def run(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("section", "n_samples"),
     [
@@ -53,7 +52,6 @@ def test_the_examples_train_each_sample_once_an_epoch(tmp_path: Path, section: s
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_lists_and_several_labels_are_prepared_as_the_page_has_it(tmp_path: Path) -> None:
     rng, n = np.random.default_rng(1), 2000
     columns = {

@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "YOUR_MODEL.md"
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 def test_the_script_of_the_page_trains_and_its_model_can_be_exported(tmp_path: Path) -> None:
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 BIN = Path(sys.executable).parent
 PATIENCE_S = 180.0
 SCRIPT = """

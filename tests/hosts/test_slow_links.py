@@ -9,7 +9,7 @@ from gba_hvd_tools.virtual_hosts import VirtualHosts
 
 from .job import hosts_job
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 EPOCHS, SAMPLES = 4, 1000
 
 

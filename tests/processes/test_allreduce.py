@@ -9,7 +9,7 @@ import pytest
 
 from .cluster import assert_same_parameters, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 
 
 @pytest.mark.parametrize(("workers", "n_shards"), [(1, 7), (2, 1), (2, 4), (3, 7), (3, 4)])

@@ -16,7 +16,7 @@ from recovery.restore.open_checkpoint import open_checkpoint
 from .alone import alone_in
 from .cluster import PATIENCE_S
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 N_EPOCHS, N_SAMPLES, MICRO = 2, 40, 4
 
 

@@ -32,7 +32,7 @@ from .alone import alone_in
 from .cluster import PATIENCE_S, wait_for
 from .workload import Training
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes]
 _START = launch.ensure_running
 
 

@@ -14,7 +14,7 @@ from gba_hvd_tools import cli
 
 from .cluster import NAMES, cluster, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.recovery.holders import train, two_tables
 
 from .cluster import GRACE_S, cluster, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 
 
 @pytest.mark.parametrize("example", [e for e in examples().values() if e.edits], ids=lambda example: example.title)

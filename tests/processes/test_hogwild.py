@@ -21,7 +21,7 @@ from .cluster import PATIENT, Cluster, assert_identical, cluster
 from .workload import Training
 
 TWO_NAMES = ("localhost", "127.0.0.1")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 PATIENCE_S = 300.0
 N = 4
 SAMPLES, N_MICRO = 320, 20

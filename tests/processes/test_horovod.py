@@ -18,7 +18,7 @@ import pytest
 
 from .cluster import HOROVODRUN, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 PATIENCE_S = 60.0
 JOINS = "import horovod.torch as hvd; hvd.init()"
 TRIES_TWICE = """

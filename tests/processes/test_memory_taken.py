@@ -11,7 +11,7 @@ import pytest
 
 from .cluster import Cluster, cluster, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 
 
 def held(job: Cluster) -> Path:

@@ -16,7 +16,7 @@ from gba_hvd.ps.worker.worker import PsWorker
 from .alone import Outcome, Watch, train_alone
 from .cluster import assert_same_parameters, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 LR, MOMENTUM = 0.05, 0.9  # of the workload's optimizer "momentum"
 WHOLE_STEPS: dict[str, Any] = {"samples": 960, "dense_optimizer": "momentum", "row_optimizer": "SGD"}
 

@@ -19,7 +19,7 @@ from .alone import train_alone
 from .cluster import PATIENT, Cluster, assert_identical, cluster
 from .workload import Training
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 PATIENCE_S = 300.0  # on a busy machine processes take long to start
 TWO_NAMES = ("localhost", "127.0.0.1")
 VERY_PATIENT = {**PATIENT, "GBA_HVD_SERVER_S": "120"}  # so does a server's successor

@@ -15,7 +15,6 @@ from .cluster import Cluster, wait_for
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make namespaces of processes"),
 ]
 

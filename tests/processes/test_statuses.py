@@ -18,7 +18,6 @@ from .cluster import Cluster, cluster, wait_for
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # MLflow's use of SQLAlchemy, when a test asks it
 ]
 NOWHERE = {"tracking_uri": "http://127.0.0.1:9", "flush_timeout_s": 0.1, "system_metrics": False}

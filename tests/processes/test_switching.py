@@ -16,7 +16,7 @@ import pytest
 from .alone import train_alone
 from .cluster import Cluster, assert_identical, assert_same_parameters, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 THERE_AND_BACK: dict[str, Any] = {"mode": "allreduce", "lookahead": 0, "switch_at": {4: "gba", 17: "allreduce"}}
 STEPS_OF_EPOCH = 11
 

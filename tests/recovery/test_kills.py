@@ -130,7 +130,6 @@ def uninterrupted() -> dict[str, Uninterrupted]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_process_that_dies_at_any_write_leaves_the_checkpoint_before_it(

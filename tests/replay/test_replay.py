@@ -27,7 +27,6 @@ from .replay import TOLERANCE, replay
 Line = dict[str, Any]
 LOG = {"samples": 1000, "data": "log", "features": False}
 START_S = 400.0  # for one job; on a busy machine its server takes long to start
-pytestmark = pytest.mark.timeout(500)
 
 
 def test_tracing_is_off_by_default() -> None:

@@ -203,7 +203,6 @@ def test_a_last_offset_that_is_not_the_number_of_ids_is_noticed_in_a_compiled_mo
 
 @pytest.mark.processes  # the compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of
 def test_a_converted_model_trains_with_the_default_backend_of_torch_compile(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

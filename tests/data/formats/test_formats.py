@@ -22,7 +22,7 @@ from gba_hvd.shm.host_identity import Host
 from .job import N_EPOCHS, N_SAMPLES
 from .make import HERE, HOLD_AT, placed
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes]
 MODES = ("gba", "allreduce")
 
 

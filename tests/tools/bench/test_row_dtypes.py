@@ -60,7 +60,6 @@ def test_what_would_fail_after_minutes_is_refused_at_once(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where prepared stores are cached
     rng, data = np.random.default_rng(1), tmp_path / "data"

@@ -193,7 +193,6 @@ def test_a_switch_that_does_not_come_is_an_error(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +225,6 @@ class Operator(gba_hvd.Callback):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_job_in_gba_mode_reports_its_rates_and_leaves_when_asked(tmp_path: Path) -> None:
     operator = Operator(tmp_path)
     training = Training(tmp_path)

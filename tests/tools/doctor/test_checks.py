@@ -205,7 +205,6 @@ def test_the_summary_names_where_to_start() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(400)
 def test_this_machine_can_reduce_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "300")  # one of the two may come late
     assert check_allreduce(timeout_s=300).status == "ok"

@@ -327,7 +327,6 @@ def test_a_frame_larger_than_a_socket_takes_travels_in_pieces(
 
 
 @pytest.mark.variant
-@pytest.mark.timeout(600)
 def test_a_training_state_of_more_than_two_gibibytes_arrives(stub: Callable[[Reaction], Stub], tmp_path: Path) -> None:
     assert_arrives(stub, tmp_path, (2 << 30) + (64 << 20), local=True)
 

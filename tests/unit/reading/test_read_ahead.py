@@ -413,7 +413,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_reader_processes_read_fail_die_and_end_with_a_killed_worker(tmp_path: Path):
     (tmp_path / "draws.py").write_text(DRAWS)
     done = subprocess.run(

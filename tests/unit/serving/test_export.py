@@ -173,7 +173,6 @@ while n:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_two_processes_that_export_to_one_place_never_share_a_version(trained: Trained, tmp_path: Path) -> None:
     one, models, exporters = batch(30), [trained(), trained()], []
     for number, model in enumerate(models):

@@ -153,7 +153,6 @@ def test_a_base_that_a_group_may_write_is_refused_unless_the_group_is_the_users_
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_server_runs_no_class_that_is_no_row_optimizer(tmp_path: Path) -> None:
     memory, marker = open_(tmp_path, grace_s=30.0), tmp_path / "was here"
     launch.write_settings(memory.folder, "job", new_key(), a_layout(), gba_hvd.SGD(lr=0.1))
@@ -345,7 +344,6 @@ memory.close()
 
 @as_root
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 def test_a_full_file_system_is_a_sentence_and_no_signal() -> None:
     """Looking at the marks of a memory that has none yet takes a page each; so does the head of the tracker's file."""
     mount = 'mount -t tmpfs -o size=256k tmpfs /mnt && exec "$@"'  # gone with the namespace

@@ -21,7 +21,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.sweep import orphaned_memory
 from tests.unit.shm.test_shard_memory import a_layout, keepers, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes]
 
 LIVE = """
 import fcntl, os, sys
