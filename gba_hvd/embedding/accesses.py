@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from gba_hvd import kernels
-from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_gradients import RowGrad, RowSum
 from gba_hvd.shm.layout import Group, Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 
 _ODD = 0x9E3779B97F4A7C15  # spreads numbers of steps over 64 bits
 
 
-def count_accesses(memory: ShardMemory, group: Group, grad: RowGrad, step: int) -> None:
+def count_accesses(memory: ShardMemory, group: Group, grad: RowGrad | RowSum, step: int) -> None:
     """Count the accesses to the rows of a gradient that was just applied, where accesses are counted."""
     if grad.accesses is None or not len(grad.keys):
         return

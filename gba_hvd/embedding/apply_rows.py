@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from gba_hvd.embedding.accesses import count_accesses
-from gba_hvd.embedding.row_gradients import RowGrad, merge_repeated
-from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
+from gba_hvd.embedding.row_gradients import RowGrad, RowSum, merge_repeated
+from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers, update_
 from gba_hvd.shm.layout import Group
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.vocabulary import Vocabulary
@@ -40,7 +40,7 @@ def apply_rows(
     memory: ShardMemory,
     optimizer: RowOptimizer | TableOptimizers,
     group: Group,
-    grad: RowGrad,
+    grad: RowGrad | RowSum,
     shards: np.ndarray,
     *,
     scale: float,
@@ -54,9 +54,11 @@ def apply_rows(
     """
     vocabulary = memory.vocabulary(group)
     if vocabulary is None:
-        optimizer.update_(memory.flat, memory.layout, group, grad, scale, lr, number)
+        update_(optimizer, memory.flat, memory.layout, group, grad, scale, lr, number)
         count_accesses(memory, group, grad, step)
         return
+    if isinstance(grad, RowSum):
+        grad = grad.added_up()
     assert grad.accesses is not None  # tables with a hashed one count them
     found = vocabulary.rows(grad.keys)
     rows = _by_row(vocabulary, grad, found)

@@ -199,7 +199,8 @@ def _of_bag(source: Source, bag: Bag) -> Lookup:
                 "'sum' or 'mean'"
             )
         weights = weights.float()
-    cuts = np.append(bag.offsets.numpy(), n).astype(np.int64, copy=False)
+    cuts = np.empty(len(bag.offsets) + 1, np.int64)
+    cuts[:-1], cuts[-1] = bag.offsets.numpy(), n
     ragged = torch.from_numpy(cuts) if source.pooling is None else None
     return _ragged(source, values, cuts, weights, ragged)
 
@@ -221,7 +222,7 @@ def _of_nested(source: Source, ids: Tensor) -> Lookup:
 def _ragged(source: Source, values: Tensor, cuts: np.ndarray, weights: Tensor | None, ragged: Tensor | None) -> Lookup:
     """cuts: int64 [B + 1], where each sample's values start, and their number."""
     n = values.numel()
-    if cuts[0] != 0 or cuts[-1] != n or (np.diff(cuts) < 0).any():
+    if cuts[0] != 0 or cuts[-1] != n or (cuts[1:] < cuts[:-1]).any():
         got = f"{cuts[0]} to {cuts[-2]}" if len(cuts) > 1 else "none"
         raise BadInput(
             f"{source}: offsets must start at 0, never fall, and end at {n}, the number of values, or before; got {got}"

@@ -39,6 +39,11 @@ class Pooling:
     def n_bags(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def n_reached(self) -> int:
+        """The number of rows up to the last one that a bag has. Rows are numbered feature by feature."""
+        return int(self.index.max(initial=-1)) + 1
+
     def pooled(self) -> Tensor:
         """float32 [m, dim]"""
         out = torch.empty(self.n_bags, self.rows.shape[1])
@@ -141,11 +146,15 @@ class _Pool(torch.autograd.Function):
         if ctx.is_stacked:
             array = None if grads[0] is None else grads[0].contiguous().numpy()
             places = [(array, field) for field in range(n_features)]
-        rows, weights = ctx.buffers.zeros(*ctx.shape), [None] * n_features
+        rows, weights = ctx.buffers.empty(*ctx.shape), [None] * n_features
+        out, n_zeroed = rows.numpy(), 0
         for number, (feature, (grad, field)) in enumerate(zip(features, places, strict=True)):
             if grad is None:
                 continue
-            feature.add_rows_gradient(grad, field, rows.numpy())
+            if (reached := feature.n_reached) > n_zeroed:  # in parts, each of which is still cached when it is added to
+                out[n_zeroed:reached], n_zeroed = 0.0, reached
+            feature.add_rows_gradient(grad, field, out)
             if ctx.needs_input_grad[4 + number]:
                 weights[number] = feature.weights_gradient(grad, field)
+        out[n_zeroed:] = 0.0
         return rows, None, None, None, *weights

@@ -100,7 +100,7 @@ def _merged(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     return RowGrad(keys, values, _accesses([part for part, _ in parts], number, len(keys)))
 
 
-def _accesses(parts: Sequence[RowGrad], number: np.ndarray, n_rows: int) -> np.ndarray | None:
+def _accesses(parts: Sequence[RowGrad | PickedRows], number: np.ndarray, n_rows: int) -> np.ndarray | None:
     """Sums for n_rows distinct rows; number: int [n], of each row of each gradient its distinct one."""
     counted = [part.accesses for part in parts if part.accesses is not None]
     if len(counted) < len(parts):
@@ -109,20 +109,90 @@ def _accesses(parts: Sequence[RowGrad], number: np.ndarray, n_rows: int) -> np.n
 
 
 @dataclass(frozen=True)
+class PickedRows:
+    """Some rows of a gradient, which are not copied. rows: int32 [n], distinct positions in it"""
+
+    grad: RowGrad
+    rows: np.ndarray
+
+    @property
+    def keys(self) -> np.ndarray:
+        """int64 [n]"""
+        return self.grad.keys[self.rows]
+
+    @property
+    def accesses(self) -> np.ndarray | None:
+        """uint32 [n]; None: not counted"""
+        return None if self.grad.accesses is None else self.grad.accesses[self.rows]
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """Two gradients that are not added up yet: a pass over the rows of a step is spared where one follows anyway.
+
+    keys, accesses: as in `RowGrad`; first, second: float32 [rows, dim]
+    terms: int32 [n, 2], of each key its row in both; -1: it has none there
+    """
+
+    keys: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    terms: np.ndarray
+    accesses: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, first: RowGrad | PickedRows, second: RowGrad | PickedRows) -> RowSum | None:
+        """None where a key comes twice in one of them."""
+        parts, n = [_picked(first), _picked(second)], len(first.keys)
+        keys, number, _ = distinct(np.concatenate([part.keys for part in parts]))
+        terms = np.full((len(keys), 2), -1, np.int32)
+        numbers = [number[:n], number[n:]]
+        if not all(kernels.fill_terms(numbers[i], part.rows, i, terms) for i, part in enumerate(parts)):
+            return None
+        values = [part.grad.values for part in parts]
+        return cls(keys, *values, terms, _accesses(parts, number, len(keys)))
+
+    def added_up(self) -> RowGrad:
+        values = np.empty((len(self.keys), self.first.shape[1]), np.float32)
+        kernels.add_terms(self.first, self.second, self.terms, values.reshape(-1))
+        return RowGrad(self.keys, values, self.accesses)
+
+
+def _picked(grad: RowGrad | PickedRows) -> PickedRows:
+    return grad if isinstance(grad, PickedRows) else PickedRows(grad, np.arange(len(grad.keys), dtype=np.int32))
+
+
+def add_in_order(parts: Sequence[RowGrad | PickedRows]) -> RowGrad | RowSum:
+    """The sum of one gradient or several, rounded as `merge` rounds it; the last addition may wait."""
+    if len(parts) > 1:
+        before = parts[0] if len(parts) == 2 else merge([(copied(part), 1.0) for part in parts[:-1]])
+        if (found := RowSum.of(before, parts[-1])) is not None:
+            return found
+    return merge([(copied(part), 1.0) for part in parts])
+
+
+def copied(grad: RowGrad | PickedRows) -> RowGrad:
+    """The rows by themselves."""
+    return grad.grad.select(grad.rows) if isinstance(grad, PickedRows) else grad
+
+
+@dataclass(frozen=True)
 class Packed:
     """One message of row gradients for each owner of shards, before it is written.
 
     words: int64 [owners], float32 words of each message. A message is, for each group of tables: the number of rows
     (int64), their keys (int64), their values (float32), and their accesses (uint32) where they are counted.
+    kept: the owner that gets none, since it reads `picked`; None: all get one
     """
 
     words: np.ndarray
     _grads: Sequence[RowGrad]
     _starts: Sequence[np.ndarray]
     _orders: Sequence[np.ndarray]
+    kept: int | None = None
 
     @classmethod
-    def of(cls, grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> Packed:
+    def of(cls, grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int, kept: int | None = None) -> Packed:
         """owner: int32 [S], of each shard."""
         starts, orders, words = [], [], np.zeros(n_owners, dtype=np.int64)
         for grad in grads:
@@ -131,12 +201,23 @@ class Packed:
             words += 2 + np.diff(start) * (2 + grad.values.shape[1] + (grad.accesses is not None))
             starts.append(start)
             orders.append(order)
-        return cls(words, grads, starts, orders)
+        if kept is not None:
+            words[kept] = 0
+        return cls(words, grads, starts, orders, kept)
+
+    def picked(self, rank: int) -> list[PickedRows]:
+        """Per group of tables, the rows of one owner. They are those of the gradients that this was made of."""
+        return [
+            PickedRows(grad, order[start[rank] : start[rank + 1]])
+            for grad, start, order in zip(self._grads, self._starts, self._orders, strict=True)
+        ]
 
     def write(self, message: np.ndarray) -> None:
         """All messages, in the order of the owners. message: float32 [sum of words]"""
         at = 0
         for rank in range(len(self.words)):
+            if rank == self.kept:
+                continue
             for grad, start, order in zip(self._grads, self._starts, self._orders, strict=True):
                 picked, dim = order[start[rank] : start[rank + 1]], grad.values.shape[1]
                 n = len(picked)

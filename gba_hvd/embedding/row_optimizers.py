@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, cast
 import numpy as np
 
 from gba_hvd import kernels
-from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_gradients import RowGrad, RowSum
 from gba_hvd.errors import BadInput
 from gba_hvd.shm.layout import Group, Layout, SlotSpec
 from recovery.registry import Registry, why_not_constructed
@@ -48,6 +48,9 @@ class RowOptimizer(Protocol):
         """
 
 
+_NO_TERMS = np.empty((0, 2), np.int32)
+
+
 @dataclass(frozen=True)
 class _Rule:
     lr: float
@@ -63,10 +66,22 @@ class _Rule:
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
+        whole = RowSum(grad.keys, grad.values, grad.values, _NO_TERMS)
+        self.update_sum_(flat, layout, group, whole, scale, lr, step)
+
+    def update_sum_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowSum, scale: float, lr: float, step: int
+    ) -> None:
+        """As `update_`, of a gradient that is added up in the same pass."""
         kernel, own = self._kernel(step)
-        rows = (flat, flat.view(np.uint32), layout.record_starts(grad.keys, group), grad.values)
+        rows = (flat, flat.view(np.uint32), layout.record_starts(grad.keys, group))
         numbers = map(np.float32, (lr, self.weight_decay, *own))
-        kernel(*rows, np.float32(scale), group.record, *numbers)
+        kernel(*rows, grad.first, grad.second, grad.terms, np.float32(scale), group.record, *numbers)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether `update_sum_` is this optimizer's update: one that derives from it may have its own `update_`."""
+        return type(self).update_ is _Rule.update_
 
     def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
         """The kernel, and the numbers that it takes beside what all take."""
@@ -134,13 +149,13 @@ class TableOptimizers:
     own: tuple[RowOptimizer, ...] = ()
 
     def update_(
-        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad | RowSum, scale: float, lr: float, step: int
     ) -> None:
         """As `RowOptimizer.update_`. lr: of the default optimizer, now; that of another is in proportion."""
         optimizer = self.of(group.optimizer)
         if group.optimizer:
             lr = optimizer.lr * (lr / self.default.lr)
-        optimizer.update_(flat, layout, group, grad, scale, lr, step)
+        update_(optimizer, flat, layout, group, grad, scale, lr, step)
 
     def of(self, number: int) -> RowOptimizer:
         return self.own[number - 1] if number else self.default
@@ -151,6 +166,19 @@ class TableOptimizers:
                 f"EmbeddingTables(optimizer=) has lr {self.default.lr}, and tables have optimizers of their own, whose "
                 "rates are scheduled in proportion to it: give it a positive lr"
             )
+
+
+def update_(
+    optimizer: RowOptimizer | TableOptimizers, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad | RowSum,
+    scale: float, lr: float, step: int,
+) -> None:  # fmt: skip
+    """`optimizer.update_`, of a gradient that is added up before, where it cannot be in the same pass."""
+    if isinstance(grad, RowGrad) or isinstance(optimizer, TableOptimizers):
+        optimizer.update_(flat, layout, group, grad, scale, lr, step)
+    elif isinstance(optimizer, _Rule) and optimizer.adds_up:
+        optimizer.update_sum_(flat, layout, group, grad, scale, lr, step)
+    else:
+        optimizer.update_(flat, layout, group, grad.added_up(), scale, lr, step)
 
 
 # The module under which the optimizers of this file are stored, on disk and in messages: a name that outlives the

@@ -37,8 +37,12 @@ from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.row_gradients import (
     Packed,
+    PickedRows,
     RowGrad,
+    RowSum,
+    add_in_order,
     average_over_contributors,
+    copied,
     distinct,
     merge,
     unpack,
@@ -59,14 +63,14 @@ Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
 class HeldRows:
     """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
 
-    own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
-    host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
+    own: this rank's gradients for its own shards; remote: what ranks of other hosts sent, by rank. What other ranks of
+    this host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
     n_skipped: steps before this one that were not applied.
     merged: the gradients to apply, per group, once they were asked for
     """
 
     step: int
-    own: list[RowGrad]
+    own: Sequence[RowGrad | PickedRows]
     remote: dict[int, np.ndarray]
     scale: float
     lr: float
@@ -212,7 +216,7 @@ class AllreduceExchange:
         if self._world.size == 1:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
-        packed = Packed.of(grads, self._server, self._world.size)
+        packed = Packed.of(grads, self._server, self._world.size, kept=self._world.rank)
         outbox, by_rank = self._outboxes[self._world.rank], []
         if not self.several_hosts:
             outbox.post(step, packed.words, packed.write)
@@ -231,7 +235,7 @@ class AllreduceExchange:
                     remote = self._send_whole(by_rank, exchange.alltoall)
         elif self.several_hosts:
             remote = self._send_whole(by_rank, self._world.alltoall)
-        self.held = HeldRows(step, [], remote, scale, lr, n_skipped)
+        self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
 
     def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
         """parts: by rank; those of this host stay."""
@@ -287,17 +291,23 @@ class AllreduceExchange:
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
-        grads, scale = self._merged(held)
         number = held.step - held.n_skipped
         memory.begin(due, held.step)
-        for group, grad in zip(layout.groups, grads, strict=True):
-            if len(due) < len(self._mine):
-                grad = grad.select(np.isin(grad.keys % layout.n_shards, due))  # noqa: PLW2901
+        for group, grad in zip(layout.groups, self._to_apply(held, due), strict=True):
             apply_rows(
-                memory, self._tables.optimizers, group, grad, due, scale=scale * factor, lr=held.lr, number=number,
-                step=held.step,
+                memory, self._tables.optimizers, group, grad, due, scale=held.scale * factor, lr=held.lr,
+                number=number, step=held.step,
             )  # fmt: skip
         memory.finish(due, held.step)
+
+    def _to_apply(self, held: HeldRows, due: np.ndarray) -> Sequence[RowGrad | RowSum]:
+        """Per group, the gradients for these shards of this rank."""
+        if not (held.merged or self._by_contributors or len(due) < len(self._mine)):
+            return [add_in_order(parts) for parts in self._arrived(held)]
+        grads, n_shards = self._merged(held)[0], self._tables.layout.n_shards
+        if len(due) == len(self._mine):
+            return grads
+        return [grad.select(np.isin(grad.keys % n_shards, due)) for grad in grads]
 
     def skip_held(self) -> None:
         """The step was decided, and is not applied: rows stay, and so does what waits of compressed gradients."""
@@ -323,20 +333,19 @@ class AllreduceExchange:
     def _merged(self, held: HeldRows) -> tuple[list[RowGrad], float]:
         """Per group, the gradients for this rank's rows, and what they are to be multiplied by."""
         if not held.merged:
-            held.merged[:] = [merge([(part, 1.0) for part in parts]) for parts in self._arrived(held)]
+            held.merged[:] = [merge([(copied(part), 1.0) for part in parts]) for parts in self._arrived(held)]
             if self._by_contributors:
                 held.merged[:] = [average_over_contributors(grad) for grad in held.merged]
         return held.merged, held.scale
 
-    def _arrived(self, held: HeldRows) -> list[list[RowGrad]]:
+    def _arrived(self, held: HeldRows) -> list[list[RowGrad | PickedRows]]:
         """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
-        if self._world.size == 1:
-            return [[grad] for grad in held.own]
-        messages = {
-            r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()
-        } | held.remote
-        counted = self._tables.counts_accesses
-        grads = [unpack(messages[rank], self._dims, counted) for rank in range(self._world.size)]
+        me, counted = self._world.rank, self._tables.counts_accesses
+        messages = {rank: outbox.message(held.step, me) for rank, outbox in self._outboxes.items() if rank != me}
+        messages |= held.remote
+        grads: list[Sequence[RowGrad | PickedRows]] = [
+            held.own if rank == me else unpack(messages[rank], self._dims, counted) for rank in range(self._world.size)
+        ]
         return [list(by_group) for by_group in zip(*grads, strict=True)]
 
 

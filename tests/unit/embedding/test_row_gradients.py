@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gba_hvd.embedding.row_gradients import RowGrad, distinct, distinct_parts, merge, pack_by_owner, unpack
+from gba_hvd.embedding.row_gradients import (
+    Packed,
+    PickedRows,
+    RowGrad,
+    RowSum,
+    add_in_order,
+    distinct,
+    distinct_parts,
+    merge,
+    pack_by_owner,
+    unpack,
+)
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.dense_gradients import DenseGradients
 
@@ -55,6 +66,52 @@ def test_merging_adds_up_what_belongs_to_one_row(lists: list[list[int]], dim: in
     merged = merge(parts)
     assert merged.keys.tolist() == list(expected)
     np.testing.assert_allclose(merged.values, np.array(list(expected.values())).reshape(-1, dim), rtol=1e-5, atol=1e-6)
+
+
+@given(keys_lists, st.integers(1, 4), st.integers(0, 3), st.booleans())
+def test_an_addition_that_waits_gives_the_bits_of_one_that_does_not(
+    lists: list[list[int]], dim: int, picked: int, is_counted: bool
+) -> None:
+    counts = np.arange(1, 13, dtype=np.uint32)
+    parts = [row_grad(keys, dim, seed) for seed, keys in enumerate(lists)]
+    if is_counted:
+        parts = [RowGrad(part.keys, part.values, counts[: len(part.keys)]) for part in parts]
+    expected = merge([(part, 1.0) for part in parts])
+    some: list[RowGrad | PickedRows] = list(parts)
+    if picked < len(parts):  # one of them is the back half of a longer gradient, turned round
+        longer = row_grad([*range(100, 105), *parts[picked].keys[::-1]], dim)
+        longer.values[5:] = parts[picked].values[::-1]
+        accesses = None if not is_counted else np.concatenate([counts[:5], parts[picked].accesses[::-1]])  # type: ignore[index]
+        rows = np.arange(len(longer.keys) - 1, 4, -1, dtype=np.int32)
+        some[picked] = PickedRows(RowGrad(longer.keys, longer.values, accesses), rows)
+    found = add_in_order(some)
+    assert isinstance(found, RowSum) == (len(parts) > 1)
+    added_up = found.added_up() if isinstance(found, RowSum) else found
+    assert added_up.keys.tolist() == expected.keys.tolist()
+    assert np.array_equal(added_up.values, expected.values)
+    assert np.array_equal(added_up.accesses, expected.accesses) if is_counted else added_up.accesses is None
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_addition_does_not_wait_where_a_row_comes_twice(order: int) -> None:
+    parts = [row_grad([3, 5, 3], 2), row_grad([5, 4], 2)][::order]
+    found = add_in_order(parts)
+    assert isinstance(found, RowGrad)
+    assert np.array_equal(found.values, merge([(part, 1.0) for part in parts]).values)
+
+
+def test_what_an_owner_keeps_is_in_no_message() -> None:
+    grads, owner = [row_grad([0, 1, 2, 3, 4, 5], 3), row_grad([6, 1], 2)], np.array([0, 1, 1], np.int32)
+    every, packed = Packed.of(grads, owner, 2), Packed.of(grads, owner, 2, kept=1)
+    assert packed.words.tolist() == [every.words[0], 0]
+    messages = [np.empty(int(of.words.sum()), np.float32) for of in (every, packed)]
+    for of, message in zip((every, packed), messages, strict=True):
+        of.write(message)
+    assert messages[1].tobytes() == messages[0][: every.words[0]].tobytes()
+    sent = unpack(messages[0][every.words[0] :], [3, 2])
+    for kept, whole in zip(packed.picked(1), sent, strict=True):
+        assert kept.keys.tolist() == whole.keys.tolist()
+        assert np.array_equal(kept.grad.values[kept.rows], whole.values)
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=3), st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 
 import gba_hvd
 from gba_hvd import kernels
-from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_gradients import RowGrad, RowSum, add_in_order
+from gba_hvd.embedding.row_optimizers import update_
 from gba_hvd.errors import BadInput
 from gba_hvd.shm.layout import Layout
 
@@ -133,6 +135,34 @@ def test_what_a_step_does_not_touch_does_not_change(rule: Any) -> None:
     rows.step(np.array([4]), np.ones((1, DIM), np.float32), 0.1, step=1)
     assert 0 < np.count_nonzero(rows.flat != rows.untouched) <= rows.group.record
     assert np.array_equal(np.delete(rows.read(), 4, axis=0), np.delete(rows.values, 4, axis=0))
+
+
+@dataclass(frozen=True)
+class Doubled(gba_hvd.Adagrad):
+    """Has an update of its own, which takes gradients that are added up."""
+
+    def update_(self, flat: Any, layout: Any, group: Any, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+        super().update_(flat, layout, group, grad, 2 * scale, lr, step)
+
+
+@pytest.mark.parametrize("rule", [*EVERY_RULE, Doubled])
+@pytest.mark.parametrize("dim", [1, 16, 33])
+def test_two_gradients_that_the_update_adds_up_give_the_bits_of_their_sum(rule: Any, dim: int) -> None:
+    n_rows, optimizer, rng = 2_000, rule(lr=0.1, weight_decay=0.01), np.random.default_rng(3)
+    layout = Layout.of({"table": (n_rows, dim)}, optimizer.slots, n_shards=3, seed=0, init_std=1.0)
+    first, second = (
+        RowGrad(rng.permutation(n_rows)[:n].astype(np.int64), rng.normal(size=(n, dim)).astype(np.float32))
+        for n in (1_100, 700)
+    )
+    found = add_in_order([first, second])
+    assert isinstance(found, RowSum)
+    memory = rng.normal(size=3 * layout.region_words).astype(np.float32) ** 2
+    together, apart = memory.copy(), memory.copy()
+    for step in (1, 2):
+        update_(optimizer, together, layout, layout.groups[0], found, 0.5, 0.1, step)
+        optimizer.update_(apart, layout, layout.groups[0], found.added_up(), 0.5, 0.1, step)
+    assert not np.array_equal(together, memory)
+    assert together.tobytes() == apart.tobytes()
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE)
