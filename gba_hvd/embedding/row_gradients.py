@@ -143,10 +143,10 @@ class RowSum:
     @classmethod
     def of(cls, first: RowGrad | PickedRows, second: RowGrad | PickedRows) -> RowSum | None:
         """None where a key comes twice in one of them."""
-        parts, n = [_picked(first), _picked(second)], len(first.keys)
+        parts = [_picked(first), _picked(second)]
         keys, number, _ = distinct(np.concatenate([part.keys for part in parts]))
         terms = np.full((len(keys), 2), -1, np.int32)
-        numbers = [number[:n], number[n:]]
+        numbers = np.split(number, [len(parts[0].rows)])
         if not all(kernels.fill_terms(numbers[i], part.rows, i, terms) for i, part in enumerate(parts)):
             return None
         values = [part.grad.values for part in parts]
