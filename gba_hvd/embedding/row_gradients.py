@@ -118,7 +118,8 @@ class PickedRows:
     @property
     def keys(self) -> np.ndarray:
         """int64 [n]"""
-        return self.grad.keys[self.rows]
+        keys: np.ndarray = self.grad.keys[self.rows]
+        return keys
 
     @property
     def accesses(self) -> np.ndarray | None:
@@ -149,8 +150,8 @@ class RowSum:
         numbers = np.split(number, [len(parts[0].rows)])
         if not all(kernels.fill_terms(numbers[i], part.rows, i, terms) for i, part in enumerate(parts)):
             return None
-        values = [part.grad.values for part in parts]
-        return cls(keys, *values, terms, _accesses(parts, number, len(keys)))
+        values, more = (part.grad.values for part in parts)
+        return cls(keys, values, more, terms, _accesses(parts, number, len(keys)))
 
     def added_up(self) -> RowGrad:
         values = np.empty((len(self.keys), self.first.shape[1]), np.float32)

@@ -173,10 +173,12 @@ def update_(
     scale: float, lr: float, step: int,
 ) -> None:  # fmt: skip
     """`optimizer.update_`, of a gradient that is added up before, where it cannot be in the same pass."""
-    if isinstance(grad, RowGrad) or isinstance(optimizer, TableOptimizers):
+    if isinstance(grad, RowGrad):
         optimizer.update_(flat, layout, group, grad, scale, lr, step)
     elif isinstance(optimizer, _Rule) and optimizer.adds_up:
         optimizer.update_sum_(flat, layout, group, grad, scale, lr, step)
+    elif isinstance(optimizer, TableOptimizers):
+        optimizer.update_(flat, layout, group, grad, scale, lr, step)
     else:
         optimizer.update_(flat, layout, group, grad.added_up(), scale, lr, step)
 
