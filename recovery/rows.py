@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from recovery.errors import BadInput
+from recovery.hashed_ids import HASHES
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,22 @@ class Table:
 
     shared_rows: of a keyed table, the rows of each shard that belong to no key; 0: it is not keyed. Its columns end
     with KEY and USES, where keys are counted before they have a row with FILTER, KEY and USES
+    shared_hashes: how many of the shared rows a key without a row is the sum of, see `recovery.hashed_ids`
     """
 
     name: str
     n_rows: int
     columns: tuple[Column, ...]
     shared_rows: int = 0
+    shared_hashes: int = 1
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or not self.columns or any(column.width < 1 for column in self.columns):
             raise BadInput(f"table {self.name!r} needs rows and columns, got {self.n_rows} rows, {self.columns}")
         if self.shared_rows < 0 or bool(self.shared_rows) != (self.columns[-2:] == (KEY, USES)):
             raise BadInput(f"table {self.name!r}: {self.shared_rows} shared rows with {self.columns}")
+        if self.shared_hashes not in HASHES or self.shared_rows % self.shared_hashes:
+            raise BadInput(f"table {self.name!r}: {self.shared_hashes} hashes with {self.shared_rows} shared rows")
 
     @property
     def width(self) -> int:

@@ -43,7 +43,11 @@ if __name__ == "__main__":
     for id in map(int, sys.argv[3:]):
         key = key_of(id) if table["keys"] == "hash64" else id
         if key not in rows and table["shared"] is not None:
-            row = rows_of(folder, table["dim"], table["shared"])[key % table["shared"]["n_keys"]]
+            shared = rows_of(folder, table["dim"], table["shared"])
+            n = len(shared) // table["shared_hashes"]
+            row = shared[key % n]
+            if table["shared_hashes"] == 2:
+                row = row + shared[n + key % table["shared_in"] + table["shared_in"] * ((key % 2**64 >> 32) % (n // table["shared_in"]))]
         else:
             row = rows[key]
         print(id, *row.tolist())

@@ -325,7 +325,7 @@ def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
     """What hashed tables do in another way than the job that saved the checkpoint."""
     saved, now = report.manifest.about.get("hashed", {}), engine.model.tables.layout.hashed_settings()
     for table, settings in now.items():
-        before, sizes = saved.get(table, {}), ("capacity", "fallback_rows")
+        before, sizes = saved.get(table, {}), ("capacity", "fallback_rows", "fallback_hashes")
         compared = {name: (before.get(name, value), value) for name, value in settings.items() if name not in sizes}
         changed = {name: list(values) for name, values in compared.items() if values[0] != values[1]}
         texts = [
@@ -334,6 +334,9 @@ def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
         ]
         if changed:
             texts[-1] += ": that holds for ids that come from now on, rows that are there stay as they are"
+        if text := _changed_sums(table, settings["fallback_hashes"], engine, report):
+            changed["fallback_hashes"] = [before.get("fallback_hashes", 1), settings["fallback_hashes"]]
+            texts.append(text)
         is_empty = table in report.without_filter
         if is_empty:
             texts.append(
@@ -344,6 +347,23 @@ def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
             data = {"table": table, "changed": changed, "counts_kept": not is_empty}
             text = f"table {table!r}: {'; '.join(texts)}"
             yield Event("vocabulary_changed", engine.progress.step, text, data, level="warning")
+
+
+def _changed_sums(table: str, hashes: int, engine: Engine, report: Report) -> str:
+    """What becomes of ids without a row whose shared rows are not those that they had; empty: they are the same."""
+    schema, n_shards = report.manifest.schema, engine.model.tables.layout.n_shards
+    was = next((one.shared_hashes for one in schema.tables if one.name == table), hashes)
+    if was == hashes and (hashes == 1 or schema.n_shards == n_shards):
+        return ""
+    if was == hashes:
+        return (
+            f"the second shared row of an id without a row is another one in {n_shards} shards than in "
+            f"{schema.n_shards}, and starts as zeros"
+        )
+    said = f"ids without a row had {was} shared row{'s' * (was > 1)} each when the checkpoint was saved, "
+    if hashes == 1:
+        return said + "and have the first of them: fallback_hashes=2 keeps both"
+    return said + "and are sums of 2, of which the second starts as zeros: fallback_hashes=1 keeps what was there"
 
 
 def _said(setting: Any) -> str:

@@ -1,7 +1,7 @@
 """A step's row gradients, applied to the shards that this process writes: the same in every mode.
 
-Gradients come by key. In a hashed table keys become rows here: those without a row of their own share one, so their
-gradients are added up first. What the step's lookups do to the vocabulary comes last: an id that is admitted has its
+Gradients come by key. In a hashed table keys become rows here: those without a row of their own are sums of shared
+ones, each of which gets their gradient, added up over the keys that share it. What the step's lookups do to the vocabulary comes last: an id that is admitted has its
 row from the next step on.
 """
 
@@ -24,16 +24,23 @@ def by_row(memory: ShardMemory, group: Group, grad: RowGrad) -> RowGrad:
 
 
 def _by_row(vocabulary: Vocabulary, grad: RowGrad, rows: np.ndarray) -> RowGrad:
-    """rows: int64 [n], of the gradient's keys"""
+    """rows: int64 [n], of the gradient's keys, as of `Vocabulary.rows`"""
     found = RowGrad(rows, grad.values, grad.accesses)
     is_shared = rows >= vocabulary.n_own_rows
     if not is_shared.any():
         return found
-    own, shared = found.select(~is_shared), merge_repeated(found.select(is_shared))
+    own, shared = found.select(~is_shared), merge_repeated(_of_shared(vocabulary, grad.select(is_shared)))
     accesses = None
     if own.accesses is not None and shared.accesses is not None:
         accesses = np.concatenate([own.accesses, shared.accesses])
     return RowGrad(np.concatenate([own.keys, shared.keys]), np.concatenate([own.values, shared.values]), accesses)
+
+
+def _of_shared(vocabulary: Vocabulary, grad: RowGrad) -> RowGrad:
+    """The gradient of each row that keys without one share, as often as they do. grad: of such keys"""
+    rows = vocabulary.shared_rows(grad.keys)
+    accesses = None if grad.accesses is None else np.tile(grad.accesses, len(rows))
+    return RowGrad(rows.reshape(-1), np.tile(grad.values, (len(rows), 1)), accesses)
 
 
 def apply_rows(

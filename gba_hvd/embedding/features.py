@@ -17,9 +17,10 @@ from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import BadInput
 from gba_hvd.shm import init_functions
 from gba_hvd.shm.layout import NO_KEY, HashedSpec
+from recovery.hashed_ids import HASHES
 
 POOLINGS = ("sum", "mean", "max")
-_HASHED_ONLY = ("capacity", "admit_after", "evict", "evict_after_steps", "fallback_rows")
+_HASHED_ONLY = ("capacity", "admit_after", "evict", "evict_after_steps", "fallback_rows", "fallback_hashes")
 _MOST_ADMIT_AFTER = 255
 
 
@@ -66,6 +67,7 @@ class Table:
     evict: str | None = None
     evict_after_steps: int | None = None
     fallback_rows: int | None = None
+    fallback_hashes: int = 2
 
     def hashed_spec(self, n_shards: int) -> HashedSpec | None:
         """What a hashed table has in each shard."""
@@ -76,7 +78,7 @@ class Table:
         std = None if self.init is None or callable(self.init) else float(self.init)
         return HashedSpec.of(
             self.capacity, self.fallback_rows, n_shards, admit_after=self.admit_after, evict=self.evict or "",
-            evict_after_steps=self.evict_after_steps or 0, std=std, init=init,
+            evict_after_steps=self.evict_after_steps or 0, std=std, init=init, fallback_hashes=self.fallback_hashes,
         )  # fmt: skip
 
 
@@ -152,6 +154,17 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
         raise BadInput(f"table {name!r}: evict_after_steps would have no effect without evict='ttl'")
     if table.fallback_rows is not None and not _is_whole(table.fallback_rows, 1):
         raise BadInput(f"table {name!r}: fallback_rows must be at least 1, got {table.fallback_rows!r}")
+    if not _is_whole(table.fallback_hashes) or table.fallback_hashes not in HASHES:
+        raise BadInput(
+            f"table {name!r}: fallback_hashes must be 1 or 2, the shared rows whose sum an id without a row is, got "
+            f"{table.fallback_hashes!r}"
+        )
+    if table.fallback_rows is not None and table.fallback_rows < table.fallback_hashes:
+        raise BadInput(
+            f"table {name!r}: fallback_rows={table.fallback_rows} is too few for fallback_hashes="
+            f"{table.fallback_hashes}, with which an id without a row is the sum of two of them: give more, or "
+            "fallback_hashes=1"
+        )
     if callable(table.init) and not init_functions.name_of(table.init):
         raise BadInput(
             f"table {name!r}: init of a table with keys='hash64' runs where ids are admitted, in asynchronous modes in "
@@ -167,6 +180,7 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
     return replace(
         table, capacity=capacity, admit_after=int(table.admit_after),
         fallback_rows=int(table.fallback_rows or max(1, capacity // (2 if table.evict == "lfu" else 100))),
+        fallback_hashes=int(table.fallback_hashes),
         evict_after_steps=None if after is None else int(after),
     )  # fmt: skip
 

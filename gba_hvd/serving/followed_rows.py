@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from recovery.errors import Damaged
-from recovery.hashed_ids import newest_rows
+from recovery.hashed_ids import newest_rows, shared_rows_of
 from recovery.rows import KEY, NO_KEY, USES, Schema, Table
 
 
@@ -20,19 +20,22 @@ class FollowedRows:
     def __init__(self, table: Table, n_shards: int) -> None:
         self._dim, self._n_rows = table.columns[0].width, table.n_rows
         self._weights = np.empty((table.n_rows, self._dim), np.float32)
-        self._n_shared = n_shards * table.shared_rows
+        self._n_shared, self._n_shards, self._hashes = n_shards * table.shared_rows, n_shards, table.shared_hashes
         self._n_own = table.n_rows - self._n_shared
         self._keys = np.full(table.n_rows if table.is_keyed else 0, NO_KEY, np.int64)
         self._used = np.zeros(len(self._keys), np.uint32)  # last, by step
         self._index = (np.empty(0, np.int64), np.empty(0, np.int64))  # keys, ascending, and the row of each
 
     def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
-        rows = keys
-        if self._n_shared:
-            found, at = self._find(keys)
-            rows = self._n_own + keys % self._n_shared
-            rows[found] = self._index[1][at[found]]
+        if not self._n_shared:
+            np.take(self._weights, keys, axis=0, out=out)
+            return
+        found, at = self._find(keys)
+        rows, *more = self._n_own + shared_rows_of(keys, self._n_shared, self._n_shards, self._hashes)
+        rows[found] = self._index[1][at[found]]
         np.take(self._weights, rows, axis=0, out=out)
+        for shared in more:
+            out[~found] += self._weights[shared[~found]]
 
     def has(self, keys: np.ndarray) -> np.ndarray:
         return self._find(keys)[0] if self._n_shared else np.ones(len(keys), np.bool_)

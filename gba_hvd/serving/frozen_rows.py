@@ -24,7 +24,7 @@ from gba_hvd.serving.row_shards import initial_rows, key_buckets, shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
 from recovery.errors import Damaged, StoreError
-from recovery.hashed_ids import ids_of
+from recovery.hashed_ids import ids_of, shared_rows_of
 from recovery.storage.store import Store
 
 _READERS = 4
@@ -132,13 +132,24 @@ class StoredRows:
         absent, rows = keys[missing], np.empty((len(missing), self._table.dim), np.float32)
         if self._shared is not None:
             assert self._table.shared is not None
-            if not self._shared.find(absent % self._table.shared.n_keys, rows).all():
-                raise Damaged(f"table {self._table.name!r}: its manifest names no shard for some shared rows")
+            self._sum_shared(self._shared, self._table.shared.n_keys, absent, rows)
         elif self._table.initial is not None:
             rows[:] = initial_rows(self._table.initial, absent, self._table.dim)
         else:
             raise Damaged(f"table {self._table.name!r}: its manifest names no shard for row {absent[0]}")
         out[missing] = rows
+
+    def _sum_shared(self, part: _InMemory | _Mapped | CompactRows, n: int, keys: np.ndarray, out: np.ndarray) -> None:
+        """out: float32 [n, dim], the sums of the shared rows of keys. n: shared rows"""
+        table = self._table
+        first, *more = shared_rows_of(keys, n, table.shared_in, table.shared_hashes)
+        there = part.find(first, out).all()
+        for shared in more:
+            row = np.empty_like(out)
+            there &= part.find(shared, row).all()
+            out += row
+        if not there:
+            raise Damaged(f"table {table.name!r}: its manifest names no shard for some shared rows")
 
     def has(self, keys: np.ndarray) -> np.ndarray:
         return self._rows.find(keys, None)

@@ -22,9 +22,11 @@ import msgspec
 
 from gba_hvd.errors import BadInput
 from recovery.errors import Damaged, NotFound, StoreError
+from recovery.hashed_ids import HASHES
 from recovery.storage.store import Store
 
 FORMAT = 1
+_TWO_HASHES = 2  # of a model that has a table with two `shared_hashes`: readers of format 1 know none
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
@@ -97,7 +99,8 @@ class StoredTable:
     """One table.
 
     keys: "numbered": the key of an id is the id, from 0 to n_rows - 1. "hash64": it is `recovery.hashed_ids` of the id,
-    and a key without a row has row key mod `shared.n_keys` of `shared`.
+    and a key without a row has the sum of `shared_hashes` rows of `shared`, which lie in `shared_in` shards of a job:
+    `recovery.hashed_ids.shared_rows_of` says which.
     initial: of rows that are not stored; None: all are.
     """
 
@@ -108,6 +111,8 @@ class StoredTable:
     rows: RowShards
     shared: RowShards | None = None
     initial: Initial | None = None
+    shared_hashes: int = 1
+    shared_in: int = 1
 
     @property
     def is_hashed(self) -> bool:
@@ -224,7 +229,7 @@ def rows_at(n_keys: int) -> int:
 def to_json(manifest: ModelManifest) -> bytes:
     """Raises BadInput when it is not plain JSON."""
     try:
-        return _document(msgspec.to_builtins(manifest), FORMAT)
+        return _document(msgspec.to_builtins(manifest), _format_of(manifest))
     except (TypeError, ValueError) as error:
         raise BadInput(f"{manifest.name}: what describes the model must be plain JSON, without NaN: {error}") from error
 
@@ -238,18 +243,24 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
     if found != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
-    if document["format"] != FORMAT:
+    if document["format"] not in (FORMAT, _TWO_HASHES):
         raise BadInput(
-            f"{name} has format version {document['format']}, this program reads version {FORMAT}: install the version "
-            "of gba-hvd that saved it, or save the model again with this one"
+            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: install the "
+            "version of gba-hvd that saved it, or save the model again with this one"
         )
     try:
         manifest = msgspec.convert(document["model"], ModelManifest)
     except msgspec.ValidationError as error:
         raise Damaged(f"{name} makes no sense: {error}") from error
+    if document["format"] != _format_of(manifest):
+        raise Damaged(f"{name} makes no sense: format {document['format']} of another kind of tables")
     for flaw in _flaws(manifest, name):
         raise Damaged(f"{name} makes no sense: {flaw}")
     return manifest
+
+
+def _format_of(manifest: ModelManifest) -> int:
+    return _TWO_HASHES if any(table.shared_hashes > 1 for table in manifest.tables) else FORMAT
 
 
 def versions(store: Store) -> list[int]:
@@ -336,6 +347,10 @@ def _flaws(manifest: ModelManifest, name: str) -> Iterator[str]:
     for table in manifest.tables:
         if table.dim < 1 or table.keys not in ("numbered", "hash64") or table.is_hashed != (table.shared is not None):
             yield f"table {table.name!r}: dim {table.dim}, keys {table.keys!r}"
+        n_shared = 0 if table.shared is None else table.shared.n_keys
+        halves_of_shards = table.shared_hashes * table.shared_in
+        if table.shared_hashes not in HASHES or table.shared_in < 1 or n_shared % halves_of_shards:
+            yield f"table {table.name!r}: {n_shared} shared rows, {table.shared_hashes} hashes, {table.shared_in} shards"
         for part in table.parts:
             for shard in part.shards:
                 if shard.n_rows < 1 or shard.n_bytes != shard.rows_at + 4 * table.dim * shard.n_rows:

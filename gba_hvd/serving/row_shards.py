@@ -29,7 +29,7 @@ class TableRows(Protocol):
     """The rows of one table, wherever they are.
 
     n_rows: of a numbered table; 0: it is hashed. capacity: of a hashed one, ids that may have a row of their own.
-    initial: of rows that were never trained, where it is known.
+    initial: of rows that were never trained, where it is known. shared_hashes, shared_in: as of `StoredTable`
     """
 
     name: str
@@ -37,6 +37,8 @@ class TableRows(Protocol):
     n_rows: int
     capacity: int
     initial: Initial | None
+    shared_hashes: int
+    shared_in: int
 
     def numbered(self, start: int, stop: int) -> np.ndarray:
         """float32 [stop - start, dim], of a numbered table."""
@@ -88,7 +90,8 @@ class ShardWriter:
         per = self._rows_per_bucket(len(shared), rows.dim)
         pieces = ((b, None, shared[b * per : (b + 1) * per]) for b in range(-(-len(shared) // per)))
         own = RowShards(self._all(pieces), rows_per_bucket=per, n_keys=len(shared))
-        return StoredTable(rows.name, rows.dim, "hash64", len(keys), part, own)
+        hashes = rows.shared_hashes, rows.shared_in
+        return StoredTable(rows.name, rows.dim, "hash64", len(keys), part, own, None, *hashes)
 
     def _rows_per_bucket(self, n_rows: int, dim: int) -> int:
         """A power of two, so that a table that grows keeps its buckets for long."""

@@ -24,6 +24,7 @@ class LiveRows:
         about, self._tables = tables.tables[name], tables
         self.name, self.dim, self.n_rows = name, about.dim, about.n_rows
         self.capacity, self.initial = about.capacity or 0, initial_of(tables, name)
+        self.shared_hashes, self.shared_in = (about.fallback_hashes, tables.layout.n_shards) if about.keys else (1, 1)
 
     def numbered(self, start: int, stop: int) -> np.ndarray:
         return self._tables.rows(self.name, np.arange(start, stop))
@@ -65,6 +66,7 @@ class CheckpointRows:
         self.n_rows = 0 if about.is_hashed else about.n_rows
         self.capacity = about.n_rows - about.shared_rows if about.is_hashed else 0
         self.initial = None if tables is None else initial_of(tables, name)
+        self.shared_hashes, self.shared_in = about.shared_hashes, checkpoint.n_shards if about.is_hashed else 1
 
     def numbered(self, start: int, stop: int) -> np.ndarray:
         return self._checkpoint.rows(self.name, np.arange(start, stop))

@@ -30,7 +30,7 @@ def schema_of(layout: Layout) -> Schema:
                     *(Column(s.name, 1 if s.per_row else table.dim) for s in layout.slots_of(table)),
                     *(() if table.hashed is None else (*(FILTER,) * table.hashed.has_filter, KEY, USES)),
                 ),
-                0 if table.hashed is None else table.hashed.fallback,
+                *(() if table.hashed is None else (table.hashed.fallback, table.hashed.fallback_hashes)),
             )
             for table in layout.tables
         ),

@@ -52,6 +52,7 @@ class HashedSpec:
     admit_after: lookups until an id is admitted. evict: "lfu", "ttl" or "": nothing is evicted
     evict_after_steps: with "ttl"; otherwise 0. std: of initial rows; None: `Layout.init_std`
     init: the function that gives ids their initial rows, `module:function`; empty: none, they are of `std`
+    fallback_hashes: how many of the fallback rows an id without an entry is the sum of, see `recovery.hashed_ids`
     """
 
     entries: int
@@ -61,11 +62,16 @@ class HashedSpec:
     evict_after_steps: int = 0
     std: float | None = None
     init: str = ""
+    fallback_hashes: int = 1
 
     @classmethod
-    def of(cls, capacity: int, fallback_rows: int, n_shards: int, **settings: Any) -> HashedSpec:
+    def of(
+        cls, capacity: int, fallback_rows: int, n_shards: int, fallback_hashes: int = 1, **settings: Any
+    ) -> HashedSpec:
         """capacity, fallback_rows: of all shards together; both are rounded up."""
-        return cls(-(-capacity // (n_shards * BUCKET)) * BUCKET, -(-fallback_rows // n_shards), **settings)
+        entries = -(-capacity // (n_shards * BUCKET)) * BUCKET
+        fallback = -(-fallback_rows // (n_shards * fallback_hashes)) * fallback_hashes
+        return cls(entries, fallback, fallback_hashes=fallback_hashes, **settings)
 
     @property
     def rows(self) -> int:
@@ -298,6 +304,8 @@ class Layout:
         for spec_of in hashed.values():
             if not spec_of["init"]:
                 del spec_of["init"]
+            if spec_of["fallback_hashes"] == 1:
+                del spec_of["fallback_hashes"]
         return {
             "tables": {t.name: [t.n_rows, t.dim] for t in self.tables},
             "slots": _write_slots(self.slots),
@@ -314,6 +322,7 @@ class Layout:
         return {
             table.name: {
                 "capacity": self.n_shards * spec.entries, "fallback_rows": self.n_shards * spec.fallback,
+                "fallback_hashes": spec.fallback_hashes,
                 "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps,
                 "init": spec.init or (self.init_std if spec.std is None else spec.std), "seed": self.seed,
             }

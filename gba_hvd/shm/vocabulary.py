@@ -31,6 +31,7 @@ many workers there are, nor by when pushes arrive.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -40,6 +41,7 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import init_functions, vocabulary_kernels
 from gba_hvd.shm.layout import NO_KEY, STATS, Group, Layout, ids_of, keys_of_ids, table_seed
+from recovery.hashed_ids import shared_rows_of
 
 _EVICT = {"": 0, "lfu": 1, "ttl": 2}
 _HALVED_AFTER = 16  # lookups of keys without an entry, per entry: those of hot keys say nothing of who should go
@@ -88,18 +90,27 @@ class Vocabulary:
         self._geometry = layout.n_shards, self._region
         std = layout.init_std if self.spec.std is None else self.spec.std
         self.n_own_rows = self.spec.entries * layout.n_shards  # rows below are those of ids, those above are shared
+        self._n_shared = self.spec.fallback * layout.n_shards
         self._seed, self._std = np.uint64(table_seed(layout.seed, group.tables[0].name)), np.float32(std)
 
     # --- readers -----------------------------------------------------------------------------------------------------
 
     def rows(self, keys: np.ndarray) -> np.ndarray:
-        """int64 [n], the row of each key (int64 [n]): its own, or that which it shares with other keys without one."""
-        rows = np.empty(len(keys), np.int64)
-        spec = self.spec
-        vocabulary_kernels.find_rows(
-            self._longs, keys, *self._geometry, self._keys_at, spec.entries, spec.fallback, rows
+        """int64 [n], the row of each key (int64 [n]): its own, or the first of those that it shares with other keys."""
+        return self._find(keys)[0]
+
+    def _find(self, keys: np.ndarray) -> tuple[np.ndarray, int]:
+        """(rows int64 [n], how many keys have none of their own)"""
+        rows, spec = np.empty(len(keys), np.int64), self.spec
+        n_missing = vocabulary_kernels.find_rows(
+            self._longs, keys, *self._geometry, self._keys_at, spec.entries, spec.fallback // spec.fallback_hashes, rows
         )
-        return rows
+        return rows, int(n_missing)
+
+    def shared_rows(self, keys: np.ndarray) -> np.ndarray:
+        """int64 [fallback_hashes, n]: the rows whose sum a key has that has none of its own."""
+        hashes = self.spec.fallback_hashes
+        return self.n_own_rows + shared_rows_of(keys, self._n_shared, self._layout.n_shards, hashes)
 
     def has(self, keys: np.ndarray) -> np.ndarray:
         """bool [n], whether keys have a row of their own."""
@@ -107,9 +118,16 @@ class Vocabulary:
         return found
 
     def gather(self, keys: np.ndarray, offset: int, out: np.ndarray) -> None:
-        """out[i] = the words of the record of keys[i] from `offset` on, also while another process writes the shard."""
-        rows = self.rows(keys)
-        kernels.gather_rows(self._flat, self._layout.record_starts(rows, self._group), offset, out)
+        """out[i] = the words of the record of keys[i] from `offset` on, also while another process writes the shard.
+
+        Of a key without a row the sum of those that it shares.
+        """
+        rows, n_missing = self._find(keys)
+        self._gather_rows(rows, offset, out)
+        if n_missing and self.spec.fallback_hashes > 1:
+            missing = np.flatnonzero(rows >= self.n_own_rows)
+            for more in self.shared_rows(keys[missing])[1:]:
+                out[missing] += self._gather_rows(more, offset, np.empty((len(missing), out.shape[1]), np.float32))
         moved = np.empty(len(keys), np.int64)
         n = vocabulary_kernels.find_moved(
             self._longs, keys, rows, *self._geometry, self._keys_at, self.spec.entries, moved
@@ -118,6 +136,18 @@ class Vocabulary:
             again = np.empty((n, out.shape[1]), np.float32)
             self.gather(keys[moved[:n]], offset, again)
             out[moved[:n]] = again
+
+    def _gather_rows(self, rows: np.ndarray, offset: int, out: np.ndarray) -> np.ndarray:
+        kernels.gather_rows(self._flat, self._layout.record_starts(rows, self._group), offset, out)
+        return out
+
+    def _shared_sums(self, keys: np.ndarray) -> np.ndarray:
+        """float32 [n, dim]: what keys without a row have."""
+        parts = [
+            self._gather_rows(rows, 0, np.empty((len(keys), self._group.dim), np.float32))
+            for rows in self.shared_rows(keys)
+        ]
+        return np.sum(parts, axis=0, dtype=np.float32)
 
     def keys(self, shard: int) -> np.ndarray:
         """int64 [rows], a view: the key of each record of a shard, or NO_KEY."""
@@ -196,6 +226,8 @@ class Vocabulary:
         )
         if spec.init and n:
             self._write_weights(starts, self._computed(ids))
+        elif spec.fallback_hashes > 1 and n:
+            self._write_weights(starts, self._shared_sums(new))
         # Last: a reader that finds a key finds a complete record.
         vocabulary_kernels.publish_keys(self._longs, new, entries, *self._geometry, self._stats_at, self._keys_at)
 
@@ -225,8 +257,8 @@ class Vocabulary:
         at = shard * layout.region_words + group.at + spec.entries * group.record
         seed = np.uint64(table_seed(layout.seed, f"{group.tables[0].name}: fallback"))
         kernels.init_rows(
-            self._flat, at, group.record, spec.fallback * layout.n_shards, shard, layout.n_shards, group.dim, seed,
-            self._std,
+            self._flat, at, group.record, self._n_shared, shard, layout.n_shards, group.dim, seed,
+            np.float32(self._std / math.sqrt(spec.fallback_hashes)),
         )  # fmt: skip
 
     def fill(self, ids: np.ndarray, weights: np.ndarray, step: int) -> None:

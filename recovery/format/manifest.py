@@ -27,6 +27,7 @@ from recovery.rows import FILTER, Column, Schema, Table
 from recovery.storage.store import MOST_EPOCH, MOST_NUMBER, age_of, is_name
 
 FORMAT = 1
+_TWO_HASHES = 2  # the format of a manifest that has a table with two `shared_hashes`: earlier versions know none
 _REGISTERED = "registered:"
 LIMIT_BYTES = 256 << 20
 LEAST_SECTION_BYTES = 120  # in the document
@@ -113,7 +114,7 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """Raises BadInput when `about` is not plain JSON, or when no restore would read a document of this size."""
     try:
-        document = _document(_plain(manifest))
+        document = _document(_plain(manifest), _format_of(manifest.schema))
     except (TypeError, ValueError) as error:
         raise BadInput(f"{manifest.name}: `about` must be plain JSON with string keys, without NaN: {error}") from error
     if len(document) > LIMIT_BYTES:
@@ -140,24 +141,31 @@ def from_json(data: bytes, name: str) -> Manifest:
     if found != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
     # Only now: a flipped bit can look like a newer version.
-    if document["format"] != FORMAT:
+    if document["format"] not in (FORMAT, _TWO_HASHES):
         raise BadInput(
-            f"{name} has format version {document['format']}, this program reads version {FORMAT}: "
+            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: "
             "update gba-hvd to the version that saved it, or a later one"
         )
     try:
         manifest = msgspec.convert(document["manifest"], Manifest)
     except (msgspec.ValidationError, BadInput) as error:
         raise Damaged(f"{name} makes no sense: {error}") from error
+    if document["format"] != _format_of(manifest.schema):
+        raise Damaged(f"{name} makes no sense: format {document['format']} of another kind of tables")
     for flaw in _flaws(manifest, name):
         raise Damaged(f"{name} makes no sense: {flaw}")
     return manifest
 
 
+def _format_of(schema: Schema) -> int:
+    return _TWO_HASHES if any(table.shared_hashes > 1 for table in schema.tables) else FORMAT
+
+
 def difference(saved: Schema, mine: Schema) -> list[str]:
     """What keeps a checkpoint of `saved` out of `mine`, in words; empty when it fits.
 
-    Shards may differ, and in keyed tables the number of rows, and whether they have a filter.
+    Shards may differ, and in keyed tables the number of rows, how many shared ones a key has, and whether they have a
+    filter.
     """
     theirs, ours = ({table.name: table for table in schema.tables} for schema in (saved, mine))
     found = [f"table {name!r} was saved, this model has none of this name" for name in theirs if name not in ours]
@@ -184,6 +192,8 @@ def _plain(manifest: Manifest) -> Any:
         for part, name in ((table, "shared_rows"), *((column, "exact") for column in table["columns"])):
             if not part.get(name):  # (what was read from a document has not even the default)
                 part.pop(name, None)
+        if table.get("shared_hashes") == 1:
+            del table["shared_hashes"]
     return found
 
 

@@ -22,7 +22,7 @@ from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
-from recovery.hashed_ids import ids_of, keys_of_ids, newest_rows
+from recovery.hashed_ids import ids_of, keys_of_ids, newest_rows, shared_rows_of
 from recovery.restore.inspect import read_rows, read_state, verify
 from recovery.rows import KEY, NO_KEY, USES, Table
 from recovery.storage.open import open_store
@@ -39,7 +39,7 @@ class TableInfo:
 
     n_rows: rows; of a hashed table (`is_hashed`), records, of which `ids` says how many ids have one.
     dim: float32 weights of a row. slots: of the optimizer, name -> numbers a row. shared_rows: of a hashed table, the
-    rows of ids that have none of their own.
+    rows of ids that have none of their own; such an id is the sum of shared_hashes of them.
     """
 
     n_rows: int
@@ -47,6 +47,7 @@ class TableInfo:
     dtype: str
     slots: Mapping[str, int]
     shared_rows: int = 0
+    shared_hashes: int = 1
 
     @property
     def is_hashed(self) -> bool:
@@ -56,7 +57,7 @@ class TableInfo:
 class OpenCheckpoint:
     """One checkpoint, open for reading. Made by `open_checkpoint`. Rows are read when they are asked for.
 
-    name, step, samples: of the checkpoint. tables: by name. skipped: newer ones that were passed over, and why.
+    name, step, samples, n_shards: of the checkpoint. tables: by name. skipped: newer ones that were passed over, and why.
     checksum: of its manifest, which has the checksums of all that it consists of; a job reports the same one.
     """
 
@@ -67,12 +68,12 @@ class OpenCheckpoint:
         self.checksum = checksum([to_json(chain.newest)])
         self._number = {table.name: number for number, table in enumerate(chain.newest.schema.tables)}
         self._keys: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        shards = chain.newest.schema.n_shards
+        self.n_shards = shards = chain.newest.schema.n_shards
         self.tables: Mapping[str, TableInfo] = MappingProxyType({
             table.name: TableInfo(
                 table.n_rows, table.columns[0].width, "float32",
                 {column.name: column.width for column in table.columns[1:] if not column.exact},
-                shards * table.shared_rows,
+                shards * table.shared_rows, table.shared_hashes,
             )
             for table in chain.newest.schema.tables
         })  # fmt: skip
@@ -86,8 +87,8 @@ class OpenCheckpoint:
         """Weights of a table, float32 [n, dim], verified.
 
         ids: whole numbers [n], in any order, also repeated; None: all rows, in the order of `ids(name)`. An id of a
-        hashed table that has no row of its own gives the row that it shares, as in training. what: the name of an
-        optimizer slot, in place of the weights.
+        hashed table that has no row of its own gives the sum of those that it shares, as in training. what: the name of
+        an optimizer slot, in place of the weights.
 
         Raises BadInput for an unknown table or slot and an id that the table does not have, Damaged where a row was
         never saved or is not what was saved, NotFound where the job has deleted the checkpoint meanwhile.
@@ -112,10 +113,12 @@ class OpenCheckpoint:
         asked = keys_of_ids(wanted)
         at = np.minimum(np.searchsorted(keys, asked), max(0, len(keys) - 1))
         own = keys[at] == asked if len(keys) else np.zeros(len(asked), np.bool_)
-        n_shared = self.tables[name].shared_rows
-        found = table.n_rows - n_shared + asked % n_shared
-        found[own] = rows[at[own]]
-        return self._some(name, found, what)
+        first, *more = table.n_rows - self.tables[name].shared_rows + self._shared_rows_of(name, asked)
+        first[own] = rows[at[own]]
+        found = self._some(name, first, what)
+        for shared in more:
+            found[~own] += self._some(name, shared[~own], what)
+        return found
 
     def ids(self, name: str) -> np.ndarray:
         """int64 [n], ascending: the ids that have a row of their own."""
@@ -125,7 +128,8 @@ class OpenCheckpoint:
         return np.sort(ids_of(self._vocabulary(name)[0]))
 
     def shared_rows(self, name: str) -> np.ndarray:
-        """float32 [n, dim] of a hashed table: row `key mod n` is that of an id without one; see `recovery.hashed_ids`.
+        """float32 [n, dim] of a hashed table. Which of them an id without one is the sum of: see
+        `recovery.hashed_ids.shared_rows_of`.
 
         Raises BadInput for a table that is not hashed.
         """
@@ -231,6 +235,10 @@ class OpenCheckpoint:
                 f"{self.url}: {gone[0]} was deleted while it was read: the job that saves there keeps its newest "
                 "checkpoints (keep_last). Open the newest one again"
             ) from error
+
+    def _shared_rows_of(self, name: str, keys: np.ndarray) -> np.ndarray:
+        about, n_shards = self.tables[name], self.n_shards
+        return shared_rows_of(keys, about.shared_rows, n_shards, about.shared_hashes)
 
     def _vocabulary(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(keys int64 [n], ascending, the row of each). Of a key that two rows have, the one used last counts."""

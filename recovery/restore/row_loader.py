@@ -9,7 +9,9 @@ shard of S' are S' / gcd(S, S') indices apart, and come to lie S / gcd(S, S') in
 
 Rows of a keyed table go back to their places where it has as many shards and rows as it had; else each key is inserted
 where there is room for it. Row g of the shared ones, of all shards together, starts as the saved one g mod their
-number: with a multiple of them, that is the very row that its keys shared. Its filter, where it has one, comes back
+number: with a multiple of them, that is the very row that its keys shared. Where keys are sums of two, that holds for
+each half of them; with other shards their second rows are others, which are zeros then, as they are where keys had one
+row. Its filter, where it has one, comes back
 where there are as many shards as there were; else it starts empty.
 """
 
@@ -279,10 +281,12 @@ class Filling:
         schema, n = self._source.schema, 0
         now = schema.tables[table]
         entries = now.n_rows // schema.n_shards - now.shared_rows
-        for target in range(row, now.shared_rows * schema.n_shards, was.shared_rows * saved_in):
+        empty = record.copy()
+        empty[: sum(column.width for column in now.columns if not column.exact)] = 0
+        for target, is_it in _continued(row, was, saved_in, now, schema.n_shards):
             if target % schema.n_shards in self._asked:
-                at = entries + target // schema.n_shards
-                write_rows(self._source.slab(table, target % schema.n_shards), slice(at, at + 1), record[None])
+                at, slab = entries + target // schema.n_shards, self._source.slab(table, target % schema.n_shards)
+                write_rows(slab, slice(at, at + 1), (record if is_it else empty)[None])
                 n += 1
         return n
 
@@ -307,3 +311,18 @@ def spread(shard: int, saved_in: int, n_shards: int) -> list[tuple[int, int, int
     """
     divisor = math.gcd(saved_in, n_shards)
     return [((shard + saved_in * start) % n_shards, start, saved_in // divisor) for start in range(n_shards // divisor)]
+
+
+def _continued(row: int, was: Table, saved_in: int, now: Table, n_shards: int) -> Iterator[tuple[int, bool]]:
+    """(shared row, whether it is the saved one; else it is zeros) of those here that continue a saved shared row.
+
+    row: by its number in all shards, as those returned. saved_in: shards
+    """
+    n_was, n_now = was.shared_rows * saved_in // was.shared_hashes, now.shared_rows * n_shards // now.shared_hashes
+    half, first = divmod(row, n_was)
+    same_second = was.shared_hashes == now.shared_hashes and saved_in == n_shards
+    for target in range(first, n_now, n_was):
+        if half == 0 or same_second:
+            yield half * n_now + target, True
+        if half == 0 and now.shared_hashes == 2 and not same_second:
+            yield n_now + target, False
