@@ -44,10 +44,11 @@ if __name__ == "__main__":
         key = key_of(id) if table["keys"] == "hash64" else id
         if key not in rows and table["shared"] is not None:
             shared = rows_of(folder, table["dim"], table["shared"])
-            n = len(shared) // table["shared_hashes"]
+            hashes, n_shards = table.get("shared_hashes", 1), table.get("shared_in", 1)
+            n = len(shared) // hashes
             row = shared[key % n]
-            if table["shared_hashes"] == 2:
-                row = row + shared[n + key % table["shared_in"] + table["shared_in"] * ((key % 2**64 >> 32) % (n // table["shared_in"]))]
+            if hashes == 2:
+                row = row + shared[n + key % n_shards + n_shards * ((key % 2**64 >> 32) % (n // n_shards))]
         else:
             row = rows[key]
         print(id, *row.tolist())

@@ -1,8 +1,8 @@
 """A step's row gradients, applied to the shards that this process writes: the same in every mode.
 
 Gradients come by key. In a hashed table keys become rows here: those without a row of their own are sums of shared
-ones, each of which gets their gradient, added up over the keys that share it. What the step's lookups do to the vocabulary comes last: an id that is admitted has its
-row from the next step on.
+ones, each of which gets their gradient, added up over the keys that share it. What the step's lookups do to the
+vocabulary comes last: an id that is admitted has its row from the next step on.
 """
 
 from __future__ import annotations

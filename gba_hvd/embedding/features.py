@@ -41,12 +41,14 @@ class Table:
     and the maximum where they are.
 
     keys: "hash64": ids are any int64 but -2**63, such as raw ids or hashes of strings (int32 ones do as well). An id
-    gets a row of its own, with the initial values of row `id`, after the step in which it was looked up for training
-    the `admit_after`-th time (lookups of long ago count less). Until then it shares a row with others that have none.
+    gets a row of its own after the step in which it was looked up for training the `admit_after`-th time (lookups of
+    long ago count less). Until then it is the sum of `fallback_hashes` rows, 1 or 2, that it shares with others that
+    have none, each chosen by another hash. Its own row starts as that sum; with one hash, or a function as `init`, as
+    an initial row of this id.
     With it, in place of `n_rows`:
     capacity: how many ids may have a row, of all hosts together; rounded up to 16 a shard. From 90 % on some new ids
-    find no room. admit_after: 1 to 255. fallback_rows: shared by ids without a row, by hash; None: a hundredth of
-    `capacity`, half of it with evict="lfu".
+    find no room. admit_after: 1 to 255. fallback_rows: shared by ids without a row; rounded up to `fallback_hashes` a
+    shard; None: a hundredth of `capacity`, with evict="lfu" as many (half as many with one hash).
     evict: which id makes room for a new one. None: none does, new ids keep the shared rows. "lfu": of 32, the one that
     was looked up least, if the new one was looked up more often; lookups of long ago count less. "ttl": one that was
     not looked up for more than `evict_after_steps` steps; such ids also go while there is room.
@@ -177,9 +179,10 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
         raise BadInput(f"table {name!r}: padding_idx must be an id, an int64 other than -2**63, got {padding!r}")
     assert table.capacity is not None
     capacity, after = int(table.capacity), table.evict_after_steps
+    n_shared = max(1, capacity // 100) if table.evict != "lfu" else max(1, capacity * table.fallback_hashes // 2)
     return replace(
         table, capacity=capacity, admit_after=int(table.admit_after),
-        fallback_rows=int(table.fallback_rows or max(1, capacity // (2 if table.evict == "lfu" else 100))),
+        fallback_rows=int(table.fallback_rows or n_shared),
         fallback_hashes=int(table.fallback_hashes),
         evict_after_steps=None if after is None else int(after),
     )  # fmt: skip

@@ -245,8 +245,8 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
     if document["format"] not in (FORMAT, _TWO_HASHES):
         raise BadInput(
-            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: install the "
-            "version of gba-hvd that saved it, or save the model again with this one"
+            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: install "
+            "the version of gba-hvd that saved it, or save the model again with this one"
         )
     try:
         manifest = msgspec.convert(document["model"], ModelManifest)
@@ -348,9 +348,9 @@ def _flaws(manifest: ModelManifest, name: str) -> Iterator[str]:
         if table.dim < 1 or table.keys not in ("numbered", "hash64") or table.is_hashed != (table.shared is not None):
             yield f"table {table.name!r}: dim {table.dim}, keys {table.keys!r}"
         n_shared = 0 if table.shared is None else table.shared.n_keys
-        halves_of_shards = table.shared_hashes * table.shared_in
-        if table.shared_hashes not in HASHES or table.shared_in < 1 or n_shared % halves_of_shards:
-            yield f"table {table.name!r}: {n_shared} shared rows, {table.shared_hashes} hashes, {table.shared_in} shards"
+        hashes, n_shards = table.shared_hashes, table.shared_in
+        if hashes not in HASHES or n_shards < 1 or n_shared % (hashes * n_shards):
+            yield f"table {table.name!r}: {n_shared} shared rows, {hashes} hashes, {n_shards} shards"
         for part in table.parts:
             for shard in part.shards:
                 if shard.n_rows < 1 or shard.n_bytes != shard.rows_at + 4 * table.dim * shard.n_rows:

@@ -31,6 +31,7 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
+from recovery.hashed_ids import HASHES
 from recovery.hashed_ids import ids_of as ids_of
 from recovery.hashed_ids import keys_of_ids as keys_of_ids
 from recovery.old_names import warn
@@ -63,6 +64,10 @@ class HashedSpec:
     std: float | None = None
     init: str = ""
     fallback_hashes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.fallback_hashes not in HASHES or self.fallback % self.fallback_hashes:
+            raise BadInput(f"{self.fallback_hashes} hashes with {self.fallback} fallback rows of a shard")
 
     @classmethod
     def of(

@@ -57,8 +57,8 @@ class TableInfo:
 class OpenCheckpoint:
     """One checkpoint, open for reading. Made by `open_checkpoint`. Rows are read when they are asked for.
 
-    name, step, samples, n_shards: of the checkpoint. tables: by name. skipped: newer ones that were passed over, and why.
-    checksum: of its manifest, which has the checksums of all that it consists of; a job reports the same one.
+    name, step, samples, n_shards: of the checkpoint. tables: by name. skipped: newer ones that were passed over, and
+    why. checksum: of its manifest, which has the checksums of all that it consists of; a job reports the same one.
     """
 
     def __init__(self, store: Store, chain: Chain, state: bytes | None, skipped: tuple[Skipped, ...]) -> None:

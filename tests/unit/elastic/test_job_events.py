@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,13 +23,14 @@ from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
+from recovery.rows import KEY, USES, Column, Schema, Table
 from recovery.schedule.recovery_choice import RecoveryDecision
 
 STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
-    manifest=SimpleNamespace(name="m-3", about={}), n_rows=2000, n_lost=0, n_without_room=0, without_filter=(),
-    seconds=1.5,
+    manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, n_without_room=0,
+    without_filter=(), seconds=1.5,
     age=SimpleNamespace(mean=0.5),
     skipped=[SimpleNamespace(name="m-4", why="torn")],
 )  # fmt: skip
@@ -125,7 +127,8 @@ def test_a_start_without_a_checkpoint_says_why_training_begins_at_step_0() -> No
     assert said(replace(STARTED, source=1)) == "", "another rank has looked"
 
 
-HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0}
+HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0, "fallback_hashes": 2}
+SAVED_SCHEMA = Schema((Table("t", 30, (Column("weights", 4), KEY, USES), 4, 2),), 3)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +150,37 @@ def test_what_a_hashed_table_does_otherwise_after_a_restart_is_a_warning(
 ) -> None:
     about = {"hashed": {"t": saved}} if saved else {}
     resumed = SimpleNamespace(
-        **vars(RESUMED) | {"manifest": SimpleNamespace(name="m-3", about=about), "without_filter": without_filter}
+        **vars(RESUMED)
+        | {"manifest": SimpleNamespace(name="m-3", about=about, schema=SAVED_SCHEMA), "without_filter": without_filter}
     )
     _, events = reported(replace(STARTED, resumed=resumed), hashed={"t": HASHED})
     changed = [event for event in events if event.kind == "vocabulary_changed"]
     assert len(changed) == bool(said)
     assert all(event.level == "warning" and text in event.message for event in changed for text in said)
     assert all(event.message.startswith("table 't': ") for event in changed)
+
+
+@pytest.mark.parametrize(
+    ("was", "saved_in", "now", "said"),
+    [
+        (1, 3, 1, ""),
+        (1, 6, 1, ""),
+        (2, 3, 2, ""),
+        (1, 3, 2, "ids without a row had 1 shared row each .* of which the second starts as zeros: fallback_hashes=1"),
+        (2, 3, 1, "ids without a row had 2 shared rows each .* and have the first of them: fallback_hashes=2 keeps"),
+        (2, 6, 2, "the second shared row of an id without a row is another one in 3 shards than in 6, and starts as"),
+    ],
+)
+def test_other_shared_rows_of_an_id_than_it_had_are_a_warning(was: int, saved_in: int, now: int, said: str) -> None:
+    schema = Schema((replace(SAVED_SCHEMA.tables[0], shared_hashes=was),), saved_in)
+    about = {"hashed": {"t": HASHED | {"fallback_hashes": was}}}
+    manifest = SimpleNamespace(name="m-3", about=about, schema=schema)
+    resumed = SimpleNamespace(**vars(RESUMED) | {"manifest": manifest, "without_filter": ()})
+    _, events = reported(replace(STARTED, resumed=resumed), hashed={"t": HASHED | {"fallback_hashes": now}})
+    changed = [event for event in events if event.kind == "vocabulary_changed"]
+    assert len(changed) == bool(said)
+    assert all(re.search(said, event.message) for event in changed)
+    assert all(event.data["changed"] == {"fallback_hashes": [was, now]} for event in changed)
 
 
 def test_row_compression_on_one_host_is_reported_as_idle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from safetensors.torch import load_file
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
 from gba_hvd.callbacks import Event
-from gba_hvd.embedding.apply_rows import write_rows
+from gba_hvd.embedding.apply_rows import apply_rows, write_rows
+from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.shm import job_board
 from gba_hvd.shm.checkpoint_rows import ShardRows
-from gba_hvd.shm.layout import keys_of_ids
+from gba_hvd.shm.layout import NO_KEY, keys_of_ids
 from gba_hvd.tracking import gauges
 from recovery.config import Config
 from recovery.errors import BadInput as NotThisCheckpoint
@@ -92,6 +94,11 @@ def narrow_rows(ids: np.ndarray) -> np.ndarray:
         (Table(dim=4, keys="hash64", capacity=5, evict="lfu", evict_after_steps=9), "no effect without evict='ttl'"),
         (Table(dim=4, keys="hash64", capacity=5, evict_after_steps=9), "no effect without evict='ttl'"),
         (Table(dim=4, keys="hash64", capacity=5, fallback_rows=0), "fallback_rows must be at least 1"),
+        (Table(10, 4, fallback_hashes=1), "fallback_hashes would have no effect without keys='hash64'"),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_hashes=3), "fallback_hashes must be 1 or 2"),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_hashes=0), "fallback_hashes must be 1 or 2"),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_hashes=True), "fallback_hashes must be 1 or 2"),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_rows=1), "fallback_rows=1 is too few for fallback_hashes=2"),
         (Table(dim=4, keys="hash64", capacity=5, init=lambda ids: ids), "at the top level of a module other than the"),
         (Table(dim=4, keys="hash64", capacity=5, padding_idx=-(2**63)), "padding_idx must be an id"),
     ],
@@ -148,12 +155,45 @@ def test_a_compiled_model_looks_up_raw_ids(make_tables: Any) -> None:
     assert torch.equal(compiled(ids), tables(ids)["t"] * 2)
 
 
-@pytest.mark.parametrize(("evict", "n_shared"), [("lfu", 500), (None, 10)])
+@pytest.mark.parametrize(
+    ("evict", "hashes", "n_shared"), [("lfu", 1, 500), (None, 1, 10), ("lfu", 2, 1000), (None, 2, 12)]
+)
 def test_a_table_that_is_meant_to_be_too_small_has_more_shared_rows(
-    make_tables: Any, evict: str | None, n_shared: int
+    make_tables: Any, evict: str | None, hashes: int, n_shared: int
 ) -> None:
-    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=1000, evict=evict)}, n_shards=2)
-    assert len(np.unique(tables.rows("t", np.arange(50_000)), axis=0)) == n_shared
+    tables = make_tables(
+        {"t": Table(dim=4, keys="hash64", capacity=1000, evict=evict, fallback_hashes=hashes)}, n_shards=2
+    )
+    assert tables.layout.hashed_settings()["t"]["fallback_rows"] == n_shared
+    distinct = len(np.unique(tables.rows("t", np.arange(50_000)), axis=0))
+    assert distinct == n_shared if hashes == 1 else distinct > 1.4 * n_shared
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_each_shared_row_gets_the_gradients_of_all_ids_that_are_its_sums(make_tables: Any, n_shards: int) -> None:
+    table = Table(dim=4, keys="hash64", capacity=32, admit_after=250, fallback_rows=4 * n_shards)
+    tables = make_tables({"t": table}, gba_hvd.Adagrad(lr=0.5, eps=1e-3), n_shards=n_shards)
+    memory, group = tables.memory, tables.layout.groups[0]
+    keys = keys_of_ids(np.arange(40))
+    values = np.random.default_rng(5).normal(size=(40, 4)).astype(np.float32)
+    accesses = np.arange(1, 41, dtype=np.uint32)
+    rows = memory.vocabulary(group).shared_rows(keys)
+    starts = tables.layout.record_starts(np.unique(rows), group).astype(np.int64)
+    before = memory.flat[starts[:, None] + np.arange(4)]
+    apply_rows(
+        memory, gba_hvd.Adagrad(lr=0.5, eps=1e-3), group, RowGrad(keys, values, accesses), np.arange(n_shards),
+        scale=1.0, lr=0.5, number=1, step=1,
+    )  # fmt: skip
+    assert len(starts) == 4 * n_shards and (rows[0] != rows[1]).all()
+    for row, at, was in zip(np.unique(rows), starts, before, strict=True):
+        mine = (rows == row).any(axis=0)
+        gradient = values[mine].astype(np.float64).sum(axis=0)
+        step = 0.5 * gradient / (np.sqrt(gradient**2) + 1e-3)
+        assert np.allclose(memory.flat[at : at + 4], was - step, atol=1e-5)
+        assert memory.words[at + group.record - 1] == accesses[mine].sum()
+    stats = memory.vocabulary(group).stats(list(range(n_shards)))
+    assert stats.lookups == stats.missed == accesses.sum()
+    assert stats.size == 0
 
 
 def test_a_table_of_numbered_rows_has_no_vocabulary(make_tables: Any) -> None:
@@ -338,9 +378,67 @@ def test_growth_and_resharding_keep_every_row_by_its_id(
     assert after.vocabulary("t").tolist() == ids.tolist() and len(ids) > 140
     for what in ("weights", "sum"):
         assert np.array_equal(before.rows("t", ids, what), after.rows("t", ids, what))
-    new = np.arange(1000, 1100)  # they find the very row that they shared, now that there are as many times as many
-    if n_shards in (1, 4):
+    new = np.arange(1000, 1100)  # they find the very rows that they shared, now that there are as many times as many
+    if n_shards == 4:
         assert np.array_equal(before.rows("t", new), after.rows("t", new))
+
+
+@pytest.mark.parametrize("n_shards", [1, 2, 4, 8])
+def test_one_shared_row_of_an_id_stays_in_another_number_of_shards(
+    make_tables: Any, tmp_path: Path, n_shards: int
+) -> None:
+    before = filled(make_tables, fallback_hashes=1)
+    save_all(before, str(tmp_path / "store"))
+    after = filled(make_tables, n=0, n_shards=n_shards, fallback_rows=8 * n_shards, fallback_hashes=1)
+    restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    new = np.arange(1000, 1100)
+    assert np.array_equal(before.rows("t", new), after.rows("t", new))
+
+
+@pytest.mark.parametrize(("hashes", "n_shards"), [(1, 4), (1, 2), (2, 2)])
+def test_second_shared_rows_that_were_none_or_others_start_as_zeros(
+    make_tables: Any, tmp_path: Path, hashes: int, n_shards: int
+) -> None:
+    before = filled(make_tables, fallback_hashes=hashes)
+    url = str(tmp_path / "store")
+    save_all(before, url)
+    after = filled(make_tables, n=0, n_shards=n_shards, fallback_rows=16)
+    report = restore(open_store(url), ShardRows(after.memory, filling=True))
+    assert report is not None and after.vocabulary("t").tolist() == before.vocabulary("t").tolist()
+    new = np.arange(1000, 1100)
+    first = shared_parts(before, new)[0]
+    assert np.array_equal(after.rows("t", new), first) and len(np.unique(first, axis=0)) == 8 // hashes
+    vocabulary = after.memory.vocabulary(after.layout.groups[1])
+    assert (np.concatenate([vocabulary.keys(s)[vocabulary.spec.entries :] for s in range(n_shards)]) == NO_KEY).all()
+
+
+def test_a_checkpoint_of_sums_gives_the_first_of_two_rows_to_a_table_with_one(make_tables: Any, tmp_path: Path) -> None:
+    before = filled(make_tables)
+    save_all(before, str(tmp_path / "store"))
+    after = filled(make_tables, n=0, fallback_hashes=1)
+    restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    new = np.arange(1000, 1100)
+    assert np.array_equal(after.rows("t", new), shared_parts(before, new)[0])
+
+
+@pytest.mark.parametrize("hashes", [1, 2])
+def test_an_open_checkpoint_gives_every_id_the_row_of_training(make_tables: Any, tmp_path: Path, hashes: int) -> None:
+    before = filled(make_tables, fallback_hashes=hashes)
+    save_all(before, str(tmp_path / "store"))
+    opened = open_checkpoint(str(tmp_path / "store"))
+    ids = np.random.default_rng(3).permutation(np.arange(-50, 250))
+    for what in (None, "sum"):
+        assert np.array_equal(opened.rows("t", ids, what), before.rows("t", ids, what or "weights"))
+    assert (opened.tables["t"].shared_rows, opened.tables["t"].shared_hashes) == (8, hashes)
+    assert json.loads(opened._store.get(opened.name))["format"] == hashes
+
+
+def shared_parts(tables: Any, ids: np.ndarray) -> list[np.ndarray]:
+    """float32 [n, dim], for each hash the row that ids without one share."""
+    memory, group = tables.memory, tables.layout.groups[1]
+    rows = memory.vocabulary(group).shared_rows(keys_of_ids(ids))
+    starts = [memory.layout.record_starts(some, group).astype(np.int64) for some in rows]
+    return [memory.flat[at[:, None] + np.arange(group.dim)] for at in starts]
 
 
 def test_a_smaller_table_takes_the_most_used_or_is_refused(make_tables: Any, tmp_path: Path) -> None:

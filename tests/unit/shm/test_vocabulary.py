@@ -97,6 +97,58 @@ def test_ids_without_a_row_share_the_fallback_rows() -> None:
     assert (weights(found, [1, 2, 3]) != 0).all()
 
 
+@pytest.mark.parametrize("n_shards", [1, 2, 3])
+@pytest.mark.parametrize("per_shard", [2, 4, 10])
+def test_an_id_without_a_row_is_the_sum_of_two_distinct_rows_of_its_shard(n_shards: int, per_shard: int) -> None:
+    found = vocabulary(100, n_shards=n_shards, fallback=per_shard * n_shards, fallback_hashes=2)
+    ids = list(range(-1000, 1000))
+    keys = keys_of_ids(np.array(ids))
+    half, pairs, first_shared = per_shard * n_shards // 2, set(), found.n_own_rows
+    for key, (first, second) in zip(keys.tolist(), found.shared_rows(keys).T.tolist(), strict=True):
+        upper = key % 2**64 >> 32
+        assert first == first_shared + key % half
+        assert second == first_shared + half + key % n_shards + n_shards * (upper % (per_shard // 2))
+        assert first % n_shards == second % n_shards == key % n_shards and first != second
+        pairs.add((first, second))
+    assert len(pairs) == n_shards * (per_shard // 2) ** 2
+    assert np.array_equal(found.rows(keys), found.shared_rows(keys)[0])
+    assert np.array_equal(weights(found, ids), sums(found, keys))
+
+
+def sums(vocabulary: Vocabulary, keys: np.ndarray) -> np.ndarray:
+    """float32 [n, 3], of ids without a row, read record by record."""
+    rows = vocabulary.shared_rows(keys)
+    starts = [vocabulary._layout.record_starts(some, vocabulary._group).astype(np.int64) for some in rows]
+    return np.sum([vocabulary._flat[at[:, None] + np.arange(3)] for at in starts], axis=0, dtype=np.float32)
+
+
+def test_the_sums_of_ids_without_a_row_have_the_deviation_of_the_table() -> None:
+    found = vocabulary(16, fallback=4000, fallback_hashes=2)
+    assert np.std(weights(found, list(range(20_000)))) == pytest.approx(0.1, rel=0.05)
+
+
+def test_an_id_that_is_admitted_starts_as_the_sum_that_it_had() -> None:
+    found = vocabulary(100, n_shards=2, fallback=8, fallback_hashes=2, admit_after=2)
+    before = weights(found, [7, -1, 9])
+    look_up(found, {7: 2, -1: 3, 9: 1}, 1)
+    assert has(found, [7, -1, 9]) == [True, True, False]
+    assert np.array_equal(weights(found, [7, -1, 9]), before)
+    out = np.empty((2, 3), np.float32)
+    found.gather(keys_of_ids(np.array([7, -1])), 3, out)
+    assert (out == 0).all()  # its slots
+
+
+@pytest.mark.parametrize(("fallback", "hashes"), [(5, 2), (4, 3), (4, 0)])
+def test_shared_rows_that_make_no_pairs_are_refused(fallback: int, hashes: int) -> None:
+    with pytest.raises(ValueError, match=f"{hashes} hashes with {fallback} fallback rows"):
+        HashedSpec(16, fallback, fallback_hashes=hashes)
+
+
+def test_shared_rows_are_rounded_up_to_pairs_in_each_shard() -> None:
+    assert [HashedSpec.of(16, n, 4, fallback_hashes=2).fallback for n in (2, 8, 9, 17)] == [2, 2, 4, 6]
+    assert [HashedSpec.of(16, n, 4).fallback for n in (2, 8, 9)] == [1, 2, 3]
+
+
 def mix(x: int) -> int:
     """The finaliser of splitmix64, of a key's 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
