@@ -35,6 +35,14 @@ def rows_of(folder: Path, dim: int, part: dict[str, Any]) -> dict[int, np.ndarra
     return found
 
 
+def shared_row(table: dict[str, Any], shared: dict[int, np.ndarray], key: int) -> np.ndarray:
+    """Of a key of a hashed table that has no row: one of the shared rows, or the sum of two."""
+    if table.get("shared_hashes", 1) == 1:
+        return shared[key % len(shared)]
+    n, n_shards = len(shared) // 2, table["shared_in"]
+    return shared[key % n] + shared[n + key % n_shards + n_shards * ((key % 2**64 >> 32) % (n // n_shards))]
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     model = json.loads(max((folder / "versions").iterdir()).read_bytes())["model"]
@@ -43,12 +51,7 @@ if __name__ == "__main__":
     for id in map(int, sys.argv[3:]):
         key = key_of(id) if table["keys"] == "hash64" else id
         if key not in rows and table["shared"] is not None:
-            shared = rows_of(folder, table["dim"], table["shared"])
-            hashes, n_shards = table.get("shared_hashes", 1), table.get("shared_in", 1)
-            n = len(shared) // hashes
-            row = shared[key % n]
-            if hashes == 2:
-                row = row + shared[n + key % n_shards + n_shards * ((key % 2**64 >> 32) % (n // n_shards))]
+            row = shared_row(table, rows_of(folder, table["dim"], table["shared"]), key)
         else:
             row = rows[key]
         print(id, *row.tolist())

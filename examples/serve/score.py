@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from consumer import key_of, rows_of
+from consumer import key_of, rows_of, shared_row
 
 POOLED = {"sum": lambda rows: rows.sum(0), "mean": lambda rows: rows.mean(0), "max": lambda rows: rows.max(0)}
 
@@ -28,7 +28,7 @@ for lookup in model["program"]["lookups"]:
     for ids in request[lookup["column"]]:
         listed = [id for id in np.atleast_1d(ids).tolist() if id != lookup["padding"]]
         keys = [key_of(id) if table["keys"] == "hash64" else id for id in listed]
-        some = np.array([own[key] if key in own else shared[key % len(shared)] for key in keys])
+        some = np.array([own[key] if key in own else shared_row(table, shared, key) for key in keys])
         found.append(POOLED[lookup["pooling"] or "sum"](some) if len(some) else np.zeros(table["dim"]))
     rows[lookup["feature"]] = torch.tensor(np.array(found, np.float32))
 program = torch.export.load(folder / model["program"]["file"]["name"]).module()

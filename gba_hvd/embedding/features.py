@@ -43,8 +43,7 @@ class Table:
     keys: "hash64": ids are any int64 but -2**63, such as raw ids or hashes of strings (int32 ones do as well). An id
     gets a row of its own after the step in which it was looked up for training the `admit_after`-th time (lookups of
     long ago count less). Until then it is the sum of `fallback_hashes` rows, 1 or 2, that it shares with others that
-    have none, each chosen by another hash. Its own row starts as that sum; with one hash, or a function as `init`, as
-    an initial row of this id.
+    have none, each chosen by another hash. Its own row starts with the initial values of row `id`.
     With it, in place of `n_rows`:
     capacity: how many ids may have a row, of all hosts together; rounded up to 16 a shard. From 90 % on some new ids
     find no room. admit_after: 1 to 255. fallback_rows: shared by ids without a row; rounded up to `fallback_hashes` a

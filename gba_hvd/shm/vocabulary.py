@@ -141,14 +141,6 @@ class Vocabulary:
         kernels.gather_rows(self._flat, self._layout.record_starts(rows, self._group), offset, out)
         return out
 
-    def _shared_sums(self, keys: np.ndarray) -> np.ndarray:
-        """float32 [n, dim]: what keys without a row have."""
-        parts = [
-            self._gather_rows(rows, 0, np.empty((len(keys), self._group.dim), np.float32))
-            for rows in self.shared_rows(keys)
-        ]
-        return np.sum(parts, axis=0, dtype=np.float32)
-
     def keys(self, shard: int) -> np.ndarray:
         """int64 [rows], a view: the key of each record of a shard, or NO_KEY."""
         start = shard * self._region + self._keys_at
@@ -226,8 +218,6 @@ class Vocabulary:
         )
         if spec.init and n:
             self._write_weights(starts, self._computed(ids))
-        elif spec.fallback_hashes > 1 and n:
-            self._write_weights(starts, self._shared_sums(new))
         # Last: a reader that finds a key finds a complete record.
         vocabulary_kernels.publish_keys(self._longs, new, entries, *self._geometry, self._stats_at, self._keys_at)
 

@@ -53,7 +53,7 @@ def test_predictions_are_those_of_the_trained_model(
         model, tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(4)
     )
     assert [module.training for module in model.modules()] == was
-    assert saved.n_rows == (40 + 16 + 9 + 5 if hashed else (20 + 9 + 5 if stored == "touched" else 100 + 9 + 5))
+    assert saved.n_rows == (40 + 32 + 9 + 5 if hashed else (20 + 9 + 5 if stored == "touched" else 100 + 9 + 5))
     opened = gba_hvd.load_for_inference(tmp_path / "m", tables=tables)
     assert torch.equal(opened(one), evaluated(model, one))
     assert not opened.training
@@ -483,9 +483,9 @@ def test_a_single_value_is_no_column_and_columns_that_are_not_needed_may_be_anyt
 
 def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gba_hvd.serving.manifest.FORMAT", 2)
+        patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 3)
         gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
-    with pytest.raises(BadInput, match="has format version 2, this program reads version 1: install"):
+    with pytest.raises(BadInput, match="has format version 3, this program reads versions to 2: install"):
         gba_hvd.load_for_inference(tmp_path / "m")
 
 

@@ -127,17 +127,6 @@ def test_the_sums_of_ids_without_a_row_have_the_deviation_of_the_table() -> None
     assert np.std(weights(found, list(range(20_000)))) == pytest.approx(0.1, rel=0.05)
 
 
-def test_an_id_that_is_admitted_starts_as_the_sum_that_it_had() -> None:
-    found = vocabulary(100, n_shards=2, fallback=8, fallback_hashes=2, admit_after=2)
-    before = weights(found, [7, -1, 9])
-    look_up(found, {7: 2, -1: 3, 9: 1}, 1)
-    assert has(found, [7, -1, 9]) == [True, True, False]
-    assert np.array_equal(weights(found, [7, -1, 9]), before)
-    out = np.empty((2, 3), np.float32)
-    found.gather(keys_of_ids(np.array([7, -1])), 3, out)
-    assert (out == 0).all()  # its slots
-
-
 @pytest.mark.parametrize(("fallback", "hashes"), [(5, 2), (4, 3), (4, 0)])
 def test_shared_rows_that_make_no_pairs_are_refused(fallback: int, hashes: int) -> None:
     with pytest.raises(ValueError, match=f"{hashes} hashes with {fallback} fallback rows"):
