@@ -51,7 +51,7 @@ def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hash
     saved = gba_hvd.export_model(
         tmp_path / "c", tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(2)
     )
-    assert saved.n_rows == 9 + 5 + (40 + 16 if hashed else 20 if stored == "touched" else 100)
+    assert saved.n_rows == 9 + 5 + (40 + 32 if hashed else 20 if stored == "touched" else 100)
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
     source = read_manifest(open_store(tmp_path / "m")).source
     assert (source["step"], source["checkpoint"]) == (5, "manifests/000001-00000001.json")
