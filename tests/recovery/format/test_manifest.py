@@ -73,6 +73,22 @@ def test_only_a_keyed_table_says_what_it_shares_and_which_columns_are_exact() ->
     assert [column.get("exact", False) for column in saved["columns"]] == [False, True, True]
 
 
+def test_keys_that_are_sums_of_two_shared_rows_have_a_format_that_earlier_versions_refuse() -> None:
+    keyed = Table("by key", 4 * 36, (Column("weights", 4), KEY, USES), 4, 2)
+    manifest = replace(MANIFEST, schema=Schema((SCHEMA.tables[0], keyed), 4), blobs=(), state=None)
+    data = to_json(manifest)
+    assert from_json(data, NAME) == manifest and to_json(from_json(data, NAME)) == data
+    document = json.loads(data)
+    assert document["format"] == 2
+    plain, saved = document["manifest"]["schema"]["tables"]
+    assert "shared_hashes" not in plain and saved["shared_hashes"] == 2
+    with pytest.raises(Damaged, match="format 1 of another kind of tables"):
+        from_json(with_checksum({"format": 1, "manifest": document["manifest"]}), NAME)
+    saved["shared_rows"] = 3
+    with pytest.raises(Damaged, match="2 hashes with 3 shared rows"):
+        from_json(with_checksum({"format": 2, "manifest": document["manifest"]}), NAME)
+
+
 @pytest.mark.parametrize("n_rows", [4 * 35 + 1, 4 * 3])
 def test_a_keyed_table_without_rows_for_keys_in_each_shard_makes_no_sense(n_rows: int) -> None:
     keyed = Table("by key", n_rows, (Column("weights", 4), KEY, USES), shared_rows=3)
@@ -120,8 +136,8 @@ def test_a_manifest_in_the_place_of_another_is_reported() -> None:
 
 
 def test_a_newer_format_asks_for_an_update() -> None:
-    with pytest.raises(BadInput, match=r"format version 2, this program reads version 1: update gba-hvd"):
-        from_json(with_checksum({"format": 2, "manifest": {"something": "new"}}), NAME)
+    with pytest.raises(BadInput, match=r"format version 3, this program reads versions to 2: update gba-hvd"):
+        from_json(with_checksum({"format": 3, "manifest": {"something": "new"}}), NAME)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"1", b'{"a":1}', b"\xff\xfe", b"[" * 100_000, b"NaN"])

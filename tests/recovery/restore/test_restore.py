@@ -320,7 +320,7 @@ def _newer(manifest: object) -> bytes:
 
     from recovery.format import manifest as manifests
 
-    body = {"format": manifests.FORMAT + 1, "manifest": manifest}
+    body = {"format": manifests._TWO_HASHES + 1, "manifest": manifest}
     return manifests._canonical({**body, "checksum": xxhash.xxh3_128_hexdigest(manifests._canonical(body))})
 
 
