@@ -315,7 +315,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_not_passed_over(
         restore(ram, empty(2))
 
 
-def _newer(manifest: object) -> bytes:
+def _newer(manifest: object, format_version: object) -> bytes:
     import xxhash
 
     from recovery.format import manifest as manifests
