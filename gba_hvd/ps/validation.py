@@ -56,7 +56,9 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
 
 def _are_all_here(layout: Layout, keys: np.ndarray, mine: np.ndarray, first: np.ndarray, n_rows: np.ndarray) -> bool:
     """Whether all keys are rows in shards of `mine`, in one pass; why not is found in others."""
-    return bool(kernels.find_bad_key(np.require(keys, np.int64, "CAW"), layout.n_shards, mine, first, n_rows) < 0)
+    return bool(
+        kernels.find_bad_key(np.require(keys, np.int64, ("C", "A", "W")), layout.n_shards, mine, first, n_rows) < 0
+    )
 
 
 def _refuse_foreign(layout: Layout, keys: np.ndarray, mine: np.ndarray) -> None:
@@ -109,7 +111,7 @@ def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int])
 def all_finite(values: np.ndarray) -> bool:
     """Whether no number is NaN or infinite."""
     if values.dtype == np.float32:
-        return bool(kernels.all_finite(np.require(values, requirements="CAW").reshape(-1)))
+        return bool(kernels.all_finite(np.require(values, requirements=("C", "A", "W")).reshape(-1)))
     # A float64 sum of float32 numbers cannot overflow.
     with np.errstate(invalid="ignore"):
         return bool(np.isfinite(values.sum(dtype=np.float64)))

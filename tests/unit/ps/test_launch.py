@@ -26,7 +26,7 @@ def test_a_server_keeps_the_memory_that_it_takes_again_unless_the_environment_sa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(launch.subprocess, "run", lambda *args, env, **rest: started.append(env))
+    monkeypatch.setattr("subprocess.run", lambda *args, env, **rest: started.append(env))
     (tmp_path / "ps.json").write_text("{}")
     tmp_path.chmod(0o700)
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
