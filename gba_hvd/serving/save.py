@@ -45,7 +45,7 @@ from gba_hvd.serving.module import (
     tables_in,
 )
 from gba_hvd.serving.outputs import same_outputs
-from gba_hvd.serving.row_shards import ShardWriter, TableRows, Written
+from gba_hvd.serving.row_shards import ShardWriter, TableRows
 from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -135,8 +135,7 @@ def save_model(
     stored = tuple(writer.table(one) for one in rows.values())
     example = None if spec is None else inputs.columns_of(spec, input_example)
     return _commit(
-        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written,
-        exported,
+        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer, exported,
     )  # fmt: skip
 
 
@@ -190,9 +189,7 @@ def export_model(
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(
-        store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written, exported
-    )
+    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer, exported)
 
 
 def _check(tables: str, activation: str, dense_program: bool, input_example: Any) -> None:
@@ -235,17 +232,18 @@ def _converted_by(fresh: nn.Module, checkpoint: OpenCheckpoint) -> tuple[Convert
 def _commit(
     store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
-    activation: str, source: Mapping[str, Any], written: Written,
+    activation: str, source: Mapping[str, Any], writer: ShardWriter,
     exported: tuple[bytes, tuple[StoredLookup, ...]] | None = None,
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
     program = None if exported is None else StoredProgram(put_file(store, [exported[0]], "pt2"), exported[1])
+    blocks, written = writer.put_index(), writer.written
     with next_version(store) as number:
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
-            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program,
+            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program, blocks,
         )  # fmt: skip
         store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)

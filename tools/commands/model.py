@@ -46,7 +46,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
     predict.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
-    predict.add_argument("--mmap", action="store_true", help="map the rows of a local folder instead of reading all")
+    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
+    predict.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
+    predict.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
+    cache = "of --tables remote: most bytes of rows kept in memory; default: 256 MiB"
+    predict.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
     dtypes = ("float32", "int8", "bfloat16")
     predict.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
     _add_version(predict)
@@ -120,8 +124,8 @@ def run_predict(args: argparse.Namespace) -> int:
     from gba_hvd.serving.score_file import n_samples, score_file
 
     model = open_model(
-        args.url, version=_version(args), tables="mmap" if args.mmap else "memory", row_dtype=args.row_dtype,
-        **options_of(args.option),
+        args.url, version=_version(args), tables=args.tables or "memory", row_dtype=args.row_dtype,
+        cache_bytes=args.cache_bytes, **options_of(args.option),
     )  # fmt: skip
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
         n = score_file(
