@@ -159,6 +159,17 @@ class StoredProgram:
 
 
 @dataclass(frozen=True)
+class StoredOnnx:
+    """The same in the ONNX format. rows: by feature, fields: by column, names of inputs; outputs: names, in order"""
+
+    file: StoredObject
+    lookups: tuple[StoredLookup, ...]
+    rows: Mapping[str, str]
+    fields: Mapping[str, str]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StoredBlocks:
     """What verifies parts of shards (`block_index`). block_bytes: of a block; the last one of a shard is shorter."""
 
@@ -191,6 +202,7 @@ class ModelManifest:
     lookup_dtypes: Mapping[str, str] = field(default_factory=dict)
     program: StoredProgram | None = None
     blocks: StoredBlocks | None = None
+    onnx: StoredOnnx | None = None
 
     @property
     def name(self) -> str:
@@ -203,9 +215,8 @@ class ModelManifest:
 
     def files(self) -> Iterator[StoredObject]:
         """All objects but shards."""
-        program = None if self.program is None else self.program.file
-        blocks = None if self.blocks is None else self.blocks.file
-        yield from (one for one in (self.dense, self.builder.code, self.example, program, blocks) if one is not None)
+        yield from (one for one in (self.dense, self.builder.code, self.example) if one is not None)
+        yield from (one.file for one in (self.program, self.onnx, self.blocks) if one is not None)
 
     def objects(self) -> Iterator[StoredObject]:
         """Every object, shards first."""

@@ -34,8 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
     export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
-    dense = "also store the dense part as a program of torch.export; needs --example, of two samples or more"
-    export.add_argument("--dense-program", action="store_true", help=dense)
+    dense = (
+        "also store the dense part as a program of torch.export (torch, the default) or ONNX; needs --example, of two"
+    )
+    dense += " samples or more"
+    formats = ("torch", "onnx")
+    export.add_argument("--dense-program", nargs="*", choices=formats, metavar="FORMAT", help=dense)
     export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
     predict = _add(commands, "predict", "write the scores of the samples in a Parquet or CSV file")
@@ -96,8 +100,9 @@ def run_export(args: argparse.Namespace) -> int:
             raise ValueError(f"it is {type(arguments).__name__}")
     except ValueError as error:
         raise BadInput(f"--arguments must be one JSON object, such as '{{\"dim\": 16}}': {error}") from error
-    if args.dense_program and args.example is None:
+    if args.dense_program is not None and args.example is None:
         raise BadInput("--dense-program needs --example, by which the model is traced")
+    formats = () if args.dense_program is None else args.dense_program or ("torch",)
     example = None if args.example is None else Builder.of(args.example, {}, None).call()
     opened = open_checkpoint(
         store_of(_checkpoints_of(args.source, args.tracking_uri), args.source_option),
@@ -107,7 +112,7 @@ def run_export(args: argparse.Namespace) -> int:
     with progress("exporting", total) as on_bytes:
         saved = export_model(
             opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
-            activation=args.activation, dense_program=args.dense_program, on_bytes=on_bytes, **options_of(args.option),
+            activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if args.json:
         print(json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step}, indent=2))
