@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,9 @@ def exported_dense_part(model: nn.Module, example: Any, formats: Sequence[str] =
         samples = torch.export.Dim("samples")
         shapes = ({name: {0: samples} for name in rows}, {name: {0: samples} for name in fields})
         try:
-            exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
+            with warnings.catch_warnings():  # a GRU or LSTM sets its weights once more; they are parameters as before
+                warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights\[", UserWarning)
+                exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # any error of the compiler or of the model under it
             raise BadInput(f"dense_program: torch.export cannot trace {type(model).__name__}: {error}") from error
         onnx = onnx_of(exported, rows, fields, program(rows, fields)) if "onnx" in formats else None

@@ -172,8 +172,10 @@ def _operators(text: str) -> list[str]:
 
 def _users(exported: torch.export.ExportedProgram, operators: Sequence[str]) -> list[str]:
     """The modules of the model whose operators these are, as the converter takes them apart."""
+    with _quiet():
+        nodes = list(exported.run_decompositions().graph.nodes) if operators else []
     found = []
-    for node in exported.run_decompositions().graph.nodes if operators else ():
+    for node in nodes:
         if node.op == "call_function" and str(node.target).startswith(tuple(operators)):
             stack = list(node.meta.get("nn_module_stack", {}).values())
             path, kind = stack[-1][:2] if stack else ("", "")
