@@ -1,6 +1,6 @@
 """Score requests with ONNX Runtime, by the files of a model alone: `python score_onnx.py FOLDER REQUEST.json`.
 
-As `score.py`, for a model of `gba_hvd.save_model(..., dense_program="onnx")`, with numpy, onnxruntime and `consumer.py`.
+As `score.py`, for a model saved with dense_program="onnx". It needs numpy, onnxruntime, and `consumer.py` beside it.
 """
 
 import json
