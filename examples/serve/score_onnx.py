@@ -19,7 +19,7 @@ given = {name: np.array(request[column], types[name]) for column, name in model[
 for lookup in model["onnx"]["lookups"]:
     table = next(one for one in model["tables"] if one["name"] == lookup["table"])
     own, shared = (rows_of(folder, table["dim"], part) if part else {} for part in (table["rows"], table["shared"]))
-    pool = {"mean": np.mean, "max": np.max}.get(lookup["pooling"], np.sum)
+    pool = getattr(np, lookup["pooling"] or "sum")
     keys = [[key_of(i) if shared else i for i in np.atleast_1d(ids).tolist() if i != lookup["padding"]]
             for ids in request[lookup["column"]]]  # fmt: skip
     rows = [[own[key] if key in own else shared[key % len(shared)] for key in some] for some in keys]
