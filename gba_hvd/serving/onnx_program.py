@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
@@ -172,11 +173,13 @@ def _operators(text: str) -> list[str]:
 
 def _users(exported: torch.export.ExportedProgram, operators: Sequence[str]) -> list[str]:
     """The modules of the model whose operators these are, as the converter takes them apart."""
-    with _quiet():
-        nodes = list(exported.run_decompositions().graph.nodes) if operators else []
+    nodes = list(exported.graph.nodes)
+    if operators:
+        with _quiet():
+            nodes += exported.run_decompositions(dict(decomposition_table)).graph.nodes
     found = []
     for node in nodes:
-        if node.op == "call_function" and str(node.target).startswith(tuple(operators)):
+        if node.op == "call_function" and ".".join(str(node.target).split(".")[:2]) in operators:
             stack = list(node.meta.get("nn_module_stack", {}).values())
             path, kind = stack[-1][:2] if stack else ("", "")
             found.append(f"{path.removeprefix('model.') or 'the model'}: {str(kind).rpartition('.')[2]}")

@@ -25,5 +25,5 @@ class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]
 
 
 def url_of(folder: Any) -> str:
-    fsspec.register_implementation("slow", SlowFileSystem, clobber=True)
+    fsspec.register_implementation("slow", f"{__name__}.{SlowFileSystem.__name__}", clobber=True)
     return f"slow://{folder}"
