@@ -423,6 +423,46 @@ def add_terms(first: Any, second: Any, terms: Any, out: Any) -> None:
                 out[p + c] = b[also + c]
 
 
+# --- checks of what others sent --------------------------------------------------------------------------------------
+
+_FINITE_BLOCK = 4096
+
+
+@_compiled("boolean(float32[::1])")
+def all_finite(values: Any) -> bool:
+    """Whether no number is NaN or infinite: no exponent has all its bits."""
+    words, exponent = values.view(np.uint32), np.uint32(0x7F800000)
+    for lo in range(0, len(words), _FINITE_BLOCK):
+        found = np.uint32(0)
+        for i in range(lo, min(lo + _FINITE_BLOCK, len(words))):
+            found |= np.uint32((words[i] & exponent) == exponent)
+        if found:
+            return False
+    return True
+
+
+@_compiled("int64(int64[::1], int64, boolean[::1], int64[::1], int64[::1])")
+def find_bad_key(keys: Any, n_shards: int, mine: Any, first: Any, n_rows: Any) -> int:
+    """The position of the first key that is no row of a table in a shard of `mine`, or -1.
+
+    first: int64 [tables], the place of each table's first row in a shard, ascending; n_rows: int64 [tables]
+    """
+    t, shards = 0, np.uint64(n_shards)
+    for i in range(len(keys)):
+        if keys[i] < 0:
+            return i
+        place = np.int64(np.uint64(keys[i]) // shards)
+        if not mine[keys[i] - place * n_shards]:
+            return i
+        while t + 1 < len(first) and place >= first[t + 1]:
+            t += 1
+        while place < first[t]:
+            t -= 1
+        if keys[i] - first[t] * n_shards >= n_rows[t]:
+            return i
+    return -1
+
+
 # --- pooling ---------------------------------------------------------------------------------------------------------
 
 

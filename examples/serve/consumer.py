@@ -40,7 +40,9 @@ def shared_row(table: dict[str, Any], shared: dict[int, np.ndarray], key: int) -
     if table.get("shared_hashes", 1) == 1:
         return shared[key % len(shared)]
     n, n_shards = len(shared) // 2, table["shared_in"]
-    return shared[key % n] + shared[n + key % n_shards + n_shards * ((key % 2**64 >> 32) % (n // n_shards))]
+    second: int = n + key % n_shards + n_shards * ((key % 2**64 >> 32) % (n // n_shards))
+    row: np.ndarray = shared[key % n] + shared[second]
+    return row
 
 
 if __name__ == "__main__":

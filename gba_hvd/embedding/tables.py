@@ -296,6 +296,7 @@ class EmbeddingTables(FollowsDtype):
             out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
         else:
             _refuse_tracing()
+            self._fetch_remote(ids)
             out = self._frozen_rows_of(ids) if self.is_frozen else {}
             rest = {name: ids[name] for name in ids if name not in out} if out else ids
             for some in self._fetched(rest, torch.is_grad_enabled()):
@@ -392,6 +393,15 @@ class EmbeddingTables(FollowsDtype):
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(sources[0].group, keys, ends, cuts, torch.is_grad_enabled())
         return stack(rows, index, len(columns), batch, self._row_buffers).to(self.dtype)
+
+    def _fetch_remote(self, ids: Ids) -> None:
+        """Of rows that stay in a store, read what all features need at once; a lookup would wait for its own alone."""
+        memory: Any = self.memory
+        if not self.is_frozen or self._recorders or not getattr(memory, "is_remote", False):
+            return
+        self._refuse_unknown(ids)
+        with contextlib.suppress(IdOutside):  # (the lookup names it)
+            memory.fetch([(self.layout.groups[one.source.group], one.keys) for one in self.lookups(ids)])
 
     def _frozen_rows_of(self, ids: Ids) -> dict[str, Tensor]:
         """Of the features that give each id its row, by feature."""

@@ -31,6 +31,10 @@ from gba_hvd.shm.layout import Layout
 
 _TRY_AGAIN_S = 5.0
 
+# Pushes and steps take and release the same few MiB again and again. The C library's default gives them back to the
+# kernel each time, and every page that comes again is a page fault; so up to 128 MiB at the end of a heap stay.
+_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+
 # Forks before anything heavy is imported and takes the lock at once: a second process ends silently.
 _START = """
 import fcntl, os, sys
@@ -132,7 +136,7 @@ def ensure_running(folder: Path, index: int) -> bool:
             subprocess.run(
                 [sys.executable, "-c", _START, str(folder), str(index)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
-                env=environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
+                env=_KEEPS_MEMORY | environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
             )  # fmt: skip
     except FileNotFoundError:
         return False  # the job's folder is gone

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gba_hvd import kernels
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
@@ -35,12 +36,14 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
             raise ProtocolError(f"table {spec.tables[0].name!r}: {NO_KEY} is no key")
         _refuse_foreign(layout, keys, mine)
         return
+    first = np.array(spec.first, np.int64)
+    if _are_all_here(layout, keys, mine, first, np.array([table.n_rows for table in spec.tables], np.int64)):
+        return
     if keys.min() < 0 or keys.max() >= spec.rows_per_shard * layout.n_shards:
         raise ProtocolError(
             f"tables of dimension {spec.dim}: keys {keys.min()} to {keys.max()}, "
             f"expected 0 to {spec.rows_per_shard * layout.n_shards - 1}"
         )
-    first = np.array(spec.first)
     table = np.searchsorted(first, keys // layout.n_shards, side="right") - 1
     rows = keys - first[table] * layout.n_shards
     beyond = np.flatnonzero(rows >= np.array([t.n_rows for t in spec.tables])[table])
@@ -49,6 +52,13 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
         found = spec.tables[table[at]]
         raise ProtocolError(f"table {found.name!r} has rows 0 to {found.n_rows - 1}, got {rows[at]}")
     _refuse_foreign(layout, keys, mine)
+
+
+def _are_all_here(layout: Layout, keys: np.ndarray, mine: np.ndarray, first: np.ndarray, n_rows: np.ndarray) -> bool:
+    """Whether all keys are rows in shards of `mine`, in one pass; why not is found in others."""
+    return bool(
+        kernels.find_bad_key(np.require(keys, np.int64, ("C", "A", "W")), layout.n_shards, mine, first, n_rows) < 0
+    )
 
 
 def _refuse_foreign(layout: Layout, keys: np.ndarray, mine: np.ndarray) -> None:
@@ -99,7 +109,10 @@ def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int])
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite. A float64 sum of float32 numbers cannot overflow: one pass suffices."""
+    """Whether no number is NaN or infinite."""
+    if values.dtype == np.float32:
+        return bool(kernels.all_finite(np.require(values, requirements=("C", "A", "W")).reshape(-1)))
+    # A float64 sum of float32 numbers cannot overflow.
     with np.errstate(invalid="ignore"):
         return bool(np.isfinite(values.sum(dtype=np.float64)))
 

@@ -1,4 +1,4 @@
-"""The dense part of a model as a program of `torch.export`: looked-up rows and other fields in, outputs out.
+"""The dense part of a model as a program of `torch.export`, or ONNX: looked-up rows and other fields in, outputs out.
 
 For servers that have neither this package nor the model's class: they look rows up in the shards, pool them, and run
 the program (`docs/FORMAT.md`). The model's lookups are recorded on its example, and replaced by the program's inputs.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +19,39 @@ from torch import Tensor, nn
 from gba_hvd.batch import Bag
 from gba_hvd.convert import is_converted
 from gba_hvd.embedding.tables import EmbeddingTables
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import StoredLookup
 from gba_hvd.serving.module import evaluating, tables_in
+from gba_hvd.serving.onnx_program import OnnxFile, onnx_of, require_onnx
 
+FORMATS = ("torch", "onnx")
 Values = Mapping[str, Tensor | Bag]
 
 
-def exported_dense_part(model: nn.Module, example: Any) -> tuple[bytes, tuple[StoredLookup, ...]]:
-    """The program, as `torch.export.save` writes it, and what its rows are; its batch size is free.
+@dataclass(frozen=True)
+class DensePrograms:
+    """lookups: what the rows are that a program takes. torch: as `torch.export.save` writes it; None: not asked for"""
+
+    lookups: tuple[StoredLookup, ...]
+    torch: bytes | None
+    onnx: OnnxFile | None
+
+
+def formats_of(dense_program: bool | str | Sequence[str]) -> tuple[str, ...]:
+    """The formats that are asked for. Raises BadInput for another one, MissingPackage."""
+    if isinstance(dense_program, bool):
+        return ("torch",) * dense_program
+    found = (dense_program,) if isinstance(dense_program, str) else tuple(dense_program)
+    for one in found:
+        refuse_unknown("dense_program", one, FORMATS)
+    if "onnx" in found:
+        require_onnx()
+    return found
+
+
+def exported_dense_part(model: nn.Module, example: Any, formats: Sequence[str] = ("torch",)) -> DensePrograms:
+    """The program in these formats; its batch size is free.
 
     It takes two mappings: rows by feature, [B, ...] as the tables return them; and by column the fields that are
     tensors, ids included. example: an input of at least two samples. Raises BadInput for a model that cannot be split
@@ -42,12 +67,16 @@ def exported_dense_part(model: nn.Module, example: Any) -> tuple[bytes, tuple[St
         samples = torch.export.Dim("samples")
         shapes = ({name: {0: samples} for name in rows}, {name: {0: samples} for name in fields})
         try:
-            exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
+            with warnings.catch_warnings():  # a GRU or LSTM sets its weights once more; they are parameters as before
+                warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights\[", UserWarning)
+                exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # any error of the compiler or of the model under it
             raise BadInput(f"dense_program: torch.export cannot trace {type(model).__name__}: {error}") from error
+        onnx = onnx_of(exported, rows, fields, program(rows, fields)) if "onnx" in formats else None
     file = io.BytesIO()
-    torch.export.save(exported, file)
-    return file.getvalue(), lookups
+    if "torch" in formats:
+        torch.export.save(exported, file)
+    return DensePrograms(lookups, file.getvalue() or None, onnx)
 
 
 def check_splits(model: nn.Module, example: Any) -> None:

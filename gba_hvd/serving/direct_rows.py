@@ -38,7 +38,7 @@ class DirectRows:
         self._words = np.full(self._first_bucket[-1], -1, np.int64)
         self._opened: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
-        self._memory = _memory()
+        self._memory = all_memory()
 
     def gather(self, keys: np.ndarray, out: np.ndarray) -> None:
         """out[i] = the row of keys[i]. keys: int64 [n], each of a table; out: float32 [n, dim]"""
@@ -55,10 +55,15 @@ class DirectRows:
             rows = self._tables[table].opened(bucket)
             assert rows.dtype == np.float32 and rows.flags.c_contiguous
             self._opened[number] = rows  # its address is used, so it must live
-            self._words[number] = (rows.ctypes.data - _BASE) // 4
+            self._words[number] = word_of(rows)
 
 
-def _memory() -> np.ndarray:
+def all_memory() -> np.ndarray:
     """float32 [2 ** 45]: the addresses of this process as one array, so that a kernel reads any row."""
     about: Any = {"shape": (1 << 45,), "typestr": "<f4", "data": (_BASE, False), "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=about))
+
+
+def word_of(array: np.ndarray) -> int:
+    """Where an array begins in `all_memory`."""
+    return (int(array.__array_interface__["data"][0]) - _BASE) // 4

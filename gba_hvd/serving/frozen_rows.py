@@ -1,13 +1,14 @@
-"""The rows of a saved model, for lookups: in memory, or mapped from files. `EmbeddingTables` reads them as its memory.
+"""The rows of a saved model, for lookups: in memory, mapped, or in their store. It is the memory of `EmbeddingTables`.
 
 In memory all shards of a table are read and verified when the model is opened. Mapped, a shard is opened when a row of
-it is first looked up, its size is checked, and the page cache of the machine holds what is used.
+it is first looked up, its size is checked, and the page cache of the machine holds what is used. Of rows that stay in
+their store, blocks are read (`remote_rows`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,9 +18,11 @@ import torch
 
 from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.errors import BadInput
+from gba_hvd.serving.block_cache import BlockCache
 from gba_hvd.serving.compact_rows import CompactRows
 from gba_hvd.serving.direct_rows import Buckets, DirectRows
 from gba_hvd.serving.manifest import ALIGNMENT, RowShards, StoredTable
+from gba_hvd.serving.remote_rows import Plan, RemoteRows, fetch_together
 from gba_hvd.serving.row_shards import initial_rows, key_buckets, shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.shm.layout import Group, Layout
@@ -44,10 +47,10 @@ class RowReader(Protocol):
 
 
 class FrozenRows:
-    """What `EmbeddingTables.memory` is in a model that is not trained. readers: by table"""
+    """What `EmbeddingTables.memory` is in a model that is not trained. readers: by table. cache: of their blocks"""
 
-    def __init__(self, layout: Layout, readers: Mapping[str, RowReader]) -> None:
-        self._layout, self._readers = layout, readers
+    def __init__(self, layout: Layout, readers: Mapping[str, RowReader], cache: BlockCache | None = None) -> None:
+        self._layout, self._readers, self._cache = layout, readers, cache
         self._direct = {group: _direct(layout, group, readers) for group in layout.groups}
 
     def gather(self, keys: np.ndarray, group: Group, offset: int, out: np.ndarray) -> None:
@@ -63,18 +66,37 @@ class FrozenRows:
         self._gather_distinct(keys, group, rows)
         np.take(rows, index, axis=0, out=out, mode="clip")  # (other modes buffer `out`)
 
+    @property
+    def is_remote(self) -> bool:
+        """Lookups wait for a store: `fetch` those of a request at once."""
+        return self._cache is not None
+
+    def fetch(self, wanted: Sequence[tuple[Group, np.ndarray]]) -> None:
+        """Read what lookups of these keys (int64 [n], they may repeat) will need, together."""
+        assert self._cache is not None
+        parts = [part for group, keys in wanted for part in self._by_table(distinct(keys)[0], group)]
+        fetch_together(self._cache, [cast(StoredRows, self._readers[name]).plan(keys) for name, _, keys in parts])
+
     def _gather_distinct(self, keys: np.ndarray, group: Group, out: np.ndarray) -> None:
+        parts = list(self._by_table(keys, group))
+        if self._cache is not None and len(parts) > 1:
+            self.fetch([(group, keys)])
+        for name, mine, own in parts:
+            rows = np.empty((len(mine), group.dim), np.float32)
+            self._readers[name].gather(own, rows)
+            out[mine] = rows
+
+    def _by_table(self, keys: np.ndarray, group: Group) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """(table, which of the keys are its own, these keys as its reader takes them) of each that has some."""
         if group.hashed is not None:
-            self._readers[group.tables[0].name].gather(keys, out)
+            yield group.tables[0].name, np.arange(len(keys)), keys
             return
         starts = np.array(group.first) * self._layout.n_shards
         owner = np.searchsorted(starts, keys, side="right") - 1
         for number, table in enumerate(group.tables):
             mine = np.flatnonzero(owner == number)
             if len(mine):
-                rows = np.empty((len(mine), group.dim), np.float32)
-                self._readers[table.name].gather(keys[mine] - starts[number], rows)
-                out[mine] = rows
+                yield table.name, mine, keys[mine] - starts[number]
 
     def vocabulary(self, group: Group) -> FrozenVocabulary | None:
         return None if group.hashed is None else FrozenVocabulary(self._readers[group.tables[0].name])
@@ -106,10 +128,18 @@ class FrozenVocabulary:
 
 
 class StoredRows:
-    """A `RowReader` of the shards of one table. mapped: from a folder; None: read into memory now, as dtype."""
+    """A `RowReader` of the shards of one table.
 
-    def __init__(self, store: Store, table: StoredTable, mapped: Path | None = None, dtype: str = "float32") -> None:
-        def part(shards: RowShards) -> _InMemory | _Mapped | CompactRows:
+    mapped: from a folder; cache: read when they are wanted; without both read into memory now, as dtype
+    """
+
+    def __init__(
+        self, store: Store, table: StoredTable, mapped: Path | None = None, dtype: str = "float32",
+        cache: BlockCache | None = None,
+    ) -> None:  # fmt: skip
+        def part(shards: RowShards) -> _InMemory | _Mapped | CompactRows | RemoteRows:
+            if cache is not None:
+                return RemoteRows(cache, table, shards)
             if mapped is not None:
                 return _Mapped(table, shards, mapped)
             return _InMemory(store, table, shards) if dtype == "float32" else CompactRows(store, table, shards, dtype)
@@ -120,7 +150,7 @@ class StoredRows:
     @property
     def buckets(self) -> Buckets | None:
         """All rows, for `DirectRows`; None where some are not stored, not float32, or have keys of their own."""
-        if isinstance(self._rows, CompactRows):
+        if isinstance(self._rows, (CompactRows, RemoteRows)):
             return None
         per = self._table.rows.rows_per_bucket
         return self._rows.buckets if self._table.rows.is_complete and per and not per & (per - 1) else None
@@ -139,7 +169,9 @@ class StoredRows:
             raise Damaged(f"table {self._table.name!r}: its manifest names no shard for row {absent[0]}")
         out[missing] = rows
 
-    def _sum_shared(self, part: _InMemory | _Mapped | CompactRows, n: int, keys: np.ndarray, out: np.ndarray) -> None:
+    def _sum_shared(
+        self, part: _InMemory | _Mapped | CompactRows | RemoteRows, n: int, keys: np.ndarray, out: np.ndarray
+    ) -> None:
         """out: float32 [n, dim], the sums of the shared rows of keys. n: shared rows"""
         table = self._table
         first, *more = shared_rows_of(keys, n, table.shared_in, table.shared_hashes)
@@ -150,6 +182,19 @@ class StoredRows:
             out += row
         if not there:
             raise Damaged(f"table {table.name!r}: its manifest names no shard for some shared rows")
+
+    def plan(self, keys: np.ndarray) -> Plan:
+        """What a lookup of distinct keys reads, of rows that stay in their store."""
+        assert isinstance(self._rows, RemoteRows)
+        if self._rows.has_keys:
+            yield self._rows.key_blocks(keys)
+        blocks, found = self._rows.row_blocks(keys)
+        if isinstance(self._shared, RemoteRows):
+            table = self._table
+            assert table.shared is not None
+            shared = shared_rows_of(keys[~found], table.shared.n_keys, table.shared_in, table.shared_hashes)
+            blocks = np.append(blocks, self._shared.row_blocks(shared.reshape(-1))[0])
+        yield blocks
 
     def has(self, keys: np.ndarray) -> np.ndarray:
         return self._rows.find(keys, None)

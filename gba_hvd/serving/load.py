@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gba_hvd.batch import Batch
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
+from gba_hvd.serving.block_cache import BlockCache
+from gba_hvd.serving.block_index import read_index
 from gba_hvd.serving.builder import Builder
 from gba_hvd.serving.compact_rows import PACKED
 from gba_hvd.serving.frozen_rows import StoredRows
@@ -26,7 +28,9 @@ from recovery.storage.local_store import LocalStore
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
 
-_WHERE = ("memory", "mmap")
+WHERE = ("memory", "mmap", "remote")
+CACHE_BYTES = 256 << 20
+_LEAST_CACHE_BYTES = 1 << 20
 _BATCH = 4096
 
 
@@ -94,13 +98,11 @@ def open_model(
     device: str | torch.device = "cpu",
     tables: str = "memory",
     row_dtype: str = "float32",
+    cache_bytes: int | None = None,
     **storage_options: Any,
 ) -> OpenModel:
     """Open a saved model: its module, and `predict` for columns. Arguments and errors: as of `load_for_inference`."""
-    refuse_unknown("tables", tables, _WHERE)
-    refuse_unknown("row_dtype", row_dtype, ("float32", *PACKED))
-    if tables == "mmap" and row_dtype != "float32":
-        raise BadInput(f"tables='mmap' maps rows of the files, which are float32; row_dtype={row_dtype!r} needs memory")
+    _check(tables, row_dtype, cache_bytes)
     store = open_store(url, **storage_options)
     folder = _folder_of(store) if tables == "mmap" else None
     manifest = read_manifest(store, version)
@@ -109,7 +111,9 @@ def open_model(
     values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
     stored = {table.name: table for table in manifest.tables}
     own = assemble(module, stored, manifest.converted, values, padding_rows_of(values), manifest.lookup_dtypes)
-    freeze(module, own, {table.name: StoredRows(store, table, folder, row_dtype) for table in manifest.tables})
+    cache = _cache_of(store, manifest, cache_bytes or CACHE_BYTES) if tables == "remote" else None
+    readers = {table.name: StoredRows(store, table, folder, row_dtype, cache) for table in manifest.tables}
+    freeze(module, own, readers, cache)
     example = manifest.example
     columns = None
     if example is not None:
@@ -124,6 +128,7 @@ def load_for_inference(
     *,
     version: int | str = "newest",
     row_dtype: str = "float32",
+    cache_bytes: int | None = None,
     **storage_options: Any,
 ) -> nn.Module:
     """The module of a saved model, in evaluation mode: its predictions are those of the model that was saved, bit for
@@ -135,7 +140,9 @@ def load_for_inference(
     device: of the dense part; rows stay in the CPU's memory, and ids are looked up there.
     tables: "memory": rows are read now, and verified. "mmap": files are mapped when rows of theirs are looked up, so
     processes of a machine share them, and a model may be larger than the memory; for a local folder. Then sizes are
-    checked, and bytes by `gba-hvd model verify`.
+    checked, and bytes by `gba-hvd model verify`. "remote": rows stay in the store; a request reads the blocks of 16 KiB
+    that it needs and that are not in a cache, all at once, and each is verified.
+    cache_bytes: of "remote": most bytes of blocks in memory, the last used ones; default 256 MiB.
     version: "newest", or its number. storage_options: see `recovery.open_store`.
     row_dtype: of rows in memory, "float32", or "int8" or "bfloat16" with the errors that `compact_rows` states; what is
     looked up is float32.
@@ -143,9 +150,30 @@ def load_for_inference(
     Opening a model runs its builder: open only those whose writer you trust.
 
     Raises BadInput where there is no model, no such version, or its builder is missing or builds another one; Damaged
-    where an object is gone, truncated or altered; StoreError where the store fails.
+    where an object is gone, truncated or altered; StoreError where the store fails. With "remote" a call of the module
+    raises the latter two as well, and gives no outputs then; the next call tries again.
     """
-    return open_model(url, version=version, device=device, tables=tables, row_dtype=row_dtype, **storage_options).module
+    return open_model(
+        url, version=version, device=device, tables=tables, row_dtype=row_dtype, cache_bytes=cache_bytes,
+        **storage_options,
+    ).module  # fmt: skip
+
+
+def _check(tables: str, row_dtype: str, cache_bytes: int | None) -> None:
+    refuse_unknown("tables", tables, WHERE)
+    refuse_unknown("row_dtype", row_dtype, ("float32", *PACKED))
+    if tables != "memory" and row_dtype != "float32":
+        what = "maps rows of the files" if tables == "mmap" else "reads parts of the files"
+        raise BadInput(f"tables={tables!r} {what}, which are float32; row_dtype={row_dtype!r} needs memory")
+    if cache_bytes is not None and tables != "remote":
+        raise BadInput(f"cache_bytes is of tables='remote'; tables={tables!r} has no cache")
+    if cache_bytes is not None and cache_bytes < _LEAST_CACHE_BYTES:
+        raise BadInput(f"cache_bytes must be at least {_LEAST_CACHE_BYTES:,}, got {cache_bytes}")
+
+
+def _cache_of(store: Store, manifest: ModelManifest, n_bytes: int) -> BlockCache:
+    block_bytes = 0 if manifest.blocks is None else manifest.blocks.block_bytes
+    return BlockCache(store, n_bytes, read_index(store, manifest), block_bytes)
 
 
 def _folder_of(store: Store) -> Path:

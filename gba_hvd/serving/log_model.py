@@ -19,7 +19,7 @@ from torch import nn
 from gba_hvd.errors import BadInput
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
-from gba_hvd.serving.dense_program import check_splits
+from gba_hvd.serving.dense_program import check_splits, formats_of
 from gba_hvd.serving.load import open_model
 from gba_hvd.serving.module import tables_in
 from gba_hvd.serving.row_sources import has_all_rows
@@ -64,7 +64,7 @@ class LogModel:
     arguments: Mapping[str, Any] | None = None
     tables: str = "all"
     activation: str = "none"
-    dense_program: bool = False
+    dense_program: bool | str | Sequence[str] = False
     requirements: Sequence[str] = ()
     checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class LogModel:
     def check(self, model: nn.Module) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
         inputs.spec_of(self.input_example, model)
-        if self.dense_program:
+        if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model)
 

@@ -164,6 +164,25 @@ class StoredProgram:
 
 
 @dataclass(frozen=True)
+class StoredOnnx:
+    """The same in the ONNX format. rows: by feature, fields: by column, names of inputs; outputs: names, in order"""
+
+    file: StoredObject
+    lookups: tuple[StoredLookup, ...]
+    rows: Mapping[str, str]
+    fields: Mapping[str, str]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """What verifies parts of shards (`block_index`). block_bytes: of a block; the last one of a shard is shorter."""
+
+    file: StoredObject
+    block_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelManifest:
     """One version of a model.
 
@@ -171,6 +190,7 @@ class ModelManifest:
     input: how requests become inputs (`inputs`). activation: of predictions, "none" or "sigmoid".
     source: plain JSON: where it comes from (step, checkpoint, its checksum).
     versions: of the packages it was saved with. lookup_dtypes: by path, of what modules that look up tables return.
+    blocks: None: no shard is larger than a block, or the model was saved before there were blocks.
     """
 
     version: int
@@ -186,6 +206,8 @@ class ModelManifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     lookup_dtypes: Mapping[str, str] = field(default_factory=dict)
     program: StoredProgram | None = None
+    blocks: StoredBlocks | None = None
+    onnx: StoredOnnx | None = None
 
     @property
     def name(self) -> str:
@@ -198,8 +220,8 @@ class ModelManifest:
 
     def files(self) -> Iterator[StoredObject]:
         """All objects but shards."""
-        program = None if self.program is None else self.program.file
-        yield from (one for one in (self.dense, self.builder.code, self.example, program) if one is not None)
+        yield from (one for one in (self.dense, self.builder.code, self.example) if one is not None)
+        yield from (one.file for one in (self.program, self.onnx, self.blocks) if one is not None)
 
     def objects(self) -> Iterator[StoredObject]:
         """Every object, shards first."""
@@ -344,6 +366,8 @@ def _flaws(manifest: ModelManifest, name: str) -> Iterator[str]:
     for one in manifest.objects():
         if not _SHA256.fullmatch(one.sha256) or one.n_bytes < 0:
             yield f"{one.name!r} has the checksum {one.sha256!r} and {one.n_bytes} bytes"
+    if manifest.blocks is not None and (manifest.blocks.block_bytes < 8 or manifest.blocks.block_bytes % 8):
+        yield f"blocks of {manifest.blocks.block_bytes} bytes"
     for table in manifest.tables:
         if table.dim < 1 or table.keys not in ("numbered", "hash64") or table.is_hashed != (table.shared is not None):
             yield f"table {table.name!r}: dim {table.dim}, keys {table.keys!r}"

@@ -15,6 +15,7 @@ from gba_hvd.embedding.initial_rows import InitialRows
 from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
+from gba_hvd.serving.block_cache import BlockCache
 from gba_hvd.serving.frozen_rows import FrozenRows, RowReader
 from gba_hvd.serving.manifest import ConvertedModule, StoredTable
 from recovery.restore.open_checkpoint import OpenCheckpoint
@@ -114,10 +115,12 @@ def assemble(
     return tables
 
 
-def freeze(model: nn.Module, tables: list[EmbeddingTables], readers: Mapping[str, RowReader]) -> None:
+def freeze(
+    model: nn.Module, tables: list[EmbeddingTables], readers: Mapping[str, RowReader], cache: BlockCache | None = None
+) -> None:
     """Let the tables look up rows of these readers, and the model predict: evaluation mode, no gradients."""
     for one in tables:
-        one.memory = cast(Any, FrozenRows(one.layout, readers))
+        one.memory = cast(Any, FrozenRows(one.layout, readers, cache))
         one.initial_rows = InitialRows(one.tables, one.layout.init_std)  # values that a builder assigned are of no use
         one.is_frozen = True
     model.eval()

@@ -16,8 +16,9 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
-from gba_hvd.serving.manifest import ALIGNMENT, Initial, RowShards, Shard, StoredTable
-from gba_hvd.serving.stored_bytes import put_missing, sha256_of
+from gba_hvd.serving.block_index import BLOCK_BYTES, index_of
+from gba_hvd.serving.manifest import ALIGNMENT, Initial, RowShards, Shard, StoredBlocks, StoredTable
+from gba_hvd.serving.stored_bytes import put_file, put_missing, sha256_of
 from recovery.storage.store import Store
 
 _LEAST_SHARD_BYTES, _MOST_SHARDS = 16 << 10, 1024
@@ -73,6 +74,7 @@ class ShardWriter:
             raise BadInput(f"shard_bytes must be at least 4096, got {shard_bytes}")
         self._store, self._only_trained, self._shard_bytes, self._on_bytes = store, only_trained, shard_bytes, on_bytes
         self._known = store.names("rows/")
+        self._index: list[bytes] = []  # in the order of the shards
         self.written = Written()
 
     def table(self, rows: TableRows) -> StoredTable:
@@ -93,13 +95,19 @@ class ShardWriter:
         hashes = rows.shared_hashes, rows.shared_in
         return StoredTable(rows.name, rows.dim, "hash64", len(keys), part, own, None, *hashes)
 
+    def put_index(self) -> StoredBlocks | None:
+        """Write what verifies the blocks of all shards written so far; None: none is larger than a block."""
+        if not any(self._index):
+            return None
+        return StoredBlocks(put_file(self._store, self._index, "blocks"), BLOCK_BYTES)
+
     def _rows_per_bucket(self, n_rows: int, dim: int) -> int:
         """A power of two, so that a table that grows keeps its buckets for long."""
         wanted = self._shard_bytes or max(_LEAST_SHARD_BYTES, 4 * dim * n_rows // _MOST_SHARDS)
         return 1 << (max(1, wanted // (4 * dim)) - 1).bit_length()
 
     def _all(self, pieces: Iterator[tuple[int, np.ndarray | None, np.ndarray]]) -> tuple[Shard, ...]:
-        waiting: list[Future[tuple[Shard, bool]]] = []
+        waiting: list[Future[tuple[Shard, bool, bytes]]] = []
         done: list[Shard] = []
         with ThreadPoolExecutor(_WRITERS, "save-model") as pool:
             for piece in pieces:
@@ -108,20 +116,22 @@ class ShardWriter:
                     done.append(self._count(*waiting.pop(0).result()))
             return tuple(done + [self._count(*one.result()) for one in waiting])
 
-    def _count(self, shard: Shard, is_new: bool) -> Shard:
+    def _count(self, shard: Shard, is_new: bool, index: bytes) -> Shard:
+        self._index.append(index)
         self.written.n_rows += shard.n_rows
         self.written.n_shards += is_new
         self.written.n_bytes += shard.n_bytes * is_new
         self._on_bytes(shard.n_bytes)
         return shard
 
-    def _put(self, bucket: int, keys: np.ndarray | None, rows: np.ndarray) -> tuple[Shard, bool]:
+    def _put(self, bucket: int, keys: np.ndarray | None, rows: np.ndarray) -> tuple[Shard, bool, bytes]:
         pieces = [np.ascontiguousarray(rows, "<f4").data.cast("B")]
         if keys is not None:
             pieces.insert(0, np.ascontiguousarray(keys, "<i8").data.cast("B"))
             pieces.insert(1, memoryview(bytes(-8 * len(keys) % ALIGNMENT)))
         shard = Shard(bucket, len(rows), keys is not None, sum(map(len, pieces)), sha256_of(pieces))
-        return shard, put_missing(self._store, shard.name, pieces, self._known.get(shard.name))
+        is_new = put_missing(self._store, shard.name, pieces, self._known.get(shard.name))
+        return shard, is_new, index_of(pieces, keys)
 
 
 def _numbered(

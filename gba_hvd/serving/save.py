@@ -20,14 +20,14 @@ from gba_hvd.convert import is_converted
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
-from gba_hvd.serving.dense_program import exported_dense_part
+from gba_hvd.serving.dense_program import DensePrograms, exported_dense_part, formats_of
 from gba_hvd.serving.manifest import (
     BuilderRecord,
     ConvertedModule,
     Initial,
     ModelManifest,
     RowShards,
-    StoredLookup,
+    StoredOnnx,
     StoredProgram,
     StoredTable,
     next_version,
@@ -45,7 +45,7 @@ from gba_hvd.serving.module import (
     tables_in,
 )
 from gba_hvd.serving.outputs import same_outputs
-from gba_hvd.serving.row_shards import ShardWriter, TableRows, Written
+from gba_hvd.serving.row_shards import ShardWriter, TableRows
 from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -80,7 +80,7 @@ def save_model(
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
     shard_bytes: int | None = None,
-    dense_program: bool = False,
+    dense_program: bool | str | Sequence[str] = False,
     source: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
@@ -102,14 +102,15 @@ def save_model(
     fields of a request, and the built module is compared with the model on it, bit for bit.
     activation: "sigmoid": what `predict` applies to the model's outputs; "none".
     shard_bytes: size of a shard of rows. Default: a 1024th of the table, at least 16 KiB.
-    dense_program: also store the dense part as a program of `torch.export`, which takes looked-up rows, for servers
-    without this package (docs/FORMAT.md). Needs an input_example of two samples or more.
+    dense_program: also store the dense part as a program, which takes looked-up rows, for servers without this package
+    (docs/FORMAT.md): "torch" or True, of `torch.export`; "onnx", which is compared with the module when it is made and
+    needs the extra `onnx`; or both, ("torch", "onnx"). Needs an input_example of two samples or more.
     source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
     from a checkpoint); StoreError where the store fails. The versions before stay as they are.
     """
-    _check(tables, activation, dense_program, input_example)
+    formats = _check(tables, activation, dense_program, input_example)
     own = tables_in(model)
     rows = live_rows(own)
     if not rows:
@@ -119,7 +120,7 @@ def save_model(
         )
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model)
-    exported = exported_dense_part(model, input_example) if dense_program else None
+    exported = exported_dense_part(model, input_example, formats) if formats else None
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
     stored_as = stand_ins(list(rows.values()))
@@ -135,8 +136,7 @@ def save_model(
     stored = tuple(writer.table(one) for one in rows.values())
     example = None if spec is None else inputs.columns_of(spec, input_example)
     return _commit(
-        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer.written,
-        exported,
+        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer, exported,
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def export_model(
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
     shard_bytes: int | None = None,
-    dense_program: bool = False,
+    dense_program: bool | str | Sequence[str] = False,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
 ) -> SavedModel:
@@ -164,7 +164,7 @@ def export_model(
 
     Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
     """
-    _check(tables, activation, dense_program, input_example)
+    formats = _check(tables, activation, dense_program, input_example)
     opened = checkpoint
     if not isinstance(opened, OpenCheckpoint):
         opened = open_checkpoint(opened, step)
@@ -179,9 +179,9 @@ def export_model(
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None
-    if dense_program:
+    if formats:
         freeze(fresh, assembled, rows)
-        exported = exported_dense_part(fresh, input_example)
+        exported = exported_dense_part(fresh, input_example, formats)
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
@@ -190,16 +190,19 @@ def export_model(
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(
-        store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer.written, exported
-    )
+    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer, exported)
 
 
-def _check(tables: str, activation: str, dense_program: bool, input_example: Any) -> None:
+def _check(
+    tables: str, activation: str, dense_program: bool | str | Sequence[str], input_example: Any
+) -> tuple[str, ...]:
+    """The formats of the dense part."""
     refuse_unknown("tables", tables, TABLES)
     refuse_unknown("activation", activation, ACTIVATIONS)
-    if dense_program and input_example is None:
-        raise BadInput("dense_program=True needs input_example, by which the model is traced")
+    formats = formats_of(dense_program)
+    if formats and input_example is None:
+        raise BadInput(f"dense_program={dense_program!r} needs input_example, by which the model is traced")
+    return formats
 
 
 def _outputs(model: nn.Module, example: Any) -> Any:
@@ -235,17 +238,29 @@ def _converted_by(fresh: nn.Module, checkpoint: OpenCheckpoint) -> tuple[Convert
 def _commit(
     store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
-    activation: str, source: Mapping[str, Any], written: Written,
-    exported: tuple[bytes, tuple[StoredLookup, ...]] | None = None,
+    activation: str, source: Mapping[str, Any], writer: ShardWriter,
+    exported: DensePrograms | None = None,
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
-    program = None if exported is None else StoredProgram(put_file(store, [exported[0]], "pt2"), exported[1])
+    program, onnx = (None, None) if exported is None else _put_programs(store, exported)
+    blocks, written = writer.put_index(), writer.written
     with next_version(store) as number:
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
-            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program,
+            source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program, blocks, onnx,
         )  # fmt: skip
         store.put(manifest.name, [to_json(manifest)])
     return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)
+
+
+def _put_programs(store: Store, made: DensePrograms) -> tuple[StoredProgram | None, StoredOnnx | None]:
+    program = onnx = None
+    if made.torch is not None:
+        program = StoredProgram(put_file(store, [made.torch], "pt2"), made.lookups)
+    if made.onnx is not None:
+        file = put_file(store, [made.onnx.data], "onnx")
+        lookups = tuple(one for one in made.lookups if one.feature in made.onnx.rows)
+        onnx = StoredOnnx(file, lookups, made.onnx.rows, made.onnx.fields, made.onnx.outputs)
+    return program, onnx

@@ -34,8 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
     export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
-    dense = "also store the dense part as a program of torch.export; needs --example, of two samples or more"
-    export.add_argument("--dense-program", action="store_true", help=dense)
+    dense = (
+        "also store the dense part as a program of torch.export (torch, the default) or ONNX; needs --example, of two"
+    )
+    dense += " samples or more"
+    formats = ("torch", "onnx")
+    export.add_argument("--dense-program", nargs="*", choices=formats, metavar="FORMAT", help=dense)
     export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
     predict = _add(commands, "predict", "write the scores of the samples in a Parquet or CSV file")
@@ -46,7 +50,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
     predict.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
-    predict.add_argument("--mmap", action="store_true", help="map the rows of a local folder instead of reading all")
+    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
+    predict.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
+    predict.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
+    cache = "of --tables remote: most bytes of rows kept in memory; default: 256 MiB"
+    predict.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
     dtypes = ("float32", "int8", "bfloat16")
     predict.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
     _add_version(predict)
@@ -92,8 +100,9 @@ def run_export(args: argparse.Namespace) -> int:
             raise ValueError(f"it is {type(arguments).__name__}")
     except ValueError as error:
         raise BadInput(f"--arguments must be one JSON object, such as '{{\"dim\": 16}}': {error}") from error
-    if args.dense_program and args.example is None:
+    if args.dense_program is not None and args.example is None:
         raise BadInput("--dense-program needs --example, by which the model is traced")
+    formats = () if args.dense_program is None else args.dense_program or ("torch",)
     example = None if args.example is None else Builder.of(args.example, {}, None).call()
     opened = open_checkpoint(
         store_of(_checkpoints_of(args.source, args.tracking_uri), args.source_option),
@@ -103,7 +112,7 @@ def run_export(args: argparse.Namespace) -> int:
     with progress("exporting", total) as on_bytes:
         saved = export_model(
             opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
-            activation=args.activation, dense_program=args.dense_program, on_bytes=on_bytes, **options_of(args.option),
+            activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if args.json:
         print(json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step}, indent=2))
@@ -120,8 +129,8 @@ def run_predict(args: argparse.Namespace) -> int:
     from gba_hvd.serving.score_file import n_samples, score_file
 
     model = open_model(
-        args.url, version=_version(args), tables="mmap" if args.mmap else "memory", row_dtype=args.row_dtype,
-        **options_of(args.option),
+        args.url, version=_version(args), tables=args.tables or "memory", row_dtype=args.row_dtype,
+        cache_bytes=args.cache_bytes, **options_of(args.option),
     )  # fmt: skip
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
         n = score_file(

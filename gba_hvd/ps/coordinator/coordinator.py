@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -417,7 +417,7 @@ class Coordinator:
             epoch=epoch,
             segment=segment,
             steps_done=ledger.steps_done if steps_done is None else steps_done,
-            account=asdict(self.account),
+            account=vars(self.account).copy(),
             staleness=self.staleness(),
             lags=self.lags(),
             traffic=self._all_traffic(),

@@ -50,8 +50,12 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     args = options("--out", str(out), *how)
     assert args.run(args) == 0
     found = json.loads(out.read_text())
-    assert [one["system"] for one in found["rows"]] == ["ours", "ours_mmap", "torch", "mlflow", "dense"]
+    assert [one["system"] for one in found["rows"]] == ["ours", "ours_mmap", "ours_remote", "torch", "mlflow", "dense"]
     assert found["not_run"] == {"torchrec": "not installed"} and not found["failures"]
     assert all(set(one["sizes"]) == {"1", "8"} and one["n_bytes"] > 0 for one in found["rows"])
+    (remote,) = [one for one in found["rows"] if one["system"] == "ours_remote"]
+    assert all(remote["cold"][n]["p50_ms"] > 20 for n in ("1", "8")), (
+        "a request with an empty cache waits for the store"
+    )
     assert "not installed" in capsys.readouterr().out
     assert args.run(args) == 0 and json.loads(out.read_text())["rows"] == found["rows"], "rows are kept"

@@ -99,6 +99,17 @@ def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert np.allclose(pd.read_csv(tmp_path / "out.csv")["score"], found["score"], atol=1e-6)
 
 
+def test_a_file_is_scored_by_rows_that_stay_in_their_store(
+    exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model, url), one = exported, batch(30)
+    frame_of(one).to_parquet(tmp_path / "in.parquet")
+    how = ["predict", url, tmp_path / "in.parquet", "--out", tmp_path / "out.parquet"]
+    said(capsys, *how, "--tables", "remote", "--cache-bytes", 1 << 20)
+    assert np.array_equal(pd.read_parquet(tmp_path / "out.parquet")["score"].to_numpy(), evaluated(model, one).numpy())
+    assert "cache_bytes is of tables='remote'" in said(capsys, *how, "--cache-bytes", 1 << 20, status=1)
+
+
 def test_rows_in_fewer_bits_give_almost_the_same_scores(
     exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

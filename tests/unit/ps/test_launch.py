@@ -20,3 +20,17 @@ def test_an_address_names_its_process(tmp_path: Path) -> None:
     assert launch.pid_of(tmp_path, 0) is None
     (tmp_path / "ps-0.address").write_text('{"pid": 12}')
     assert launch.pid_of(tmp_path, 0) == 12
+
+
+def test_a_server_keeps_the_memory_that_it_takes_again_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("subprocess.run", lambda *args, env, **rest: started.append(env))
+    (tmp_path / "ps.json").write_text("{}")
+    tmp_path.chmod(0o700)
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
+    assert launch.ensure_running(tmp_path, 0)
+    assert started[0]["MALLOC_TRIM_THRESHOLD_"] == "4096"
+    assert int(started[0]["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20

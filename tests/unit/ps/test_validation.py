@@ -274,6 +274,47 @@ def test_large_finite_gradients_pass() -> None:
     validation.check_finite(np.full(100, 3e38, np.float32), ["w"], [100])
 
 
+@pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(n: int, bad: float) -> None:
+    values = np.full(n, -3e38, np.float32)
+    values[::3], values[1::3] = 1e-45, 0.0
+    assert validation.all_finite(values)
+    for at in {0, n // 2, n - 1}:
+        worse = values.copy()
+        worse[at] = bad
+        assert not validation.all_finite(worse)
+        assert not validation.all_finite(worse.astype(np.float64))
+        worse.flags.writeable = False
+        assert not validation.all_finite(worse)
+
+
+def test_what_is_no_plain_array_is_checked_as_well() -> None:
+    values = np.zeros((6, 4), np.float32)
+    values[2, 1] = np.nan
+    assert not validation.all_finite(values)
+    assert validation.all_finite(values[:, ::2])
+    assert not validation.all_finite(values[:, 1::2])
+    assert validation.all_finite(values[:0])
+
+
+@given(st.lists(st.integers(-3, 60), min_size=1, max_size=12), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_keys_pass_exactly_if_each_is_a_row_that_is_here(keys: list[int], here: list[bool]) -> None:
+    n_shards, mine = LAYOUT.n_shards, np.array(here)
+    rows = {n_shards * f + r for t, f in zip(LAYOUT.groups[0].tables, LAYOUT.groups[0].first, strict=True)
+            for r in range(t.n_rows)}  # fmt: skip
+    good = all(key in rows and mine[key % n_shards] for key in keys)
+    aligned = np.array(keys, np.int64)
+    askew = np.frombuffer(bytes(4) + aligned.tobytes(), np.uint8)[4:].view(np.int64)  # as behind an odd number of words
+    for found in (aligned, askew):
+        try:
+            validation.check_keys(LAYOUT, 0, found, mine)
+        except ProtocolError:
+            assert not good
+        else:
+            assert good
+
+
 @pytest.mark.parametrize("count", [0.0, 2.0, -1.0])
 def test_a_micro_batch_contributes_once_to_a_row(count: float) -> None:
     words = message([[0], [6]], contributors=True).copy()

@@ -39,7 +39,7 @@ def raw_users(one: gba_hvd.Batch, model: nn.Module) -> gba_hvd.Batch:
     return gba_hvd.Batch({**one.ids, "user": torch.from_numpy(users)}, one.dense, one.label)
 
 
-@pytest.mark.parametrize("tables", ["memory", "mmap"])
+@pytest.mark.parametrize("tables", ["memory", "mmap", "remote"])
 @pytest.mark.parametrize("stored", ["all", "touched"])
 @pytest.mark.parametrize("hashed", [False, True])
 def test_predictions_are_those_of_the_trained_model(
@@ -426,7 +426,7 @@ def test_rows_of_other_hosts_are_not_here(trained: Trained, tmp_path: Path) -> N
         gba_hvd.save_model(model, tmp_path, build=CODE)
 
 
-@pytest.mark.parametrize("tables", ["memory", "mmap"])
+@pytest.mark.parametrize("tables", ["memory", "mmap", "remote"])
 def test_a_hashed_table_that_has_admitted_no_id(job_memory: Any, tmp_path: Path, tables: str) -> None:
     arguments = {"users": 100, "hashed": True}
     model, one = model_code.make_model(**arguments), batch()

@@ -28,12 +28,13 @@ MODELS = ("dlrm", "din", "large")
 SYSTEMS = {
     "ours": "load_for_inference, tables in memory",
     "ours_mmap": "load_for_inference(tables='mmap')",
+    "ours_remote": "load_for_inference(tables='remote'), a store whose reads take 20 ms; figures with a warm cache",
     "torch": "nn.Embedding, torch.load of a state_dict",
     "torchrec": "TorchRec's quantised collections with float32 weights (fbgemm), from the same state_dict",
     "mlflow": "mlflow.pytorch, the same torch module pickled; predict of mlflow.pyfunc",
     "dense": "the dense part of torch on rows that are there: no lookup makes a model faster than that",
 }
-_FILES = {"ours": "ours", "ours_mmap": "ours", "mlflow": "mlflow"}  # the others: torch.pt
+_FILES = {"ours": "ours", "ours_mmap": "ours", "ours_remote": "ours", "mlflow": "mlflow"}  # the others: torch.pt
 SPEED_GOAL, TAIL_GOAL, LOAD_GOAL_S = 1.5, 2.0, 1.0
 
 
@@ -113,6 +114,8 @@ class Launches:
         variant = Variant(one.system, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
         found = measure.result_of(variant, more, self._folder, self._args.timeout)
         speeds = "".join(f", {n}: {f['samples_per_s']:,.0f} samples/s" for n, f in found["sizes"].items())
+        for n, cold in found.get("cold", {}).items():
+            print(f"{one}: {n} samples, empty cache: {cold['p50_ms']:.1f} / {cold['p99_ms']:.1f} ms (p50 / p99)")
         print(f"{one}: loaded in {found['load_s']:.2f} s{speeds}", flush=True)
         row = {"model": one.model, "system": one.system, "run": one.run, **found}
         return {**row, "n_bytes": _n_bytes(self._folder / _FILES.get(one.system, "torch.pt"))}

@@ -15,6 +15,7 @@ import torch
 from .models import DIM, Plain, Shape, dense_of, logits_of, packed, request, shape_of
 
 _MOST_REQUESTS, _SAMPLES = 1024, 262_144  # different requests of a size, cycled; rows of 64 samples on fit in no cache
+_REMOTE = 20  # requests of rows in a store: each once with an empty cache, then again and again
 _UNTIMED, _LEAST = 16, 20  # requests before the timed ones; timed ones of a size
 
 
@@ -37,6 +38,10 @@ def main() -> None:
     with torch.inference_mode():
         for n in args.samples:
             inputs = [input_of(shape, n, seed) for seed in range(min(_MOST_REQUESTS, _SAMPLES // n))]
+            if args.system == "ours_remote":
+                inputs = inputs[:_REMOTE]
+                cold = once(lambda: load(args.folder, shape), inputs)
+                found["cold"] = found.get("cold", {}) | {str(n): cold}
             found["sizes"][str(n)] = timed(answer, inputs, n, args.seconds)
             if args.system != "dense":
                 found["logits"] = np.asarray(answer(inputs[0])).reshape(-1)[:8].tolist()
@@ -57,6 +62,18 @@ def timed(answer: Callable[[Any], Any], inputs: Sequence[Any], n: int, seconds: 
     return {"p50_ms": float(p50), "p99_ms": float(p99), "samples_per_s": n * len(taken) / sum(taken)}
 
 
+def once(load: Callable[[], Callable[[Any], Any]], inputs: Sequence[Any]) -> dict[str, float]:
+    """Milliseconds of a request, each to a model that has just been loaded."""
+    taken: list[float] = []
+    for one in inputs:
+        answer = load()
+        start = time.perf_counter()
+        answer(one)
+        taken.append(time.perf_counter() - start)
+    p50, p99 = np.percentile(taken, [50, 99]) * 1000
+    return {"p50_ms": float(p50), "p99_ms": float(p99)}
+
+
 # --- systems: (load a model, what it then answers; make a request) --------------------------------------------------
 
 Loader = Callable[[Path, Shape], Callable[[Any], Any]]
@@ -67,8 +84,13 @@ def _ours(tables: str) -> System:
     import gba_hvd
 
     from . import ours
+    from .slow_store import url_of
 
-    return lambda folder, shape: gba_hvd.load_for_inference(folder / "ours", tables=tables), ours.batch
+    def load(folder: Path, shape: Shape) -> Callable[[Any], Any]:
+        url = url_of(folder / "ours") if tables == "remote" else folder / "ours"
+        return gba_hvd.load_for_inference(url, tables=tables)
+
+    return load, ours.batch
 
 
 def _torch() -> System:
@@ -127,6 +149,7 @@ def _mlflow() -> System:
 SYSTEMS: dict[str, Callable[[], System]] = {
     "ours": lambda: _ours("memory"),
     "ours_mmap": lambda: _ours("mmap"),
+    "ours_remote": lambda: _ours("remote"),
     "torch": _torch,
     "torchrec": _torchrec,
     "mlflow": _mlflow,
