@@ -1,7 +1,7 @@
 """Blocks of a saved model's shards, read from their store when a request needs them and kept in a bounded memory.
 
 Missing blocks of a request are read together, by a few threads; neighbours in a shard by one read. Each is verified
-before anyone sees it. A request holds its blocks until it is done, whatever is dropped meanwhile.
+before anyone sees it. A request holds its blocks until it is done, also those that the cache drops meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -98,7 +98,9 @@ class BlockCache:
             coming = {self._coming[number] for number in missing if number in self._coming}
             fresh = self._runs([number for number in missing if number not in self._coming])
             mine = [self._ask(some) for some in fresh]
-        for future in [*coming, *mine]:
+        reads = [*coming, *mine]
+        wait(reads)  # also after an error: the next request must not join a read that fails later
+        for future in reads:
             found |= future.result()
         return _held([found[number] for number in wanted])
 

@@ -59,7 +59,7 @@ class RemoteRows:
         found = np.zeros(len(keys), np.bool_)
         for start in range(0, len(keys), self._step):
             here = slice(start, start + self._step)
-            shard, row, found[here] = self._places(keys[here])
+            shard, row, found[here] = self._found_at(keys[here])
             if out is not None and found[here].any():
                 hit = np.flatnonzero(found[here])
                 out[start + hit] = self._rows(shard[hit], row[hit])
@@ -85,7 +85,7 @@ class RemoteRows:
 
     def row_blocks(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the blocks of the rows that are there, which keys have one: bool [n])"""
-        shard, row, found = self._places(keys)
+        shard, row, found = self._found_at(keys)
         shard, row = shard[found], row[found]
         block, _, cut = self._blocks_of(shard, row)
         return np.unique(np.append(block, self._all_blocks_of(shard[cut], row[cut])[0])), found
@@ -106,7 +106,7 @@ class RemoteRows:
         found: np.ndarray = np.maximum(at, low) - low
         return found
 
-    def _places(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _found_at(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shard, row within it, whether it has one) of each key: int64, int64, bool [n]"""
         shard = self._shards_of(keys)
         row, found = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)

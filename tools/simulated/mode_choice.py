@@ -103,7 +103,7 @@ class Comparison:
 
 
 class Chooser(Protocol):
-    """What a run tells and asks `GBACallback`, or whoever chooses in its place."""
+    """What a run reports to and asks of `GBACallback`, or of a policy in its place."""
 
     @property
     def last(self) -> Decision | None: ...

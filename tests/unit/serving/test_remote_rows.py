@@ -44,6 +44,8 @@ class Rows:
     trained: int = 0
     name: str = "t"
     initial: Initial | None = None
+    shared_hashes: int = 1
+    shared_in: int = 1
     values: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,8 @@ def remote(store: Any, table: StoredTable, cache: BlockCache) -> StoredRows:
 
 TABLES = [
     Rows(16, n_rows=30_000), Rows(3, n_rows=20_000), Rows(5000, n_rows=20), Rows(4, n_rows=100),
-    Rows(4, ids=40_000), Rows(7, ids=9000), Rows(5000, ids=30), Rows(4, ids=50), Rows(5, n_rows=20_000, trained=9000),
+    Rows(4, ids=40_000, shared_hashes=2, shared_in=5), Rows(7, ids=9000), Rows(5000, ids=30), Rows(4, ids=50),
+    Rows(5, n_rows=20_000, trained=9000),
 ]  # fmt: skip
 
 
