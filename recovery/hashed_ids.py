@@ -4,9 +4,9 @@ A checkpoint of a hashed table, a keyed one (`recovery.rows`), has these keys. T
 the sign bit flipped before and after, so that NO_KEY stays what it is.
 
 An id without a row of its own is the sum of `hashes` rows, 1 or 2, of those that such ids share. With two, the shared
-rows are halves and the id has one of each (Tito Svenstrup et al., Hash Embeddings, 2017): the remainder of its key
-chooses the first, the key's upper 32 bits the second. Both are in the shard of the key, and two ids that have the
-first in common rarely have the second.
+rows are halves and the id has one of each (as in Hash Embeddings, Tito Svenstrup et al. 2017, but without importance
+weights): the remainder of its key chooses the first, the key's upper 32 bits the second. Both are in the shard of the
+key, and two ids that have the first in common rarely have the second.
 """
 
 from __future__ import annotations
