@@ -1,4 +1,4 @@
-"""`gba-hvd model`: make a model that predicts from a checkpoint, score files with it, check and compare versions.
+"""`gba-hvd model`: make a model that predicts from a checkpoint, score files or serve it, check and compare versions.
 
 What a model consists of is in `gba_hvd.serving`; the terminal is here.
 """
@@ -6,6 +6,7 @@ What a model consists of is in `gba_hvd.serving`; the terminal is here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,15 @@ from ..checkpoint.store_argument import options_of, store_of
 from ..checkpoint.terminal_report import print_table, progress
 
 if TYPE_CHECKING:
+    from gba_hvd.serving.load import OpenModel
     from gba_hvd.serving.manifest import ModelManifest
     from recovery.storage.store import Store
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    model = subparsers.add_parser("model", help="export a model from a checkpoint, predict, verify, compare versions")
+    model = subparsers.add_parser(
+        "model", help="export a model from a checkpoint, predict, serve, verify, compare versions"
+    )
     commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
     export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
     export.add_argument(
@@ -50,15 +54,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
     predict.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
-    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
-    predict.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
-    predict.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
-    cache = "of --tables remote: most bytes of rows kept in memory; default: 256 MiB"
-    predict.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
-    dtypes = ("float32", "int8", "bfloat16")
-    predict.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
+    _add_rows(predict)
     _add_version(predict)
     predict.set_defaults(run=run_predict)
+    serve = _add(commands, "serve", "answer requests over HTTP as `mlflow models serve` does, until SIGTERM")
+    serve.add_argument("url", metavar="URL", help="of the model")
+    serve.add_argument("--host", default="127.0.0.1", help="to listen on; default: 127.0.0.1, this machine alone")
+    serve.add_argument("--port", type=int, default=5001, metavar="N", help="0: a free one; default: 5001")
+    follow = "checkpoints of the job that trains the model: each new one is taken over between two requests"
+    serve.add_argument("--follow", metavar="URL", help=follow)
+    option = "for the store of --follow; may be given several times (--option: of the model)"
+    serve.add_argument("--follow-option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    _add_rows(serve)
+    _add_version(serve)
+    serve.set_defaults(run=run_serve)
     verify = _add(commands, "verify", "read every byte of a version and compare checksums; names all that is damaged")
     verify.add_argument("url", metavar="URL")
     _add_version(verify)
@@ -82,6 +91,16 @@ def _add(
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
+    parser.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
+    parser.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
+    cache = "of --tables remote: most bytes of rows kept in memory; default: 256 MiB"
+    parser.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
+    dtypes = ("float32", "int8", "bfloat16")
+    parser.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +144,9 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    from gba_hvd.serving.load import open_model
     from gba_hvd.serving.score_file import n_samples, score_file
 
-    model = open_model(
-        args.url, version=_version(args), tables=args.tables or "memory", row_dtype=args.row_dtype,
-        cache_bytes=args.cache_bytes, **options_of(args.option),
-    )  # fmt: skip
+    model = _open_model(args)
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
         n = score_file(
             model, args.input, args.out, keep=args.keep, hashed=args.hashed, batch=args.batch, on_samples=on_samples
@@ -140,6 +155,31 @@ def run_predict(args: argparse.Namespace) -> int:
         print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
     else:
         print(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
+    from gba_hvd.serving.follower import Follower
+    from gba_hvd.serving.http_server import app_of, bound, serve
+
+    if args.follow_option and args.follow is None:
+        raise BadInput("--follow-option is for the store of --follow, which is not given")
+    if not 0 <= args.port < 1 << 16:
+        raise BadInput(f"--port must be 0 to 65535, got {args.port}")
+    with bound(args.host, args.port) as listening, contextlib.ExitStack() as stack:
+        model = _open_model(args)
+        app = app_of(model)
+        if args.follow is not None:
+            stack.enter_context(Follower(model, args.follow, **options_of(args.follow_option)))
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if args.json:
+            print(json.dumps({"url": address, "version": model.manifest.version}), flush=True)
+        else:
+            print(f"version {model.manifest.version} of {args.url}: POST {address}/invocations", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # of the signal that ended it
+            serve(app, listening)
     return 0
 
 
@@ -193,6 +233,15 @@ def run_diff(args: argparse.Namespace) -> int:
     for line in found.other:
         print(line)
     return 0
+
+
+def _open_model(args: argparse.Namespace) -> OpenModel:
+    from gba_hvd.serving.load import open_model
+
+    return open_model(
+        args.url, version=_version(args), tables=args.tables or "memory", row_dtype=args.row_dtype,
+        cache_bytes=args.cache_bytes, **options_of(args.option),
+    )  # fmt: skip
 
 
 def _version(args: argparse.Namespace) -> int | str:

@@ -1,0 +1,75 @@
+"""A saved model over HTTP: `gba-hvd model serve`. Requests and answers are those of `mlflow models serve`.
+
+MLflow's scoring server reads the requests; what it needs of a model is here. Answers to what the model refuses have
+status 400 and name the field; where rows cannot be read, status 503.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, cast
+
+import pandas
+import uvicorn
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+from mlflow.pyfunc import scoring_server
+
+from gba_hvd.errors import BadInput
+from gba_hvd.serving.load import OpenModel
+from recovery.errors import Damaged, StoreError
+
+_BACKLOG = 128
+
+
+class _Scorer:
+    """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self._model, self.metadata = model, Model()
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
+        try:
+            if not isinstance(data, pandas.DataFrame):
+                raise BadInput(
+                    f"expected columns by name, as in {{'dataframe_split': ...}} or {{'dataframe_records': ...}}, got "
+                    f"{type(data).__name__}"
+                )
+            return pandas.DataFrame(self._model.predict(data))
+        except BadInput as error:
+            raise MlflowException.invalid_parameter_value(str(error)) from error
+        except (Damaged, StoreError) as error:
+            raise MlflowException(str(error), error_code=TEMPORARILY_UNAVAILABLE) from error
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens. port: 0: a free one. Raises BadInput where the address cannot be had."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, number)
+    except OSError as error:
+        raise BadInput(f"--host {host}: {error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise BadInput(f"{host}:{port} cannot be listened on: {error.strerror}; give another --port") from error
+    return listening
+
+
+def app_of(model: OpenModel) -> Any:
+    """The ASGI application that answers requests. Raises BadInput for a model that takes no columns."""
+    if model.manifest.input is None:
+        raise BadInput(
+            "this model was saved without input_example, so how a request becomes its input is not known: save it "
+            "with one (`gba-hvd model export --example`)"
+        )
+    return scoring_server.init(cast(Any, _Scorer(model)))
+
+
+def serve(app: Any, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM or SIGINT, and those that have begun."""
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
