@@ -7,10 +7,11 @@ one with another number of samples. Inputs that the graph does not use are left 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +63,15 @@ def onnx_of(
     places = [*(("rows", name) for name in rows), *(("fields", name) for name in fields)]
     if len(graph.inputs) != len(places):
         raise BadInput(f"onnx: the graph has {len(graph.inputs)} inputs, the dense part {len(places)}: report this")
+    flat = _named(outputs, "score")
+    names = [_input_name(kind, name, rows, flat) for kind, name in places]
+    _rename_within(graph, {*names, *flat})
     found: dict[str, dict[str, str]] = {"rows": {}, "fields": {}}
-    for value, (kind, name) in zip(list(graph.inputs), places, strict=True):
+    for value, (kind, name), unique in zip(list(graph.inputs), places, names, strict=True):
         if not value.uses():
             graph.inputs.remove(value)
             continue
-        value.name = found[kind][name] = f"{name}.ids" if kind == "fields" and name in rows else name
-    flat = _named(outputs, "score")
+        value.name = found[kind][name] = unique
     if len(flat) != len(graph.outputs):
         raise BadInput(f"onnx: the graph has {len(graph.outputs)} outputs, the model returns {len(flat)} tensors")
     for value, name in zip(graph.outputs, flat, strict=True):
@@ -81,6 +84,24 @@ def onnx_of(
     made = OnnxFile(data, found["rows"], found["fields"], tuple(flat))
     _check(made, exported, rows, fields)
     return made
+
+
+def _input_name(kind: str, name: str, rows: Mapping[str, Tensor], outputs: Collection[str]) -> str:
+    """That of the feature or column, unless another input or an output has it."""
+    if kind == "fields" and name in rows:
+        return f"{name}.ids"
+    return f"{name}.{kind}" if name in outputs else name
+
+
+def _rename_within(graph: Any, taken: set[str]) -> None:
+    """Names of inputs and outputs are those of the model; a value within that has one of them gets another."""
+    values = [value for node in graph.all_nodes() for value in node.outputs]
+    names = {value.name for value in [*values, *graph.inputs, *graph.initializers.values()]} | taken
+    for value in [*graph.initializers.values(), *values]:
+        if value.name in taken and not value.is_graph_output():
+            name = next(one for i in itertools.count(1) if (one := f"{value.name}.{i}") not in names)
+            names.add(name)
+            value.name = name
 
 
 def _converted(exported: torch.export.ExportedProgram) -> Any:

@@ -58,6 +58,27 @@ def test_an_onnx_file_computes_what_the_model_does_for_any_number_of_samples(
         assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
 
 
+class NamedAsOperators(nn.Module):
+    """Its features have the names that the converter gives to results of operators, and to parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, rows: dict[str, torch.Tensor], fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.head(torch.cat(list(rows.values()), 1)).squeeze(1) * fields["linear"]
+
+
+def test_features_may_be_named_as_operators_and_parameters_are() -> None:
+    model, samples = NamedAsOperators(), torch.export.Dim("samples")
+    rows, fields = {name: torch.rand(3, 4) for name in ("cat", "head.weight", "score")}, {"linear": torch.rand(3)}
+    shapes = ({name: {0: samples} for name in rows}, {name: {0: samples} for name in fields})
+    exported = torch.export.export(model, (rows, fields), dynamic_shapes=shapes)
+    made = onnx_program.onnx_of(exported, rows, fields, model(rows, fields))
+    assert made.rows == {"cat": "cat", "head.weight": "head.weight", "score": "score.rows"}
+    assert made.fields == {"linear": "linear"}
+
+
 def test_a_checkpoint_gives_the_same_file_as_the_job(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(10)
     checkpoint(model, model.tables, tmp_path / "c")
