@@ -6,12 +6,16 @@ opened only where its writer is trusted.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +27,7 @@ from gba_hvd.serving.manifest import BuilderRecord
 from gba_hvd.serving.stored_bytes import get_verified, put_file, sha256_of
 from recovery.storage.store import Store
 
+log = logging.getLogger("gba_hvd")
 _HOW = "'package.module:callable', or 'file.py:callable', which is copied with the model"
 
 
@@ -66,6 +71,12 @@ class Builder:
         return cls(record.target, record.arguments, data)
 
     def put(self, store: Store) -> BuilderRecord:
+        if local := self._local_imports():
+            log.warning(
+                "%s imports %s, of no installed package: only the file itself is copied with the model, so where it is "
+                "opened their folder must be on PYTHONPATH. Or put the code in the file, or in a package",
+                self, ", ".join(local),
+            )  # fmt: skip
         code = None if self.code is None else put_file(store, [self.code], "py")
         return BuilderRecord(self.target, self.arguments, code)
 
@@ -80,10 +91,35 @@ class Builder:
     def call(self) -> Any:
         """What the callable returns."""
         with self._naming_what_is_missing():
-            return self._callable()(**self.arguments)
+            return self.checked()(**self.arguments)
+
+    def checked(self) -> Callable[..., Any]:
+        """The callable. Raises BadInput where it cannot be called with the arguments."""
+        found = self._callable()
+        try:
+            inspect.signature(found).bind(**self.arguments)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(self.arguments) or "none"
+            raise BadInput(
+                f"{self} cannot be called with arguments= of {given}: {error}. A builder makes the whole model, tables "
+                "included, of plain JSON"
+            ) from error
+        return found
 
     def __str__(self) -> str:
         return self.target if self.code is None else f"{self.target} of the model's code file"
+
+    def _local_imports(self) -> list[str]:
+        """Modules that a file imports at its top and that no installed package has."""
+        if self.code is None:
+            return []
+        names = set[str]()
+        for node in ast.parse(self.code).body:
+            if isinstance(node, ast.Import):
+                names |= {one.name.partition(".")[0] for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+        return sorted(names - sys.stdlib_module_names - packages_distributions().keys())
 
     @contextlib.contextmanager
     def _naming_what_is_missing(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ class LogModel:
         inputs.spec_of(self.input_example, model)
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
-        Builder.of(self.build, self.arguments, model)
+        Builder.of(self.build, self.arguments, model).checked()
 
     def write(self, model: nn.Module, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
         """Write all that the sender needs into a new folder; returns its bytes.

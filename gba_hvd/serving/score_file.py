@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -16,6 +17,7 @@ from gba_hvd.extras import extra
 from gba_hvd.serving import inputs
 from gba_hvd.serving.load import OpenModel
 
+log = logging.getLogger("gba_hvd")
 _ENDINGS = (".parquet", ".csv")
 
 
@@ -52,6 +54,8 @@ def score_file(
         for part in _parts(source, batch, hashed):
             if missing := [name for name in (*keep, *hashed) if name not in part.schema.names]:
                 raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.schema.names)}")
+            if not n and source.suffix == ".csv":
+                _warn_of_numbers(part, hashed)
             columns = {
                 name: _hashes(part, name) if name in hashed else part.column(name).to_numpy(zero_copy_only=False)
                 for name in part.schema.names
@@ -110,6 +114,20 @@ def _hashes(part: Any, name: str) -> np.ndarray | list[np.ndarray]:
         return found
     values, starts = found
     return [values[first:last] for first, last in pairwise(starts)]
+
+
+def _warn_of_numbers(part: Any, hashed: Sequence[str]) -> None:
+    """A CSV file does not say whether ids are numbers or strings of digits."""
+    import pyarrow.compute
+
+    for name in hashed:
+        column = part.column(name)
+        if pyarrow.compute.all(pyarrow.compute.match_substring_regex(column, r"^-?\d+$")).as_py():
+            log.warning(
+                "column %r holds whole numbers (%s, ...), which are hashed as strings, since --hashed names it: right "
+                "where they were strings in training. Where they were numbers, leave it out of --hashed",
+                name, column[0],
+            )  # fmt: skip
 
 
 def _refuse_strings(part: Any, names: Sequence[str]) -> None:

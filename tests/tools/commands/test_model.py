@@ -194,7 +194,7 @@ def test_strings_are_hashed_as_in_training_where_that_is_said(
 
 
 def test_ids_of_digits_in_a_csv_file_are_strings_where_that_is_said(
-    of_strings: Any, capsys: pytest.CaptureFixture[str]
+    of_strings: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, one, folder = of_strings
     digits = [str(i) for i in range(20)]
@@ -206,7 +206,10 @@ def test_ids_of_digits_in_a_csv_file_are_strings_where_that_is_said(
     text = {"user": digits, "history": STRINGS["user"].to_pylist(), "dense_0": np.zeros(20)}
     pd.DataFrame(text).to_csv(folder / "in.csv", index=False)
     how = ["predict", folder / "d", folder / "in.csv", "--out", folder / "out.parquet", "--hashed", "user", "history"]
-    said(capsys, *how)
+    with caplog.at_level("WARNING", logger="gba_hvd"):
+        said(capsys, *how)
+    assert "column 'user' holds whole numbers (0, ...), which are hashed as strings" in caplog.text
+    assert "'history'" not in caplog.text
     expected = evaluated(model, gba_hvd.Batch(ids, one.dense, one.label)).numpy()
     assert np.array_equal(pd.read_parquet(folder / "out.parquet")["score"].to_numpy(), expected)
 

@@ -1,0 +1,40 @@
+"""What is said of a builder that cannot work where the model is opened."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from gba_hvd import BadInput
+from gba_hvd.serving.builder import Builder
+from recovery.storage.open import open_store
+
+
+def a_file(folder: Path, text: str) -> str:
+    (folder / "model.py").write_text(text)
+    return f"{folder / 'model.py'}:make"
+
+
+def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    build = a_file(tmp_path, "def make(tables, dim=1): ...")
+    words = (
+        r"make of the model's code file cannot be called with arguments= of dim: missing a required argument: 'tables'"
+    )
+    with pytest.raises(BadInput, match=words):
+        Builder.of(build, {"dim": 2}, None).checked()
+    with pytest.raises(BadInput, match="arguments= of none: missing a required argument"):
+        Builder.of(build, {}, None).call()
+
+
+def test_a_module_beside_the_file_is_named_when_it_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = "import json, torch\nimport shop_of_mine.nets\nfrom gba_hvd import Batch\n\ndef make(): ..."
+    with caplog.at_level(logging.WARNING, logger="gba_hvd"):
+        Builder.of(a_file(tmp_path, code), {}, None).put(open_store(tmp_path / "m"))
+    assert "make of the model's code file imports shop_of_mine, of no installed package" in caplog.text
+    caplog.clear()
+    Builder.of(a_file(tmp_path, "import json, torch, gba_hvd, recovery\n\ndef make(): ..."), {}, None).put(
+        open_store(tmp_path / "m")
+    )
+    assert not caplog.text
