@@ -185,8 +185,8 @@ def _what_continues(engine: Engine) -> str:
         return ""
     saved_step, grace_s = checkpoints.schedule.saved_step, engine.model.tables.config.grace_s
     # Memory is found again by the job's id, which is given to the job or stands in its newest checkpoint.
-    memory = engine.model.tables.memory  # None: the world had not formed
-    is_kept = memory is not None and retained_state.is_there(memory.folder)
+    shards = engine.model.tables.memory  # None: the world had not formed
+    is_kept = shards is not None and retained_state.is_there(shards.folder)
     in_memory = is_kept and bool(engine.model.tables.config.job_id or saved_step >= 0)
     saved = f"from step {saved_step:,}, of the newest checkpoint" if saved_step >= 0 else ""
     memory = (
