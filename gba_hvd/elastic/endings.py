@@ -48,11 +48,12 @@ def is_elastic() -> bool:
 
 def explained(engine: Engine, error: BaseException) -> BaseException:
     """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
-    memory = engine.model.tables.memory
+    memory = engine.model.tables.memory  # None before the world has formed: nobody could leave a note
     is_own_end = isinstance(error, SystemExit | KeyboardInterrupt | WorldLost)
     if memory is not None and not is_own_end and (trouble := memory.trouble()) and str(error) != trouble:
         return ShardMemoryError(trouble)
-    if isinstance(error, KeyboardInterrupt) and str(error) == SIGTERM and not is_elastic():
+    is_sigterm = isinstance(error, KeyboardInterrupt) and str(error) == SIGTERM
+    if is_sigterm and memory is not None and not is_elastic():
         cause = cause_elsewhere(engine)
         return error if cause is None or cause.status == "KILLED" else cause
     if (
@@ -123,8 +124,11 @@ def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
 
 
 def _note_of(engine: Engine, pid: int) -> dict[str, str] | None:
+    memory = engine.model.tables.memory
+    if memory is None:
+        return None
     try:
-        note: dict[str, str] = json.loads((engine.folder / f"ended-{pid}.json").read_text())
+        note: dict[str, str] = json.loads((memory.folder / f"ended-{pid}.json").read_text())
     except (OSError, ValueError):
         return None
     return note

@@ -6,6 +6,7 @@ Nothing is decided here; texts and numbers are made of what `membership` found.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from gba_hvd.elastic import endings
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
+from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -183,7 +185,9 @@ def _what_continues(engine: Engine) -> str:
         return ""
     saved_step, grace_s = checkpoints.schedule.saved_step, engine.model.tables.config.grace_s
     # Memory is found again by the job's id, which is given to the job or stands in its newest checkpoint.
-    in_memory = retained_state.is_there(engine.folder) and bool(engine.model.tables.config.job_id or saved_step >= 0)
+    shards = engine.model.tables.memory  # None: the world had not formed
+    is_kept = shards is not None and retained_state.is_there(shards.folder)
+    in_memory = is_kept and bool(engine.model.tables.config.job_id or saved_step >= 0)
     saved = f"from step {saved_step:,}, of the newest checkpoint" if saved_step >= 0 else ""
     memory = (
         f"from step {engine.progress.step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
@@ -269,8 +273,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
-        if report.n_without_room:
-            text += f"; {report.n_without_room:,} ids, the least used, have no row any more: fewer rows are here"
+        text += _without_room(report, joined.n_hosts)
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
         if skipped:
             text += f"; newer ones cannot be used: {'; '.join(skipped)}"
@@ -286,13 +289,23 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
 
 
+def _without_room(report: Report, n_hosts: int) -> str:
+    """By table, the ids that went since the rows that they may have were all taken; empty: none did."""
+    here = " of this host" * (n_hosts > 1)
+    return "".join(
+        f"; {n:,} ids of table {table!r}, the least used, found no room among its {rows:,} rows{here}: all those that "
+        "such an id may have were taken; more capacity helps"
+        for table, (n, rows) in report.without_room.items()
+    )
+
+
 def _what_is_trained(engine: Engine) -> str:
-    """`mode auto, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /data/ck`"""
+    """`mode auto, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /data/ck`
+
+    Of a hashed table `sku 4,096 ids and 4,000 shared rows x 16 by hash`.
+    """
     model, switching, checkpoints = engine.model, switching_of(engine), checkpoints_of(engine)
-    tables = [
-        f"{table.name} {table.n_rows:,} x {table.dim}{' by hash' * (table.hashed is not None)}"
-        for table in model.tables.layout.tables
-    ]
+    tables = [_shape(table, model.tables.layout.n_shards) for table in model.tables.layout.tables]
     more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
     mode = "allreduce" if switching is None else switching.describe()["mode"]
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
@@ -305,6 +318,13 @@ def _what_is_trained(engine: Engine) -> str:
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
         f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"
     )
+
+
+def _shape(table: TableSpec, n_shards: int) -> str:
+    if (spec := table.hashed) is None:
+        return f"{table.name} {table.n_rows:,} x {table.dim}"
+    own, shared = spec.entries * n_shards, spec.fallback * n_shards
+    return f"{table.name} {own:,} ids and {shared:,} shared rows x {table.dim} by hash"
 
 
 def _why_from_step_0(engine: Engine, joined: JoinResult) -> str:
@@ -337,6 +357,9 @@ def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
         if text := _changed_sums(table, settings["fallback_hashes"], engine, report):
             changed["fallback_hashes"] = [before.get("fallback_hashes", 1), settings["fallback_hashes"]]
             texts.append(text)
+        if moved := _moved_shared_rows(table, settings, engine, report):
+            changed["fallback_rows"] = [moved[0], settings["fallback_rows"]]
+            texts.append(moved[1])
         is_empty = table in report.without_filter
         if is_empty:
             texts.append(
@@ -364,6 +387,27 @@ def _changed_sums(table: str, hashes: int, engine: Engine, report: Report) -> st
     if hashes == 1:
         return said + "and have the first of them: fallback_hashes=2 keeps both"
     return said + "and are sums of 2, of which the second starts as zeros: fallback_hashes=1 keeps what was there"
+
+
+def _moved_shared_rows(table: str, settings: dict[str, Any], engine: Engine, report: Report) -> tuple[int, str] | None:
+    """(shared rows in the checkpoint, what becomes of them), where their number here is no multiple; else None.
+
+    With two hashes each has half of the rows, in equal parts in all shards.
+    """
+    schema, n_shards = report.manifest.schema, engine.model.tables.layout.n_shards
+    saved = next((one for one in schema.tables if one.name == table), None)
+    if saved is None:
+        return None
+    rows, hashes, was_rows = settings["fallback_rows"], settings["fallback_hashes"], saved.shared_rows * schema.n_shards
+    was = was_rows // saved.shared_hashes
+    if rows // hashes % was == 0:
+        return None
+    has_both = hashes == 1 or (saved.shared_hashes, schema.n_shards) == (hashes, n_shards)
+    return was_rows, (
+        f"{rows:,} shared rows are here, {was_rows:,} are in the checkpoint: many ids without a row find other shared "
+        f"rows than those that they trained. fallback_rows={hashes * math.lcm(was, n_shards)}, or a multiple of it, "
+        f"keeps {'them' if has_both else 'the first of each id'}"
+    )
 
 
 def _said(setting: Any) -> str:

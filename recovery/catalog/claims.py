@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -40,6 +41,8 @@ from typing import Any
 
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.storage.store import Store, epoch_of
+
+log = logging.getLogger("recovery")
 
 _CLAIM = re.compile(r"claims/(?P<epoch>\d{6,9})-(?P<writer>.+)\.(?P<nonce>[0-9a-f]{8})/(?P<sign>\d{6,12}|closed)")
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
@@ -98,7 +101,7 @@ def claim(
 ) -> Claim:
     """Claim a location for `writer`, the job's name.
 
-    May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive.
+    May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive, and logs that it does.
     takeover: do not ask, fence it. after: the claim of a process that died, which this one supersedes.
 
     Raises BadInput when another job writes here, Fenced when another process has written here since `after`.
@@ -185,6 +188,7 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
     """Wait for a lease renewal of another writer, and look so often meanwhile, also after a pause of this process."""
     promised_s = _about(store, other).get("lease_s")
     wait_s = max(lease_s, min(promised_s, _LONGEST_LEASE_S)) if isinstance(promised_s, int | float) else lease_s
+    _report_wait(store, other, wait_s)
     for _ in range(looks):
         sleep(wait_s / looks)
         now = {one.name: one for one in claims_of(store.names("claims/"))}
@@ -198,6 +202,15 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
                 f"lease in the last {wait_s / looks:.1f} s: give this job a location of its own, end the other one, or "
                 "take over from it (takeover=True), which cuts it off"
             )
+
+
+def _report_wait(store: Store, other: Seen, wait_s: float) -> None:
+    log.warning(
+        "waiting for up to %g s for a sign of life of job %r%s, whose claim on %s was not released: it is running, or "
+        "was killed. If the claim is not renewed meanwhile, this job continues; if it is, this job is refused. If you "
+        "know that the other one is dead, start this one with takeover=True, which does not wait",
+        wait_s, other.writer, _where(store, other), store.url,
+    )  # fmt: skip
 
 
 def _listing(store: Store, mine: Claim, sleep: Callable[[float], None]) -> list[Seen]:

@@ -7,8 +7,8 @@ are read and where their rows go is in `row_loader`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from recovery.catalog.chains import Chain, Skipped, chains, open_chain
 from recovery.config import Config
@@ -43,7 +43,7 @@ class Report:
         and rows restored over all rows in place of 1 / N_emb. None: not known.
     state: the bytes saved beside the rows; None: not asked for, or there were none.
     skipped: newer checkpoints that could not be used, and why.
-    n_without_room: keys of keyed tables that have no row any more, since fewer rows are here than were saved.
+    without_room: by keyed table, keys that found no room among the rows for keys in these shards, and those rows.
     without_filter: keyed tables that count lookups of keys without a row, and start over with that.
     """
 
@@ -58,13 +58,18 @@ class Report:
     seconds: float
     state: bytes | None
     skipped: tuple[Skipped, ...]
-    n_without_room: int = 0
+    without_room: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     without_filter: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
         """The restored checkpoint's manifest."""
         return self.chain.newest
+
+    @property
+    def n_without_room(self) -> int:
+        """Keys of all tables that have no row any more."""
+        return sum(n for n, _ in self.without_room.values())
 
     @property
     def step(self) -> int:
@@ -130,7 +135,7 @@ def restore(
         seconds, saved = clock() - started, filling.saved_samples
         return Report(
             chain, n_rows, filling.n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped),
-            filling.n_without_room, filling.without_filter,
+            filling.without_room, filling.without_filter,
         )  # fmt: skip
     if skipped:
         raise Damaged(

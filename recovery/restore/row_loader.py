@@ -115,7 +115,8 @@ class Filling:
             for shard in asked
             if schema.tables[number].has_filter and not self._loses_filter(number)
         }
-        self.n_regrouped, self.n_without_room = 0, 0
+        self.n_regrouped = 0
+        self._without_room: dict[int, int] = {}
         self._lock = threading.Lock()
         self._restored: dict[tuple[int, int], int] = {}  # rows by (number of the save in the chain, step they are of)
         self.n_bytes = 0
@@ -131,6 +132,16 @@ class Filling:
         """The tables whose filter starts empty: the checkpoint has none that fits."""
         tables = self._source.schema.tables
         return tuple(table.name for number, table in enumerate(tables) if self._loses_filter(number))
+
+    @property
+    def without_room(self) -> dict[str, tuple[int, int]]:
+        """By table, where there are any: keys that have no row any more, and rows for keys in the shards asked for."""
+        schema = self._source.schema
+        return {
+            table.name: (n, len(self._asked) * (table.n_rows // schema.n_shards - table.shared_rows))
+            for number, n in sorted(self._without_room.items())
+            if n and (table := schema.tables[number])
+        }
 
     @property
     def n_rows(self) -> int:
@@ -269,7 +280,8 @@ class Filling:
             mine = (keys != NO_KEY) & (keys % n_shards == shard)
             if mine.any():
                 written, without = cast(KeyedRowSource, self._source).insert(section.table, shard, records[mine])
-                n, self.n_without_room = n + written, self.n_without_room + without
+                n += written
+                self._without_room[section.table] = self._without_room.get(section.table, 0) + without
         entries = was.n_rows // saved_in - was.shared_rows
         for index, record in zip(indices[indices >= entries], records[indices >= entries], strict=True):
             n += self._share(section.table, int(index - entries) * saved_in + section.shard, was, saved_in, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,6 +88,18 @@ def test_a_job_that_gives_no_sign_of_life_is_passed_over(ram: RamStore) -> None:
     assert second.epoch == 2
     with pytest.raises(Fenced, match="job 'job-2'"):
         check(ram, first)
+
+
+def test_the_wait_for_another_job_is_said_before_it_begins(ram: RamStore, caplog: pytest.LogCaptureFixture) -> None:
+    claimed(ram, "job-1", lease_s=30)
+    assert not caplog.messages, "nobody was waited for"
+    said: list[list[str]] = []
+    claimed(ram, "job-2", VirtualTime(lambda: said.append(list(caplog.messages))), lease_s=45)
+    (text,) = said[0]
+    assert said[-1] == said[0] and [record.levelname for record in caplog.records] == ["WARNING"]
+    assert text.startswith("waiting for up to 45 s for a sign of life of job 'job-1' on host ")
+    assert f"(process {os.getpid()}), whose claim on {ram.url} was not released" in text
+    assert "If the claim is not renewed meanwhile, this job continues" in text and "takeover=True" in text
 
 
 def test_a_job_that_leaves_while_it_is_waited_for_is_followed_at_once(ram: RamStore) -> None:

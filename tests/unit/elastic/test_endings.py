@@ -86,6 +86,14 @@ def test_a_neighbour_that_is_gone_without_a_note_was_killed(engine: Any, dead: i
     assert endings.explained(engine, ctrl_c) is ctrl_c
 
 
+def test_sigterm_before_the_memory_is_there_is_an_interruption(engine: Any, dead: int) -> None:
+    """Nobody can leave a note then, so who is gone may have been interrupted as well."""
+    engine.model.tables.memory, engine.host.neighbours[1] = None, dead
+    error = KeyboardInterrupt(endings.SIGTERM)
+    assert endings.explained(engine, error) is error
+    assert "was killed" in str(endings.cause_elsewhere(engine)), "where nothing was interrupted"
+
+
 def test_a_neighbour_that_left_a_note_is_the_cause(engine: Any) -> None:
     endings.leave_note(engine, "FAILED", ValueError("bad row"))
     reported = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))

@@ -20,7 +20,7 @@ from gba_hvd.elastic import job_events
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
-from gba_hvd.shm.layout import TableSpec
+from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.rows import KEY, USES, Column, Schema, Table
@@ -29,7 +29,7 @@ from recovery.schedule.recovery_choice import RecoveryDecision
 STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
-    manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, n_without_room=0,
+    manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, without_room={},
     without_filter=(), seconds=1.5,
     age=SimpleNamespace(mean=0.5),
     skipped=[SimpleNamespace(name="m-4", why="torn")],
@@ -128,6 +128,7 @@ def test_a_start_without_a_checkpoint_says_why_training_begins_at_step_0() -> No
 
 
 HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0, "fallback_hashes": 2}
+HASHED["fallback_rows"] = 24
 SAVED_SCHEMA = Schema((Table("t", 30, (Column("weights", 4), KEY, USES), 4, 2),), 3)
 
 
@@ -181,6 +182,53 @@ def test_other_shared_rows_of_an_id_than_it_had_are_a_warning(was: int, saved_in
     assert len(changed) == bool(said)
     assert all(re.search(said, event.message) for event in changed)
     assert all(event.data["changed"] == {"fallback_hashes": [was, now]} for event in changed)
+
+
+@pytest.mark.parametrize(
+    ("was", "saved_in", "hashes", "rows", "keeps"),
+    [
+        (1, 3, 1, 12, ""),
+        (1, 3, 1, 36, ""),
+        (1, 3, 1, 15, "fallback_rows=12, or a multiple of it, keeps them"),
+        (1, 3, 1, 6, "fallback_rows=12, or a multiple of it, keeps them"),
+        (1, 2, 1, 12, "fallback_rows=24, or a multiple of it, keeps them"),  # 8 rows, of which 3 shards need 24
+        (2, 3, 2, 36, ""),
+        (2, 3, 2, 18, "fallback_rows=12, or a multiple of it, keeps them"),
+        (1, 3, 2, 12, "fallback_rows=24, or a multiple of it, keeps the first of each id"),  # 6 are the first ones
+        (2, 3, 1, 6, ""),
+        (2, 6, 2, 18, "fallback_rows=24, or a multiple of it, keeps the first of each id"),
+    ],
+)
+def test_a_number_of_shared_rows_that_is_no_multiple_of_the_saved_one_is_a_warning(
+    was: int, saved_in: int, hashes: int, rows: int, keeps: str
+) -> None:
+    schema = Schema((replace(SAVED_SCHEMA.tables[0], shared_hashes=was),), saved_in)
+    settings = HASHED | {"fallback_hashes": hashes, "fallback_rows": rows}
+    manifest = SimpleNamespace(name="m-3", about={"hashed": {"t": HASHED}}, schema=schema)
+    resumed: Any = SimpleNamespace(**vars(RESUMED) | {"manifest": manifest})
+    _, events = reported(replace(STARTED, resumed=resumed), hashed={"t": settings})
+    found = [event for event in events if "fallback_rows" in event.data.get("changed", {})]
+    assert [event.data["changed"]["fallback_rows"] for event in found] == [[4 * saved_in, rows]] * bool(keeps)
+    said = f"{rows} shared rows are here, {4 * saved_in} are in the checkpoint: many ids without a row find other "
+    assert all(event.kind == "vocabulary_changed" and said in event.message for event in found)
+    assert all(event.message.endswith(keeps) for event in found)
+
+
+def test_ids_that_found_no_room_are_named_by_table() -> None:
+    resumed: Any = SimpleNamespace(**vars(RESUMED) | {"without_room": {"sku": (73, 2560), "uid": (1200, 512)}})
+    _, (_, event) = reported(replace(STARTED, resumed=resumed))
+    assert "; 73 ids of table 'sku', the least used, found no room among its 2,560 rows: " in event.message
+    assert "; 1,200 ids of table 'uid', the least used, found no room among its 512 rows: " in event.message
+    assert event.message.count("were taken; more capacity helps") == 2
+    _, (_, event) = reported(replace(STARTED, resumed=resumed, n_hosts=2))
+    assert "among its 512 rows of this host: " in event.message
+
+
+def test_a_hashed_table_is_described_by_rows_of_ids_and_shared_rows() -> None:
+    spec = HashedSpec.of(4000, 4000, 16, 2)
+    table = TableSpec("sku", spec.rows * 16, 16, hashed=spec)
+    assert job_events._shape(table, 16) == "sku 4,096 ids and 4,000 shared rows x 16 by hash"
+    assert job_events._shape(TableSpec("dept", 7, 4), 16) == "dept 7 x 4"
 
 
 def test_row_compression_on_one_host_is_reported_as_idle() -> None:
@@ -401,11 +449,14 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
     )
     config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {JobCheckpoints: checkpoints}
+    tables = SimpleNamespace(config=config, memory=SimpleNamespace(folder=tmp_path))
     engine: Any = SimpleNamespace(
-        participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,
-        progress=SimpleNamespace(step=955), model=SimpleNamespace(tables=SimpleNamespace(config=config)),
+        participant=found.get, world=SimpleNamespace(rank=0), progress=SimpleNamespace(step=955),
+        model=SimpleNamespace(tables=tables),
     )  # fmt: skip
     assert job_events._what_continues(engine) == words
+    tables.memory = None  # interrupted before the world had formed
+    assert job_events._what_continues(engine) == (f"{BEGINS}{SAVED} checkpoint" if saved_step >= 0 else "")
     checkpoints.callback.resume = False
     assert job_events._what_continues(engine) == "", "it starts over"
     found.clear()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.membership import JoinResult
 from gba_hvd.switching.requests import switching_of
-from recovery import state_codec
+from recovery import CheckpointCallback, state_codec
+from recovery.catalog import claims
+from recovery.storage.open import open_store
 
 
 class Diary(gba_hvd.Callback):
@@ -135,6 +139,32 @@ def test_sigterm_is_an_interruption(training: Any) -> None:
         train(job.state)
     assert diary.received[-1] == "end KILLED KeyboardInterrupt('SIGTERM')"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
+    training: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    claims.claim(open_store(str(tmp_path / "store")), "killed", lease_s=120.0)
+    job = training()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "store"), policy="full", lease_s=0.1)])
+    diary = with_diary(job)
+
+    class SignalWhenItWaits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("waiting for up to 120 s for a sign of life of job 'killed'"):
+                os.kill(os.getpid(), number)
+
+    log, handler = logging.getLogger("recovery"), SignalWhenItWaits()
+    log.addHandler(handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as ended:
+            gba_hvd.elastic.run(lambda state: None)(job.state)
+    finally:
+        log.removeHandler(handler)
+    assert ended.value.__context__ is None, "nothing else went wrong"
+    text = "SIGTERM" if number == signal.SIGTERM else ""
+    assert str(ended.value) == text and diary.received == ["interrupted", f"end KILLED {ended.value!r}"]
 
 
 def test_closing_twice_reports_the_end_once(training: Any) -> None:

@@ -448,6 +448,7 @@ def test_a_smaller_table_takes_the_most_used_or_is_refused(make_tables: Any, tmp
     report = restore(open_store(str(tmp_path / "store")), ShardRows(small.memory, filling=True))
     kept = small.vocabulary("t")
     assert report is not None and report.n_without_room == len(before.vocabulary("t")) - len(kept) > 0
+    assert report.without_room == {"t": (report.n_without_room, 64)}
     assert (kept < 75).mean() > 0.95  # those used twice
     assert np.array_equal(small.rows("t", kept), before.rows("t", kept))
     tight = filled(make_tables, n=0, capacity=64)
