@@ -47,7 +47,7 @@ def shared_row(table: dict[str, Any], shared: dict[int, np.ndarray], key: int) -
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    model = json.loads(max((folder / "versions").iterdir()).read_bytes())["model"]
+    model = json.loads(max((folder / "versions").glob("??????.json")).read_bytes())["model"]
     table = next(one for one in model["tables"] if one["name"] == sys.argv[2])
     rows = rows_of(folder, table["dim"], table["rows"])
     for id in map(int, sys.argv[3:]):

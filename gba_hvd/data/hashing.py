@@ -79,6 +79,11 @@ def hash_strings(strings: pa.Array | pa.ChunkedArray, key: int = 0) -> UInt64:
 
     Raises BadInput for values of another type, and for a null: "" is a text and has a hash, a missing value has none.
     """
+    if not isinstance(strings, (pa.Array, pa.ChunkedArray)):
+        raise BadInput(
+            f"hash_strings: expected a pyarrow array of strings, got {type(strings).__name__}: make it one with "
+            "pyarrow.array(...)"
+        )
     if not is_text(strings.type):
         raise BadInput(f"hash_strings: expected strings, got {strings.type}; whole numbers are ids as they are")
     if strings.null_count:

@@ -110,11 +110,11 @@ def _table_of(name: str, given: Any) -> Table:
             raise BadInput(f"table {name!r}: expected (rows, dim) or gba_hvd.Table(rows, dim, ...), got {given!r}")
         given = Table(*given)
     table = _hashed_or_plain(name, given)
-    if not (_is_whole(table.n_rows) and _is_whole(table.dim)):
+    if not (is_whole(table.n_rows) and is_whole(table.dim)):
         raise BadInput(f"table {name!r}: rows and dim must be whole numbers, got {table.n_rows!r} and {table.dim!r}")
     n_rows, dim, padding = int(table.n_rows), int(table.dim), table.padding_idx
     if padding is not None and table.keys is None:
-        if not _is_whole(padding) or not -n_rows <= padding < n_rows:
+        if not is_whole(padding) or not -n_rows <= padding < n_rows:
             raise BadInput(
                 f"table {name!r}: padding_idx must be one of its rows, {-n_rows} to {n_rows - 1}, got {padding!r}"
             )
@@ -139,23 +139,38 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
         return table
     if table.keys != "hash64":
         raise BadInput(f"table {name!r}: keys must be 'hash64', or left out for ids from 0 to n_rows - 1")
-    if table.n_rows or not table.dim:
-        raise BadInput(f"table {name!r}: with keys='hash64' give dim and capacity, and no n_rows; got {table!r}")
-    if not _is_whole(table.capacity, 1):
-        raise BadInput(f"table {name!r}: keys='hash64' needs capacity=, the number of ids that have a row, at least 1")
-    if not _is_whole(table.admit_after, 1) or table.admit_after > _MOST_ADMIT_AFTER:
+    if table.n_rows:
         raise BadInput(
-            f"table {name!r}: admit_after must be from 1 to {_MOST_ADMIT_AFTER} lookups, got {table.admit_after!r}"
+            f"table {name!r}: with keys='hash64' give dim and capacity, and no n_rows; got n_rows={table.n_rows!r}"
+        )
+    if not table.dim:
+        raise BadInput(f"table {name!r}: give dim, how many numbers a row has")
+    if table.capacity is None:
+        raise BadInput(f"table {name!r}: keys='hash64' needs capacity=, the number of ids that have a row")
+    if not is_whole(table.capacity, 1):
+        raise BadInput(
+            f"table {name!r}: capacity, the number of ids that have a row, must be a whole number of at least 1, got "
+            f"{table.capacity!r}"
+        )
+    if not is_whole(table.admit_after, 1) or table.admit_after > _MOST_ADMIT_AFTER:
+        raise BadInput(
+            f"table {name!r}: admit_after must be a whole number from 1 to {_MOST_ADMIT_AFTER}, got "
+            f"{table.admit_after!r}"
         )
     if table.evict not in (None, "lfu", "ttl"):
         raise BadInput(f"table {name!r}: evict must be 'lfu', 'ttl' or None, got {table.evict!r}")
-    if table.evict == "ttl" and not _is_whole(table.evict_after_steps, 1):
-        raise BadInput(f"table {name!r}: evict='ttl' needs evict_after_steps=, at least 1")
+    if table.evict == "ttl" and not is_whole(table.evict_after_steps, 1):
+        raise BadInput(
+            f"table {name!r}: evict='ttl' needs evict_after_steps=, a whole number of at least 1, got "
+            f"{table.evict_after_steps!r}"
+        )
     if table.evict != "ttl" and table.evict_after_steps is not None:
         raise BadInput(f"table {name!r}: evict_after_steps would have no effect without evict='ttl'")
-    if table.fallback_rows is not None and not _is_whole(table.fallback_rows, 1):
-        raise BadInput(f"table {name!r}: fallback_rows must be at least 1, got {table.fallback_rows!r}")
-    if not _is_whole(table.fallback_hashes) or table.fallback_hashes not in HASHES:
+    if table.fallback_rows is not None and not is_whole(table.fallback_rows, 1):
+        raise BadInput(
+            f"table {name!r}: fallback_rows must be a whole number of at least 1, got {table.fallback_rows!r}"
+        )
+    if not is_whole(table.fallback_hashes) or table.fallback_hashes not in HASHES:
         raise BadInput(
             f"table {name!r}: fallback_hashes must be 1 or 2, the shared rows whose sum an id without a row is, got "
             f"{table.fallback_hashes!r}"
@@ -174,9 +189,8 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
             "deviation, and set the rows of ids that are known with tables.assign"
         )
     padding = table.padding_idx
-    if padding is not None and not (_is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):
+    if padding is not None and not (is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):
         raise BadInput(f"table {name!r}: padding_idx must be an id, an int64 other than -2**63, got {padding!r}")
-    assert table.capacity is not None
     capacity, after = int(table.capacity), table.evict_after_steps
     n_shared = max(1, capacity // 100) if table.evict != "lfu" else max(1, capacity * table.fallback_hashes // 2)
     return replace(
@@ -187,7 +201,7 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
     )  # fmt: skip
 
 
-def _is_whole(value: Any, least: int | None = None) -> bool:
+def is_whole(value: Any, least: int | None = None) -> bool:
     """Of Python or numpy; `least` or more."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     return is_whole and (least is None or value >= least)

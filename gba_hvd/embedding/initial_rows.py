@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from gba_hvd.embedding.features import Table
+from gba_hvd.embedding.lookups import hint_of_strings
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.extras import extra
 from gba_hvd.shm.init_functions import checked_values, copied, initial_values
@@ -173,12 +174,25 @@ class InitialRows:
             )
 
 
+def whole_ids(table: str, ids: Any) -> np.ndarray:
+    """A copy, int64 of any shape. Raises BadInput for what is no array of whole numbers."""
+    try:
+        found = copied(ids)
+    except ValueError as error:
+        raise BadInput(f"table {table!r}: ids must be whole numbers [n], got lists of different lengths") from error
+    if found.size and found.dtype.kind not in "iu":
+        raise BadInput(
+            f"table {table!r}: ids must be whole numbers [n], got {found.dtype} {list(found.shape)}"
+            f"{hint_of_strings(ids)}"
+        )
+    return found.astype(np.int64)
+
+
 def checked_rows(table: str, shape: Table, ids: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [n], float32 [n, dim]), copies. Raises BadInput."""
-    found = copied(ids)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    found = whole_ids(table, ids)
+    if found.ndim != 1:
         raise BadInput(f"table {table!r}: ids must be whole numbers [n], got {found.dtype} {list(found.shape)}")
-    found = found.astype(np.int64)
     if shape.keys and (found == NO_KEY).any():
         raise BadInput(f"table {table!r}: id {NO_KEY} has no row")
     outside = np.flatnonzero((found < 0) | (found >= shape.n_rows))

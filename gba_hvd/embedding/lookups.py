@@ -140,7 +140,10 @@ def look_up(source: Source, ids: Tensor | Bag) -> Lookup:
     if isinstance(ids, Bag):
         return _of_bag(source, ids)
     if not isinstance(ids, Tensor):
-        raise BadInput(f"{source}: ids must be a tensor of int64 or int32, or a gba_hvd.Bag, got {type(ids).__name__}")
+        raise BadInput(
+            f"{source}: ids must be a tensor of int64 or int32, or a gba_hvd.Bag, got {type(ids).__name__}"
+            f"{hint_of_strings(ids)}"
+        )
     return _of_nested(source, ids) if ids.is_nested else _of_tensor(source, ids)
 
 
@@ -184,7 +187,7 @@ def _of_tensor(source: Source, ids: Tensor) -> Lookup:
 def _of_bag(source: Source, bag: Bag) -> Lookup:
     values, weights = bag.values, bag.weights
     if not isinstance(values, Tensor) or values.is_nested or values.ndim != 1:
-        raise BadInput(f"{source}: values of a Bag must be int64 [n], got {_what(values)}")
+        raise BadInput(f"{source}: values of a Bag must be int64 [n], got {_what(values)}{hint_of_strings(values)}")
     _check(source, bag.offsets, "offsets must be int64 [B]")
     if bag.offsets.ndim != 1:
         raise BadInput(f"{source}: offsets must be int64 [B], got {_what(bag.offsets)}")
@@ -291,6 +294,26 @@ def _check(source: Source, numbers: Tensor, expected: str) -> None:
             f"{source}: ids must be on the CPU, where the tables are, got {numbers.device}: leave them out of what "
             "moves a batch to the GPU"
         )
+
+
+def hint_of_strings(values: Any) -> str:
+    """What to do with ids that are strings; empty for others."""
+    if not _has_strings(values):
+        return ""
+    return (
+        "; strings become ids of a hashed table (gba_hvd.Table(keys='hash64')) with "
+        "torch.from_numpy(gba_hvd.data.hashing.hash_strings(pyarrow.array(...)).view(numpy.int64))"
+    )
+
+
+def _has_strings(values: Any) -> bool:
+    if isinstance(values, (str, bytes, Tensor)):
+        return not isinstance(values, Tensor)
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError):  # lists of different lengths
+        return isinstance(values, (list, tuple)) and any(map(_has_strings, values))
+    return found.dtype.kind in "US" or (found.dtype == object and found.ndim > 0 and any(map(_has_strings, found.flat)))
 
 
 def _what(value: object) -> str:

@@ -33,7 +33,7 @@ from gba_hvd.embedding.features import (
     refuse_unused_modes,
     tables_of,
 )
-from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
+from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable, whole_ids
 from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import (
@@ -521,10 +521,7 @@ class EmbeddingTables(FollowsDtype):
             keys, index = distinct_parts(wanted, ends)
             recorder.add(group_number, keys)
             return torch.zeros(len(keys), self.layout.groups[group_number].dim), index
-        if self.memory is None:
-            raise GbaError(
-                "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
-            )
+        self._made_memory()
         if self.is_frozen:
             return self._frozen_rows(group_number, wanted), np.arange(len(wanted), dtype=np.int32)
         group = self.layout.groups[group_number]
@@ -543,6 +540,14 @@ class EmbeddingTables(FollowsDtype):
                 kernels.count_numbers(index, accesses)
             self._passes.captured.append(Captured(group_number, keys, rows, ids, samples, n_samples, accesses))
         return rows, index
+
+    def _made_memory(self) -> ShardMemory:
+        """Raises GbaError before it is made."""
+        if self.memory is None:
+            raise GbaError(
+                "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
+            )
+        return self.memory
 
     def _frozen_rows(self, group_number: int, keys: np.ndarray) -> Tensor:
         """float32 [n, dim], of keys int64 [n] in any order: no gradient will be merged, so none is numbered."""
@@ -709,54 +714,56 @@ class EmbeddingTables(FollowsDtype):
         """A copy of some rows of this host's memory: float32 [n, dim], or [n] for a slot with one number per row.
 
         table: its name, or that of a feature. what: "weights" or the name of an optimizer slot. For tests, export and
-        curiosity.
+        curiosity. Raises BadInput for an unknown name, other ids and a row that is not there; GbaError before
+        `state.sync()`.
         """
         table = self.table_of(table)
         if self._joined:
             return self._joined[0].rows(table, ids, what)
-        assert self.memory is not None
+        memory = self._made_memory()
         g, _ = self.layout.place_of_table[table]
         group, layout = self.layout.groups[g], self.layout
-        keys = self.keys_of(g, [(table, torch.as_tensor(ids, dtype=torch.int64))])
+        keys = self.keys_of(g, [(table, torch.from_numpy(whole_ids(table, ids)))])
         slots = {
             slot.name: (slot.per_row, at)
             for slot, at in zip(layout.slots_of(group.tables[0]), group.slots, strict=True)
         }
         per_row, offset = slots.get(what, (False, 0))
         out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)
-        self.memory.gather(keys, group, offset, out)
+        memory.gather(keys, group, offset, out)
         return out[:, 0] if per_row else out
 
     def admitted(self, table: str, ids: Any) -> np.ndarray:
         """bool [n], which ids of a hashed table have a row of their own; others share one. Of shards of this host.
 
-        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed.
+        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed
+        and other ids; GbaError before `state.sync()`.
         """
         table = self.table_of(table)
         if self._joined:
             return self._joined[0].admitted(table, ids)
         vocabulary = self._vocabulary(table)
         group, _ = self.layout.place_of_table[table]
-        return vocabulary.has(self.keys_of(group, [(table, torch.as_tensor(ids, dtype=torch.int64))]))
+        return vocabulary.has(self.keys_of(group, [(table, torch.from_numpy(whole_ids(table, ids)))]))
 
     def vocabulary(self, table: str) -> np.ndarray:
         """int64 [n], ascending: the ids of a hashed table that have a row of their own, in the shards of this host.
 
         With several hosts, all ids are the union over one worker of each host; a checkpoint has them as well
-        (`gba-hvd checkpoint export`). Raises BadInput for a table that is not hashed.
+        (`gba-hvd checkpoint export`). Raises BadInput for a table that is not hashed; GbaError before `state.sync()`.
         """
         table = self.table_of(table)
         if self._joined:
             return self._joined[0].vocabulary(table)
-        assert self.memory is not None
-        return self._vocabulary(table).ids(self.memory.ready())
+        vocabulary = self._vocabulary(table)
+        return vocabulary.ids(self._made_memory().ready())
 
     def _vocabulary(self, table: str) -> Vocabulary:
-        assert self.memory is not None
-        group, _ = self.layout.place_of_table[table]
-        found = self.memory.vocabulary(self.layout.groups[group])
-        if found is None:
+        if not self.tables[table].keys:
             raise BadInput(f"table {table!r} is not hashed: its ids are 0 to {self.tables[table].n_rows - 1}")
+        group, _ = self.layout.place_of_table[table]
+        found = self._made_memory().vocabulary(self.layout.groups[group])
+        assert found is not None
         return found
 
 

@@ -260,7 +260,9 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
     if dtype in (torch.int32, torch.int64) and array.size:
         about = torch.iinfo(dtype)
         if int(array.min()) < about.min or int(array.max()) > about.max:
-            raise BadInput(f"field {name!r}: {array.max()} does not fit into {field['dtype']}")
+            is_hash = dtype == torch.int64 and array.dtype == np.uint64
+            hint = " (view hashes of a hashed table as int64: array.view(numpy.int64))" * is_hash
+            raise BadInput(f"field {name!r}: {array.max()} does not fit into {field['dtype']}{hint}")
     wide = np.float64 if array.dtype.kind == "f" else np.int64
     given = torch.from_numpy(np.ascontiguousarray(array.astype(wide)))
     found = given.to(dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.batch import Batch
+from gba_hvd.embedding.features import is_whole
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.block_cache import BlockCache
@@ -30,7 +31,7 @@ from recovery.storage.store import Store
 
 WHERE = ("memory", "mmap", "remote")
 CACHE_BYTES = 256 << 20
-_LEAST_CACHE_BYTES = 1 << 20
+LEAST_CACHE_BYTES = 1 << 20
 _BATCH = 4096
 
 
@@ -142,7 +143,7 @@ def load_for_inference(
     processes of a machine share them, and a model may be larger than the memory; for a local folder. Then sizes are
     checked, and bytes by `gba-hvd model verify`. "remote": rows stay in the store; a request reads the blocks of 16 KiB
     that it needs and that are not in a cache, all at once, and each is verified.
-    cache_bytes: of "remote": most bytes of blocks in memory, the last used ones; default 256 MiB.
+    cache_bytes: of "remote": most bytes of blocks in memory, the last used ones; default 256 MiB, at least 1 MiB.
     version: "newest", or its number. storage_options: see `recovery.open_store`.
     row_dtype: of rows in memory, "float32", or "int8" or "bfloat16" with the errors that `compact_rows` states; what is
     looked up is float32.
@@ -167,8 +168,8 @@ def _check(tables: str, row_dtype: str, cache_bytes: int | None) -> None:
         raise BadInput(f"tables={tables!r} {what}, which are float32; row_dtype={row_dtype!r} needs memory")
     if cache_bytes is not None and tables != "remote":
         raise BadInput(f"cache_bytes is of tables='remote'; tables={tables!r} has no cache")
-    if cache_bytes is not None and cache_bytes < _LEAST_CACHE_BYTES:
-        raise BadInput(f"cache_bytes must be at least {_LEAST_CACHE_BYTES:,}, got {cache_bytes}")
+    if cache_bytes is not None and not is_whole(cache_bytes, LEAST_CACHE_BYTES):
+        raise BadInput(f"cache_bytes must be a whole number of at least {LEAST_CACHE_BYTES:,}, got {cache_bytes!r}")
 
 
 def _cache_of(store: Store, manifest: ModelManifest, n_bytes: int) -> BlockCache:

@@ -85,9 +85,12 @@ class ShardRows:
         uses = np.ascontiguousarray(records[:, -USES.width :]).view(np.uint32)
         rows, without = vocabulary.insert(shard, about.keys(records), uses)
         if without and not vocabulary.spec.evict:
+            entries, n_shards = vocabulary.spec.entries, layout.n_shards
+            enough = max(2 * entries, (entries + without) * 3 // 2)
             raise BadInput(
                 f"table {about.name!r}: {without} ids of the checkpoint find no room in shard {shard}, which has "
-                f"{vocabulary.spec.entries} rows for ids, and the table evicts nothing: raise capacity, or set evict"
+                f"{entries} rows for ids, and the table evicts nothing: raise capacity (now {entries * n_shards:,} in "
+                f"{n_shards} shards) to {enough * n_shards:,} or more, or set evict"
             )
         there = rows >= 0
         starts = shard * layout.region_words + group.at + rows[there] * group.record

@@ -40,6 +40,7 @@ class FsspecStore:
         self._protocol = url.partition("://")[0]
         self._fs, root = _open(url, self._protocol, dict(storage_options or {}))
         self._root = root.rstrip("/")
+        self._told = {"on_error": "raise"} if _omits_errors(self._fs) else {}
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         path = self._path(name)
@@ -70,9 +71,13 @@ class FsspecStore:
         with self._explained(f"{prefix or 'the store'} cannot be listed"):
             self._fs.invalidate_cache()  # other writers' objects, too, must be seen
             try:
-                found = self._do("find", within, detail=True)
-            except FileNotFoundError:
-                return {}
+                found = self._do("find", within, detail=True, **self._told)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
+                    return {}
+                raise
+            if any(info.get("size") is None for info in found.values()):
+                raise ValueError(f"listings of {self._protocol}:// do not have the sizes of objects")
         sizes = {path.strip("/")[len(self._root.strip("/")) + 1 :]: info["size"] for path, info in found.items()}
         return {name: int(size) for name, size in sizes.items() if name.startswith(prefix)}
 
@@ -112,6 +117,16 @@ class FsspecStore:
             if any(word in cause for cause in _causes(error) for word in _REFUSED):
                 raise StoreError(f"{what}: no valid credentials ({_words(error)}); {_CREDENTIALS}") from error
             raise Transient(f"{what}: {_words(error)}") from error
+
+
+def _omits_errors(fs: Any) -> bool:
+    """Whether `find` is fsspec's own walk, for which a folder that cannot be listed is empty unless told otherwise."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    if fs.async_impl:
+        return type(fs)._find is AsyncFileSystem._find and type(fs)._walk is AsyncFileSystem._walk
+    return type(fs).find is AbstractFileSystem.find and type(fs).walk is AbstractFileSystem.walk
 
 
 def _open(url: str, protocol: str, storage_options: dict[str, Any]) -> tuple[Any, str]:

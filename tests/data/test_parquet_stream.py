@@ -295,6 +295,13 @@ def test_a_missing_string_has_no_hash(tmp_path: Path):
         hash_strings(pa.array([1]))
 
 
+@pytest.mark.parametrize("strings", [["a"], np.array(["a"]), "a"])
+def test_strings_in_no_pyarrow_array_are_refused_with_what_to_do(strings: Any):
+    why = rf"expected a pyarrow array of strings, got {type(strings).__name__}: make it one with pyarrow\.array"
+    with pytest.raises(gba_hvd.BadInput, match=why):
+        hash_strings(strings)
+
+
 @pytest.mark.parametrize("has_statistics", [True, False])
 def test_a_missing_value_in_any_row_group_is_found_at_the_start_where_the_footer_counts_them(
     tmp_path: Path, has_statistics: bool

@@ -31,6 +31,7 @@ def test_a_reader_of_the_format_alone_finds_the_same_rows(
     arguments = {"users": 100, "hashed": hashed}
     model = trained(**arguments)
     gba_hvd.save_model(model, tmp_path / "m", build=CODE, arguments=arguments, shard_bytes=4096)
+    (tmp_path / "m" / "versions" / "000002-0123456789abcdef").write_bytes(b"claimed")  # by another writer
     ids = [*model.tables.vocabulary("user")[:5].tolist(), 7, -8] if hashed else [0, 99, 5]
     command = [sys.executable, "-I", CONSUMER, tmp_path / "m", "user", *map(str, ids)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

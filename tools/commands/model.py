@@ -97,7 +97,7 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
     where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
     parser.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
     parser.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
-    cache = "of --tables remote: most bytes of rows kept in memory; default: 256 MiB"
+    cache = "of --tables remote: most bytes of rows kept in memory, at least 1048576; default: 256 MiB"
     parser.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
     dtypes = ("float32", "int8", "bfloat16")
     parser.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")

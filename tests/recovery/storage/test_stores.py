@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import resource
@@ -12,6 +13,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,41 @@ def test_a_server_that_is_not_there_is_an_error_that_may_pass() -> None:
     options = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:9", "config_kwargs": once}
     store = FsspecStore(f"s3://{BUCKET}/job", options)
     with pytest.raises(Transient, match="manifests/ cannot be listed"):
+        store.names("manifests/")
+
+
+def test_a_web_server_that_is_not_there_is_an_error_that_may_pass() -> None:
+    with pytest.raises(Transient, match=r"manifests/ cannot be listed: Cannot connect to host 127\.0\.0\.1:9"):
+        FsspecStore("http://127.0.0.1:9/job").names("manifests/")
+
+
+def test_listings_of_a_web_server_have_no_sizes_and_a_missing_folder_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "job" / "manifests").mkdir(parents=True)
+    (tmp_path / "job" / "manifests" / "1").write_bytes(b"x")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            store = FsspecStore(f"http://127.0.0.1:{server.server_port}/job")
+            assert store.names("absent/") == {}
+            assert store.get("manifests/1") == b"x"
+            with pytest.raises(StoreError, match="cannot be listed: listings of http:// do not have the sizes"):
+                store.names("manifests/")
+        finally:
+            server.shutdown()
+            thread.join(60)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(f"file://{tmp_path}")
+    assert store.names("manifests/") == {}
+
+    def refused(self: object, path: str, **more: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.ls", refused)
+    with pytest.raises(StoreError, match=r"manifests/ cannot be listed.*Permission denied"):
         store.names("manifests/")
 
 

@@ -315,7 +315,11 @@ def test_no_optimizer_is_needed_where_every_table_names_its_own(tmp_path: Path) 
         (torch.zeros(2, 2, 2, dtype=torch.int64), r"feature 'clicked' of 'item': pooled ids must be \[B\] or \[B, L\]"),
         (torch.tensor(3), r"pooled ids must be \[B\] or \[B, L\], got \[\]"),
         (torch.tensor([[1.0]]), "ids must be int64 or int32, got torch.float32"),
-        ([1, 2], "ids must be a tensor of int64 or int32, or a gba_hvd.Bag, got list"),
+        ([1, 2], "ids must be a tensor of int64 or int32, or a gba_hvd.Bag, got list$"),
+        (np.array([[1, 2]]), "or a gba_hvd.Bag, got ndarray$"),
+        ([["a"], ["b", "c"]], r"got list; strings become ids of a hashed table .*hash_strings\(pyarrow.array"),
+        (np.array([None, "b"]), "got ndarray; strings become ids"),
+        (Bag(["a"], torch.tensor([0])), r"values of a Bag must be int64 \[n\], got list; strings become ids"),  # type: ignore[arg-type]
         (torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged), "ids must be int64 or int32"),
         (torch.nested.nested_tensor([torch.ones(2, 2).long()], layout=torch.jagged), "and two dimensions"),
         (torch.zeros(2, dtype=torch.int64).to_sparse(), "ids must be int64 or int32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,19 +82,25 @@ def narrow_rows(ids: np.ndarray) -> np.ndarray:
     [
         (Table(10, 4, capacity=5), "capacity would have no effect without keys='hash64'"),
         (Table(10, 4, admit_after=3, evict="lfu"), "admit_after, evict would have no effect"),
-        (Table(10, 4, keys="hash64", capacity=5), "give dim and capacity, and no n_rows"),
+        (Table(10, 4, keys="hash64", capacity=5), "give dim and capacity, and no n_rows; got n_rows=10$"),
         (Table(dim=4, keys="hash32", capacity=5), "keys must be 'hash64'"),
-        (Table(keys="hash64", capacity=5), "give dim and capacity"),
+        (Table(keys="hash64", capacity=5), "table 't': give dim, how many numbers a row has$"),
         (Table(dim=4, keys="hash64"), "needs capacity="),
-        (Table(dim=4, keys="hash64", capacity=0), "needs capacity="),
-        (Table(dim=4, keys="hash64", capacity=True), "needs capacity="),
-        (Table(dim=4, keys="hash64", capacity=5, admit_after=0), "admit_after must be from 1 to 255"),
-        (Table(dim=4, keys="hash64", capacity=5, admit_after=256), "admit_after must be from 1 to 255"),
+        (Table(dim=4, keys="hash64", capacity=0), "capacity, .* must be a whole number of at least 1, got 0"),
+        (Table(dim=4, keys="hash64", capacity=True), "must be a whole number of at least 1, got True"),
+        (Table(dim=4, keys="hash64", capacity=1e6), "must be a whole number of at least 1, got 1000000.0"),  # type: ignore[arg-type]
+        (Table(dim=4, keys="hash64", capacity="1GB"), "must be a whole number of at least 1, got '1GB'"),  # type: ignore[arg-type]
+        (Table(dim=4, keys="hash64", capacity=5, admit_after=0), "admit_after must be a whole number from 1 to 255"),
+        (Table(dim=4, keys="hash64", capacity=5, admit_after=256), "whole number from 1 to 255, got 256"),
         (Table(dim=4, keys="hash64", capacity=5, evict="lru"), "evict must be 'lfu', 'ttl' or None"),
         (Table(dim=4, keys="hash64", capacity=5, evict="ttl"), "needs evict_after_steps="),
         (Table(dim=4, keys="hash64", capacity=5, evict="lfu", evict_after_steps=9), "no effect without evict='ttl'"),
         (Table(dim=4, keys="hash64", capacity=5, evict_after_steps=9), "no effect without evict='ttl'"),
-        (Table(dim=4, keys="hash64", capacity=5, fallback_rows=0), "fallback_rows must be at least 1"),
+        (
+            Table(dim=4, keys="hash64", capacity=5, fallback_rows=0),
+            "fallback_rows must be a whole number of at least 1",
+        ),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_rows=1.5), "whole number of at least 1, got 1.5"),  # type: ignore[arg-type]
         (Table(10, 4, fallback_hashes=1), "fallback_hashes would have no effect without keys='hash64'"),
         (Table(dim=4, keys="hash64", capacity=5, fallback_hashes=3), "fallback_hashes must be 1 or 2"),
         (Table(dim=4, keys="hash64", capacity=5, fallback_hashes=0), "fallback_hashes must be 1 or 2"),
@@ -132,9 +139,43 @@ def test_ids_of_another_type_are_refused_with_what_to_do(make_tables: Any) -> No
     tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=50)})
     with pytest.raises(BadInput, match=r"got torch.uint64 \[2\]; view hashes as int64: ids.view\(torch.int64\)"):
         tables({"t": torch.zeros(2, dtype=torch.uint64)})
+    with pytest.raises(BadInput, match=r"ids must be a tensor .* got list; strings become ids .*hash_strings\(pyarrow"):
+        tables({"t": ["x"]})
     with pytest.raises(BadInput, match=r"id -9223372036854775808 in sample 1 .* stands for no value"):
         tables({"t": torch.tensor([3, -(2**63)])})
     assert tables({"t": torch.tensor([-5, 3], dtype=torch.int32)})["t"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (["x"], r"table 't': ids must be whole numbers \[n\], got <U1 \[1\]; strings become ids of .*hash_strings"),
+        ([1.5], r"table 't': ids must be whole numbers \[n\], got float64 \[1\]$"),
+        ([[1], [2, 3]], "table 't': ids must be whole numbers .n., got lists of different lengths"),
+    ],
+)
+def test_ids_that_are_no_whole_numbers_are_refused_where_rows_are_looked_at(
+    make_tables: Any, ids: Any, why: str
+) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=50)})
+    tables.admitted("t", [1, 2])
+    for look in (tables.admitted, tables.rows):
+        with pytest.raises(BadInput, match=why):
+            look("t", ids)
+
+
+def test_tables_without_memory_say_so_whatever_is_asked_of_them(tmp_path: Path) -> None:
+    tables = gba_hvd.EmbeddingTables(
+        {"t": Table(dim=4, keys="hash64", capacity=50), "plain": (10, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path
+    )
+    ids = torch.tensor([1])
+    for look in (tables.admitted, tables.rows, lambda name, _: tables.vocabulary(name), lambda n, i: tables({n: i})):
+        with pytest.raises(GbaError, match=r"the tables have no memory yet: iterate gba_hvd\.batches"):
+            look("t", ids)
+    with pytest.raises(BadInput, match="table 'plain' is not hashed"):
+        tables.vocabulary("plain")
+    with pytest.raises(BadInput, match=r"table 't': ids must be whole numbers \[n\], got <U1 .*strings become ids"):
+        tables.assign("t", ["x"], np.zeros((1, 4)))
 
 
 def test_every_form_of_ids_works_and_padding_is_left_out(make_tables: Any) -> None:
@@ -452,8 +493,14 @@ def test_a_smaller_table_takes_the_most_used_or_is_refused(make_tables: Any, tmp
     assert (kept < 75).mean() > 0.95  # those used twice
     assert np.array_equal(small.rows("t", kept), before.rows("t", kept))
     tight = filled(make_tables, n=0, capacity=64)
-    with pytest.raises(NotThisCheckpoint, match=r"table 't': \d+ ids .* the table evicts nothing: raise capacity"):
+    why = r"table 't': \d+ ids .* the table evicts nothing: raise capacity \(now 64 in 4 shards\) to \d+"
+    with pytest.raises(NotThisCheckpoint, match=why) as refused:
         restore(open_store(str(tmp_path / "store")), ShardRows(tight.memory, filling=True))
+    enough = re.search(r"to (\d+) or more", str(refused.value))
+    assert enough is not None
+    wide = filled(make_tables, n=0, capacity=int(enough[1]))
+    restore(open_store(str(tmp_path / "store")), ShardRows(wide.memory, filling=True))
+    assert wide.vocabulary("t").tolist() == before.vocabulary("t").tolist()
 
 
 @pytest.mark.parametrize("policy", ["delta", "mfu", "scar"])

@@ -275,7 +275,9 @@ def test_a_truncated_shard(trained: Trained, tmp_path: Path) -> None:
     ("how", "words"),
     [
         ({"tables": "remote", "row_dtype": "int8"}, "reads parts of the files, which are float32; row_dtype='int8'"),
-        ({"tables": "remote", "cache_bytes": 1000}, "cache_bytes must be at least 1,048,576, got 1000"),
+        ({"tables": "remote", "cache_bytes": 1000}, "must be a whole number of at least 1,048,576, got 1000"),
+        ({"tables": "remote", "cache_bytes": 1.5}, "cache_bytes must be a whole number of at least 1,048,576, got 1.5"),
+        ({"tables": "remote", "cache_bytes": "1GB"}, "must be a whole number of at least 1,048,576, got '1GB'"),
         ({"cache_bytes": 1 << 30}, "cache_bytes is of tables='remote'; tables='memory' has no cache"),
     ],
 )

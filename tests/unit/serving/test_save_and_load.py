@@ -535,6 +535,12 @@ def test_a_table_that_is_missing(trained: Trained, tmp_path: Path) -> None:
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/m", "https://no-such-host.invalid/m"])
+def test_a_server_that_is_not_there_is_not_taken_for_one_without_models(url: str) -> None:
+    with pytest.raises(StoreError, match=r"/m: versions/ cannot be listed: Cannot connect to host"):
+        gba_hvd.load_for_inference(url, tables="remote", tries=1)
+
+
 def test_no_model(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has no model"):
         gba_hvd.load_for_inference(tmp_path)
