@@ -48,7 +48,7 @@ def is_elastic() -> bool:
 
 def explained(engine: Engine, error: BaseException) -> BaseException:
     """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
-    memory = engine.model.tables.memory  # None before the world has formed: nobody could leave a note
+    memory = engine.model.tables.memory  # None before the world has formed: no worker has left a note
     is_own_end = isinstance(error, SystemExit | KeyboardInterrupt | WorldLost)
     if memory is not None and not is_own_end and (trouble := memory.trouble()) and str(error) != trouble:
         return ShardMemoryError(trouble)

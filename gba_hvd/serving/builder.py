@@ -97,8 +97,12 @@ class Builder:
         """The callable. Raises BadInput where it cannot be called with the arguments."""
         found = self._callable()
         try:
-            inspect.signature(found).bind(**self.arguments)
-        except (TypeError, ValueError) as error:
+            signature = inspect.signature(found)
+        except ValueError:  # some built-in types have none
+            return found
+        try:
+            signature.bind(**self.arguments)
+        except TypeError as error:
             given = ", ".join(self.arguments) or "none"
             raise BadInput(
                 f"{self} cannot be called with arguments= of {given}: {error}. A builder makes the whole model, tables "

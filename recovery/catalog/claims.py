@@ -206,7 +206,7 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
 
 def _report_wait(store: Store, other: Seen, wait_s: float) -> None:
     log.warning(
-        "waiting for up to %g s for a sign of life of job %r%s, whose claim on %s was not released: it is running, or "
+        "waiting for up to %g s for a renewal by job %r%s, whose claim on %s was not released: it is running, or "
         "was killed. If the claim is not renewed meanwhile, this job continues; if it is, this job is refused. If you "
         "know that the other one is dead, start this one with takeover=True, which does not wait",
         wait_s, other.writer, _where(store, other), store.url,

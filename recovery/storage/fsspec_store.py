@@ -40,7 +40,7 @@ class FsspecStore:
         self._protocol = url.partition("://")[0]
         self._fs, root = _open(url, self._protocol, dict(storage_options or {}))
         self._root = root.rstrip("/")
-        self._told = {"on_error": "raise"} if _omits_errors(self._fs) else {}
+        self._find_options = {"on_error": "raise"} if _omits_errors(self._fs) else {}
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         path = self._path(name)
@@ -71,7 +71,7 @@ class FsspecStore:
         with self._explained(f"{prefix or 'the store'} cannot be listed"):
             self._fs.invalidate_cache()  # other writers' objects, too, must be seen
             try:
-                found = self._do("find", within, detail=True, **self._told)
+                found = self._do("find", within, detail=True, **self._find_options)
             except OSError as error:
                 if isinstance(error, FileNotFoundError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
                     return {}

@@ -369,7 +369,7 @@ def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path)
             second.start_alone()
             assert second.wait(PATIENCE_S) != 0
             assert "which renewed its lease" in second.said() and "takeover=True" in second.said(), second.log()
-            assert "waiting for up to 60 s for a sign of life of job" in second.log()
+            assert "waiting for up to 60 s for a renewal by job" in second.log()
         n = len(first.notes("committed"))
         wait_for(lambda: len(first.notes("committed")) > n, "the first job to go on")
 

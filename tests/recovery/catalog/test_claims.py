@@ -97,7 +97,7 @@ def test_the_wait_for_another_job_is_said_before_it_begins(ram: RamStore, caplog
     claimed(ram, "job-2", VirtualTime(lambda: said.append(list(caplog.messages))), lease_s=45)
     (text,) = said[0]
     assert said[-1] == said[0] and [record.levelname for record in caplog.records] == ["WARNING"]
-    assert text.startswith("waiting for up to 45 s for a sign of life of job 'job-1' on host ")
+    assert text.startswith("waiting for up to 45 s for a renewal by job 'job-1' on host ")
     assert f"(process {os.getpid()}), whose claim on {ram.url} was not released" in text
     assert "If the claim is not renewed meanwhile, this job continues" in text and "takeover=True" in text
 

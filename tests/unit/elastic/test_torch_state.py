@@ -152,7 +152,7 @@ def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
 
     class SignalWhenItWaits(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("waiting for up to 120 s for a sign of life of job 'killed'"):
+            if record.getMessage().startswith("waiting for up to 120 s for a renewal by job 'killed'"):
                 os.kill(os.getpid(), number)
 
     log, handler = logging.getLogger("recovery"), SignalWhenItWaits()
