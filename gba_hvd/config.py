@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 from recovery.old_names import accepts, renamed
 
 _PREFIX = "GBA_HVD_"
+DEVICE_ROWS = ("auto", "off", "on")
 _OLD = {"heartbeat_timeout_s": "ALIVE_S", "server_timeout_s": "SERVER_S"}  # variables that are still read
 
 
@@ -31,6 +32,8 @@ class Config:
     server_timeout_s: asynchronous modes: a server that answers nothing for this long counts as lost, with its host. In
                 every mode: a worker that lost the others ends when it cannot reach the launcher for this long
     grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
+    device_rows: "auto": a GPU that has the model reads rows in the host's memory; "off": the CPU reads and pools them;
+                "on": as "auto", and a CPU takes the same way (for tests)
     """
 
     shard_dir: Path = Path("/dev/shm")
@@ -42,6 +45,7 @@ class Config:
     lease_s: float = 60.0
     server_timeout_s: float = 20.0
     grace_s: float = 20.0
+    device_rows: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_dir", Path(self.shard_dir).absolute())
@@ -52,6 +56,7 @@ class Config:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
         if self.grace_s < 0:
             raise BadInput(f"grace_s must not be negative, got {self.grace_s}")
+        refuse_unknown("device_rows", self.device_rows, DEVICE_ROWS)
         if self.job_id is not None:
             checked_job_id(self.job_id)
         object.__setattr__(self, "job_name", checked_job_name(self.job_name or _script()))

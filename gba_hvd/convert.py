@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from gba_hvd.batch import Bag
 from gba_hvd.embedding.features import Feature, Table
 from gba_hvd.embedding.lookups import HALF
-from gba_hvd.embedding.module_dtype import FollowsDtype
+from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.embedding.row_optimizers import SGD, RowOptimizer
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
@@ -138,7 +138,7 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(module, _Converted)
 
 
-class _Converted(FollowsDtype):
+class _Converted(FollowsModule):
     """What both kinds of converted modules have in common: a feature of `tables`, of the path of the module."""
 
     feature: str

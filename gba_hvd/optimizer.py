@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_of
-from gba_hvd.embedding.tables import EmbeddingTables, join_tables
+from gba_hvd.embedding.tables import EmbeddingTables, join_tables, refuse_unused_hot_rows
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.shm import vocabulary_kernels
@@ -155,6 +155,7 @@ def DistributedOptimizer(
             "so that it drives the tables too"
         )
     tables = tables if isinstance(tables, EmbeddingTables) else join_tables(tables)
+    refuse_unused_hot_rows(tables)
     names = {id(p): name for name, p in named_parameters}
     specs = dense_spec_of(compression), row_spec_of(row_compression)
     clip = Clip(max_norm, max_row_norm)

@@ -201,10 +201,10 @@ class DenseExchange:
         self.feedback.flush_all(flat, self._all.spans)
         self._put(dense, flat)
         entered_s = time.perf_counter()
-        world.sum_("commit", dense.total)
+        dense.sum_(world, "commit")
         left_s = time.perf_counter()
         traffic.both("dense", ring(dense.total.element_size() * dense.n, world.size))
-        traffic.both("header", ring(dense.total.element_size() * (len(dense.total) - dense.n), world.size))
+        traffic.both("header", ring(dense.total.element_size() * len(dense.extra), world.size))
         return self._took(left_s - entered_s, entered_s - began_s)
 
     def _sum_compressed_(
@@ -228,7 +228,7 @@ class DenseExchange:
             mine[4], self.not_finite = 1.0, str(error)
             half = torch.zeros(shape.n, dtype=torch.float16)
             sent, _ = sparse_message.write(np.empty(0, np.int32), flat[:0], shape.n, "none", flat[:0])
-        small = torch.cat([dense.total[at] for at in shape.plain] + [dense.extra])
+        small = torch.cat([dense.total[at].cpu() for at in shape.plain] + [dense.extra])
         entered_s = time.perf_counter()
         received: list[np.ndarray] = []
         if as_half:

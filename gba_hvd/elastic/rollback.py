@@ -53,7 +53,10 @@ def forget(engine: Engine) -> None:
 
 
 def forget_residuals(engine: Engine) -> None:
-    """What compression has not sent is of steps that do not count any more; the checkpoint has its own."""
+    """What compression has not sent is of steps that do not count any more, as are copies of rows in a device's memory;
+    the checkpoint has its own.
+    """
+    engine.model.tables.on_device.forget()
     if engine.model.compression is not None:
         engine.model.compression.feedback.clear()
     if engine.model.row_coder is not None:

@@ -124,7 +124,7 @@ class Lookup:
     def result(self, rows: Tensor) -> Tensor:
         """What the model gets, of float32 [m, dim]."""
         if self.ragged is not None:
-            return torch.nested.nested_tensor_from_jagged(rows, self.ragged)
+            return torch.nested.nested_tensor_from_jagged(rows, self.ragged.to(rows.device))
         return rows if len(self.shape) == 1 else rows.view(*self.shape, rows.shape[1])
 
 

@@ -151,11 +151,13 @@ class TableOptimizers:
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad | RowSum, scale: float, lr: float, step: int
     ) -> None:
-        """As `RowOptimizer.update_`. lr: of the default optimizer, now; that of another is in proportion."""
+        """As `RowOptimizer.update_`. lr: of the default optimizer, now; see `rate`."""
         optimizer = self.of(group.optimizer)
-        if group.optimizer:
-            lr = optimizer.lr * (lr / self.default.lr)
-        update_(optimizer, flat, layout, group, grad, scale, lr, step)
+        update_(optimizer, flat, layout, group, grad, scale, self.rate(group.optimizer, lr), step)
+
+    def rate(self, number: int, lr: float) -> float:
+        """The learning rate of an optimizer by number, in proportion to that of the default one, lr."""
+        return self.of(number).lr * (lr / self.default.lr) if number else lr
 
     def of(self, number: int) -> RowOptimizer:
         return self.own[number - 1] if number else self.default

@@ -28,6 +28,7 @@ from gba_hvd.embedding.features import (
     Table,
     default_optimizer,
     features_of,
+    is_whole,
     optimizers_of,
     poolings_of,
     refuse_unused_modes,
@@ -51,7 +52,11 @@ from gba_hvd.embedding.lookups import (
     sample_of_ids,
 )
 from gba_hvd.embedding.lookups import Ids as Ids
-from gba_hvd.embedding.module_dtype import FollowsDtype
+from gba_hvd.embedding.module_placement import FollowsModule
+from gba_hvd.embedding.on_device import pooling as on_device
+from gba_hvd.embedding.on_device.access import DeviceAccess
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
+from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
 from gba_hvd.embedding.row_gradients import RowGrad, distinct_parts
@@ -97,6 +102,41 @@ class Captured:
     accesses: np.ndarray | None = None
     compiled: list[CompiledPass] = field(default_factory=list)  # kept for the backward operator
 
+    def gradient(self) -> RowGrad:
+        assert self.rows.grad is not None
+        return RowGrad(self.keys, self.rows.grad.numpy(), self.accesses)
+
+
+@dataclass(frozen=True)
+class CapturedOnDevice:
+    """The same, where a device looked the rows up, in its memory.
+
+    distinct: int64 [d], the keys; index: int64 [n], of each id its row
+    """
+
+    group: int
+    distinct: Tensor
+    rows: Tensor
+    index: Tensor
+    counts_accesses: bool
+
+    @property
+    def keys(self) -> np.ndarray:
+        """int64 [d]; waits for the device"""
+        keys: np.ndarray = self.distinct.cpu().numpy()
+        return keys
+
+    @property
+    def accesses(self) -> Tensor | None:
+        """int32 [d], how often each was looked up; None: not counted"""
+        if not self.counts_accesses:
+            return None
+        return torch.bincount(self.index, minlength=len(self.distinct)).to(torch.int32)
+
+    def gradient(self) -> DeviceRowGrad:
+        assert self.rows.grad is not None
+        return DeviceRowGrad(self.distinct, self.rows.grad, self.accesses)
+
 
 @dataclass
 class Passes:
@@ -106,10 +146,10 @@ class Passes:
     """
 
     remote: list[PulledRows | None]
-    captured: list[Captured] = field(default_factory=list)
+    captured: list[Captured | CapturedOnDevice] = field(default_factory=list)
 
 
-class EmbeddingTables(FollowsDtype):
+class EmbeddingTables(FollowsModule):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
     Called with ids by feature, like a keyed `nn.EmbeddingBag`:
@@ -136,6 +176,12 @@ class EmbeddingTables(FollowsDtype):
     mode: as above. n_shards, shard_dir: of the shard memory; default: $GBA_HVD_N_SHARDS, $GBA_HVD_SHARD_DIR, or those
     of `Config`.
 
+    On a GPU (`model.to("cuda")`) lookups return rows there, of ids on the CPU. Where all rows are on this host, the GPU
+    itself reads them in the host's memory, and pools them; with one worker it applies their gradients as well. Hashed
+    tables, and the tables of a job on several hosts, are looked up by the CPU and copied.
+    hot_rows: of how many rows, of all tables that are not hashed, the GPU keeps a copy in its own memory: those used
+    most. They are written to the host's memory with each step, and read again where another process has changed them.
+
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
     Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
     (`model.bfloat16()`), as `nn.Embedding` would; under autocast they return float32. Gradients of rows are float32.
@@ -155,6 +201,7 @@ class EmbeddingTables(FollowsDtype):
         mode: str | Mapping[str, str] = "sum",
         n_shards: int | None = None,
         shard_dir: Any = None,
+        hot_rows: int = 0,
     ) -> None:
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
@@ -168,6 +215,11 @@ class EmbeddingTables(FollowsDtype):
         own_slots, n_shards_ = tuple(one.slots for one in self.optimizers.own), self.config.n_shards
         specs = {name: table.hashed_spec(n_shards_) for name, table in self.tables.items()}
         hashed = {name: spec for name, spec in specs.items() if spec is not None}
+        if not is_whole(hot_rows, 0) or (hot_rows and len(hashed) == len(specs)):
+            why = "the device keeps none of hashed tables" if hashed else "expected a whole number of at least 0"
+            raise BadInput(f"hot_rows={hot_rows!r}: {why}")
+        self.hot_rows = int(hot_rows)
+        self.on_device = DeviceAccess(self.config.device_rows, self.hot_rows)
         self.layout = Layout.of(shapes, self.optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
@@ -297,12 +349,12 @@ class EmbeddingTables(FollowsDtype):
         else:
             _refuse_tracing()
             self._fetch_remote(ids)
-            out = self._frozen_rows_of(ids) if self.is_frozen else {}
+            out = self._frozen_rows_of(ids) if self.is_frozen else self._looked_up_on_device(ids)
             rest = {name: ids[name] for name in ids if name not in out} if out else ids
             for some in self._fetched(rest, torch.is_grad_enabled()):
                 for (one, _), rows in zip(some, pool([pooling for _, pooling in some], self._row_buffers), strict=True):
                     out[one.source.feature] = one.result(rows)
-        return {name: out[name].to(self.dtype) for name in ids}
+        return {name: out[name].to(self.device, self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
@@ -313,12 +365,13 @@ class EmbeddingTables(FollowsDtype):
             found[one.source.feature] = one, pooling, pooling.rows
         done = CompiledPass([found[name] for name in ids])
         for captured in self._passes.captured[first:]:
-            captured.compiled.append(done)
+            if isinstance(captured, Captured):
+                captured.compiled.append(done)
         return done, [results[name] for name in ids]
 
     def open_passes(self) -> Iterator[CompiledPass]:
         """See `compiled.LooksUp`."""
-        return (done for captured in self._passes.captured for done in captured.compiled)
+        return (done for one in self._passes.captured if isinstance(one, Captured) for done in one.compiled)
 
     def width_of(self, feature: str) -> tuple[int, bool]:
         """(dimension, whether it is pooled)."""
@@ -330,6 +383,19 @@ class EmbeddingTables(FollowsDtype):
         self, ids: Ids, train: bool, weights_train: bool | None = None
     ) -> Iterator[list[tuple[Lookup, Pooling]]]:
         """Of each group of tables, its features' lookups and their pooling, of distinct rows that are one leaf."""
+        for number, some in self._lookups_by_group(ids, weights_train):
+            wanted, cuts = np.concatenate([one.keys for one in some]), [one.by_sample for one in some]
+            lengths = [len(one.keys) for one in some]
+            ends = [len(wanted)] if self.pools_bags else ends_of_tables([one.source for one in some], lengths)
+            rows, index = self._fetch(number, wanted, ends, cuts, train)
+            parts = np.split(index, np.cumsum(lengths)[:-1])
+            yield [
+                (one, Pooling(rows, part, one.offsets, one.weights, one.pooling))
+                for one, part in zip(some, parts, strict=True)
+            ]
+
+    def _lookups_by_group(self, ids: Ids, weights_train: bool | None) -> Iterator[tuple[int, list[Lookup]]]:
+        """Of each group of tables, its number and its features' lookups, those of one table side by side."""
         self._refuse_unknown(ids)
         by_group: dict[int, list[Lookup]] = {}
         try:
@@ -341,16 +407,34 @@ class EmbeddingTables(FollowsDtype):
             by_group.setdefault(one.source.group, []).append(self._with_pooled(one, ids, weights_train))
             self.looked_up.add(one.source.table)
         for number, some in by_group.items():
-            some.sort(key=lambda one: one.source.first_key)  # features of one table side by side
-            wanted, cuts = np.concatenate([one.keys for one in some]), [one.by_sample for one in some]
-            lengths = [len(one.keys) for one in some]
-            ends = [len(wanted)] if self.pools_bags else ends_of_tables([one.source for one in some], lengths)
-            rows, index = self._fetch(number, wanted, ends, cuts, train)
-            parts = np.split(index, np.cumsum(lengths)[:-1])
-            yield [
-                (one, Pooling(rows, part, one.offsets, one.weights, one.pooling))
-                for one, part in zip(some, parts, strict=True)
-            ]
+            yield number, sorted(some, key=lambda one: one.source.first_key)
+
+    def _device_rows(self) -> DeviceRows | None:
+        """What looks rows up on the device of the model; None: the CPU does, for now or at all."""
+        if self.is_frozen or self.memory is None or self._apart or self._recorders or self.notes_samples:
+            return None
+        return self.on_device.rows(self.memory, self.device, self.local is not None)
+
+    def _looked_up_on_device(self, ids: Ids) -> dict[str, Tensor]:
+        """By feature, of those whose rows the device looks up."""
+        device, out = self._device_rows(), dict[str, Tensor]()
+        if device is None:
+            return out
+        self._refuse_unknown(ids)
+        here = {name: ids[name] for name in ids if device.has(self._sources[name].group)}
+        for number, some in self._lookups_by_group(here, None):
+            rows, index = self._fetch_on_device(device, number, np.concatenate([one.keys for one in some]))
+            for one, pooled in zip(some, on_device.pool(rows, index, some), strict=True):
+                out[one.source.feature] = one.result(pooled)
+        return out
+
+    def _fetch_on_device(self, device: DeviceRows, group: int, keys: np.ndarray) -> tuple[Tensor, Tensor]:
+        """As `_fetch`: (rows [d, dim], int64 [n]), on the device."""
+        distinct, index, rows = device.look_up(group, keys)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self._passes.captured.append(CapturedOnDevice(group, distinct, rows, index, self.counts_accesses))
+        return rows, index
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -360,12 +444,12 @@ class EmbeddingTables(FollowsDtype):
         ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            return self._joined[0].stacked(ids).to(self.dtype)
+            return self._joined[0].stacked(ids).to(self.device, self.dtype)
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
         if self.is_frozen and (rows := self._stacked_frozen(ids)) is not None:
-            return rows.to(self.dtype)
+            return rows.to(self.device, self.dtype)
         self._refuse_unknown(ids)
         sources = [self._sources[name] for name in ids]
         dims = {source.table: self.layout.groups[source.group].dim for source in sources}
@@ -389,10 +473,14 @@ class EmbeddingTables(FollowsDtype):
             self._name_sample(error)
             raise
         self.looked_up.update(dims)
+        device, group = self._device_rows(), sources[0].group
+        if device is not None and device.has(group):
+            rows, on_its_own = self._fetch_on_device(device, group, keys)
+            return on_device.stack(rows, on_its_own, len(columns)).to(self.dtype)
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
-        rows, index = self._fetch(sources[0].group, keys, ends, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch, self._row_buffers).to(self.dtype)
+        rows, index = self._fetch(group, keys, ends, cuts, torch.is_grad_enabled())
+        return stack(rows, index, len(columns), batch, self._row_buffers).to(self.device, self.dtype)
 
     def _fetch_remote(self, ids: Ids) -> None:
         """Of rows that stay in a store, read what all features need at once; a lookup would wait for its own alone."""
@@ -441,11 +529,12 @@ class EmbeddingTables(FollowsDtype):
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         sources = [self._sources[name] for name in ids]
         is_one_group = len({source.group for source in sources}) == 1
-        if is_one_group and all(source.pooling for source in sources) and not torch.compiler.is_compiling():
+        is_pooled_here = not torch.compiler.is_compiling() and self._device_rows() is None
+        if is_one_group and all(source.pooling for source in sources) and is_pooled_here:
             (some,) = self._fetched(ids, torch.is_grad_enabled())
             features = {one.source.feature: pooling for one, pooling in some}
             _refuse_other_lengths([features[name].n_bags for name in ids])
-            return pool_stacked([features[name] for name in ids], self._row_buffers).to(self.dtype)
+            return pool_stacked([features[name] for name in ids], self._row_buffers).to(self.device, self.dtype)
         found = self(ids)
         for name, rows in found.items():
             if rows.is_nested or rows.ndim != 2:
@@ -591,12 +680,16 @@ class EmbeddingTables(FollowsDtype):
 
     def take_gradients(self) -> list[list[RowGrad]]:
         """The gradients captured since the last call, per group one for each forward pass."""
+        return [[on_host(grad) for grad in some] for some in self.take_gradients_there()]
+
+    def take_gradients_there(self) -> list[list[RowGrad | DeviceRowGrad]]:
+        """The same, where they are: those of rows that the device looked up stay in its memory."""
         passes = self._passes
         captured, passes.captured = passes.captured, []
-        grads: list[list[RowGrad]] = [[] for _ in self.layout.groups]
+        grads: list[list[RowGrad | DeviceRowGrad]] = [[] for _ in self.layout.groups]
         for c in captured:
             if c.rows.grad is not None:
-                grads[c.group].append(RowGrad(c.keys, c.rows.grad.numpy(), c.accesses))
+                grads[c.group].append(c.gradient())
         return grads
 
     def contributors(self, micro_batch: int, n_samples: int) -> list[RowGrad]:
@@ -612,6 +705,7 @@ class EmbeddingTables(FollowsDtype):
         for c in self._passes.captured:
             if c.rows.grad is None:
                 continue
+            assert isinstance(c, Captured)  # with `notes_samples` the CPU looks rows up
             if c.n_samples != {n_samples}:
                 raise BadInput(
                     f"a forward pass over {' and '.join(map(str, sorted(c.n_samples)))} samples in a batch of "
@@ -629,7 +723,7 @@ class EmbeddingTables(FollowsDtype):
         return counts
 
     @property
-    def captured(self) -> Sequence[Captured]:
+    def captured(self) -> Sequence[Captured | CapturedOnDevice]:
         """The rows of the forward passes since gradients were taken last."""
         return self._passes.captured
 
@@ -767,6 +861,18 @@ class EmbeddingTables(FollowsDtype):
         return found
 
 
+def refuse_unused_hot_rows(tables: EmbeddingTables) -> None:
+    """Raises BadInput for `hot_rows` where no device will keep any."""
+    when = tables.config.device_rows
+    if not tables.hot_rows or when == "on" or (when == "auto" and tables.device.type != "cpu"):
+        return
+    why = "GBA_HVD_DEVICE_ROWS=off keeps rows from the GPU" if when == "off" else "the tables are on the CPU"
+    raise BadInput(
+        f"hot_rows={tables.hot_rows} are copies in a GPU's memory, and {why}: move the model, with the tables in it, "
+        'to the GPU (model.to("cuda")) before gba_hvd.DistributedOptimizer, or leave hot_rows out'
+    )
+
+
 def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
     """Tables with all tables and features of the parts, which look up in them from now on.
 
@@ -806,8 +912,9 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
         features |= part.features
     whole = EmbeddingTables(
         tables, first.optimizer, features=features, seed=first.layout.seed, init_std=first.layout.init_std,
-        n_shards=first.config.n_shards, shard_dir=first.config.shard_dir,
+        n_shards=first.config.n_shards, shard_dir=first.config.shard_dir, hot_rows=sum(one.hot_rows for one in parts),
     )  # fmt: skip
+    whole.device = first.device
     for part in parts:
         whole.initial_rows.take_over(part.initial_rows)
         whole.looks_up_inside = whole.looks_up_inside or part.looks_up_inside

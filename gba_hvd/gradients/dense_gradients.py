@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gba_hvd.comm.collectives import World
 from gba_hvd.errors import BadInput
 
 
@@ -17,7 +18,8 @@ class DenseGradients:
     `n_extra` numbers that travel with them.
 
     flat:  [n]            gradient of the micro-batch, later of the step
-    total: [n + n_extra]  weighted sum over micro-batches, at least float32
+    total: [n + n_extra]  weighted sum over micro-batches, at least float32; on a GPU [n], and the numbers are in the
+                          host's memory: each would cost a transfer of its own
     """
 
     def __init__(self, parameters: Sequence[Tensor], n_extra: int) -> None:
@@ -29,7 +31,9 @@ class DenseGradients:
         self.n = sum(p.numel() for p in self._parameters)
         self.flat = torch.zeros(self.n, dtype=dtype, device=device)
         total_dtype = torch.promote_types(dtype, torch.float32)  # the numbers that travel along are counts
-        self.total = torch.zeros(self.n + n_extra, dtype=total_dtype, device=device)
+        self._is_on_cpu = device.type == "cpu"
+        self.total = torch.zeros(self.n + n_extra * self._is_on_cpu, dtype=total_dtype, device=device)
+        self._extra = torch.zeros(n_extra, dtype=total_dtype)
         self._views: list[Tensor] = []
         at = 0
         for p in self._parameters:
@@ -39,7 +43,7 @@ class DenseGradients:
 
     @property
     def extra(self) -> Tensor:
-        return self.total[self.n :]
+        return self.total[self.n :] if self._is_on_cpu else self._extra
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -52,8 +56,19 @@ class DenseGradients:
 
     def resize_extra(self, n_extra: int) -> None:
         """Let another number of values travel with the gradients; `total` is empty afterwards."""
-        if len(self.total) != self.n + n_extra:
-            self.total = self.total.new_zeros(self.n + n_extra)
+        if len(self.extra) != n_extra:
+            self.total = self.total.new_zeros(self.n + n_extra * self._is_on_cpu)
+            self._extra = self._extra.new_zeros(n_extra)
+
+    def sum_(self, world: World, name: str) -> None:
+        """Sum `total` and the numbers over the workers. A collective."""
+        if self._is_on_cpu:
+            world.sum_(name, self.total)
+        elif world.size > 1:
+            whole = torch.cat([self.total.cpu(), self._extra])
+            world.sum_(name, whole)
+            self.total.copy_(whole[: self.n])
+            self._extra.copy_(whole[self.n :])
 
     def set_parameters_(self, which: Sequence[int], values: Tensor) -> None:
         """Overwrite some parameters, given by number; `values` [n] holds them one after the other."""
@@ -105,6 +120,7 @@ class DenseGradients:
 
     def clear_total_(self) -> None:
         self.total.zero_()
+        self._extra.zero_()
 
     def non_finite(self, names: Sequence[str]) -> str | None:
         """Name of the first parameter whose gradient is NaN or infinite."""

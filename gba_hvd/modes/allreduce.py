@@ -16,17 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.embedding.row_gradients import RowGrad, merge, with_contributors
+from gba_hvd.embedding.row_gradients import merge, with_contributors
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients.clipping import Factors, squares
 from gba_hvd.gradients.loss_scale import SKIPPED
 from gba_hvd.modes import evaluation, retrieval
-from gba_hvd.modes.allreduce_exchange import AllreduceExchange
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange, Part
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.job_state import Cursor
-from gba_hvd.training.mode import CountRun, EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
+from gba_hvd.training.mode import (
+    CountRun,
+    EpochRun,
+    EvaluationRun,
+    MicroBatch,
+    MicroGradients,
+    RankFacts,
+    Rejoin,
+    RetrievalRun,
+)
 
 _MEASURED_EVERY, _MEASURED_FIRST = 20, 4  # which steps are of single micro-batches in any case
 _OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
@@ -48,7 +57,7 @@ class AllreduceMode:
         self.rejoin: Rejoin | None = None
         self.together, self._is_measured = 1, False
         self._cut, self._step_of_epoch, self._began_s = EpochPlan(1, 1, 1), 0, 0.0
-        self._rows: list[list[tuple[RowGrad, float]]] = []
+        self._rows: list[list[Part]] = []
         self._not_finite, self._bad_micro = "", -1
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self._traced: list[int] = []  # their indices, where they are traced
@@ -141,18 +150,24 @@ class AllreduceMode:
             value = None
         else:
             model.dense.add_micro_batch_(weight)
-            for group, some in enumerate(grads.rows):
-                if model.row_average == "global":
-                    self._rows[group] += [(grad, weight) for grad in some]
-                elif some:  # one for all forward passes: a micro-batch contributes once to a row
-                    whole = merge([(grad, 1.0) for grad in some])
-                    counts = None if grads.contributors is None else grads.contributors[group]
-                    self._rows[group].append((with_contributors(whole, weight, counts), 1.0))
+            if model.row_average == "global":
+                for group, there in enumerate(grads.rows):
+                    self._rows[group] += [(grad, weight) for grad in there]
+            else:
+                self._add_contributors(grads, weight)
         if value is not None:
             fields.add("loss", value * micro.n_samples)
             fields.add("loss_weight", micro.n_samples)
         if micro.is_last:
             self._close_step()
+
+    def _add_contributors(self, grads: MicroGradients, weight: float) -> None:
+        """A micro-batch contributes once to a row, however many forward passes it has."""
+        for group, some in enumerate(grads.rows_on_host):
+            if some:
+                whole = merge([(grad, 1.0) for grad in some])
+                counts = None if grads.contributors is None else grads.contributors[group]
+                self._rows[group].append((with_contributors(whole, weight, counts), 1.0))
 
     @property
     def is_within_step(self) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.embedding.apply_rows import apply_rows, by_row, write_rows
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
+from gba_hvd.embedding.on_device.row_gradients import merge as merge_on_device
 from gba_hvd.embedding.row_gradients import (
     Packed,
     PickedRows,
@@ -56,6 +59,7 @@ from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
 
 _LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that returned to this host
+Part = tuple[RowGrad | DeviceRowGrad, float]  # of a step's gradient, and its weight
 Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -70,7 +74,7 @@ class HeldRows:
     """
 
     step: int
-    own: Sequence[RowGrad | PickedRows]
+    own: Sequence[RowGrad | PickedRows | DeviceRowGrad]
     remote: dict[int, np.ndarray]
     scale: float
     lr: float
@@ -109,6 +113,8 @@ class AllreduceExchange:
         self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self._row_coder = row_coder
+        # Row gradients stay where the model's device has them: nobody else gets or applies any.
+        self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
             kind = ActivationExchange if row_coder.spec.pools else RowExchange
@@ -122,6 +128,7 @@ class AllreduceExchange:
         self._tables.local = self._is_local if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._tables.write_rows = self.write_rows
+        self._tables.on_device.forget()
         self._memory.claim(self._mine)
         coder = self._row_coder
         self._has_local_residuals = coder is not None and coder.has_residuals_for(
@@ -141,6 +148,7 @@ class AllreduceExchange:
         mine = np.isin(keys % layout.n_shards, self._mine)
         step = int(self._memory.marks().finished[self._mine].max(initial=0))
         missing = write_rows(self._memory, group, keys[mine], values[mine], step)
+        self._tables.on_device.forget()
         if self._world.size > 1:
             missing = int(self._world.gather("rows assigned", np.array([missing], dtype=np.int64)).sum())
         if missing:
@@ -194,18 +202,17 @@ class AllreduceExchange:
             values[order] = got.reshape(-1, group.dim)
             self._tables.remote[number] = PulledRows(wanted, slots, values)
 
-    def exchange(
-        self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float, n_skipped: int = 0
-    ) -> None:
+    def exchange(self, step: int, parts: Sequence[Sequence[Part]], scale: float, lr: float, n_skipped: int = 0) -> None:
         """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes.
 
         parts: `with_contributors`, where rows are averaged over these. scale: see `HeldRows`
         n_skipped: steps so far that were not applied
         """
-        grads = [
-            merge(p) if p else RowGrad.none(d, self._tables.counts_accesses)
-            for p, d in zip(parts, self._dims, strict=True)
-        ]
+        if self.keeps_on_device:
+            own = [self._merged_there(*of) for of in zip(parts, self._dims, strict=True)]
+            self.held = HeldRows(step, own, {}, scale, lr, n_skipped)
+            return
+        grads = [self._merged_here(*of) for of in zip(parts, self._dims, strict=True)]
         exchange, coder = self.row_exchange, self._row_coder
         if coder is not None:
             coder.begin()
@@ -237,6 +244,17 @@ class AllreduceExchange:
             remote = self._send_whole(by_rank, self._world.alltoall)
         self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
 
+    def _merged_here(self, parts: Sequence[Part], dim: int) -> RowGrad:
+        """One gradient of a group, in the host's memory."""
+        return merge(_on_host(parts)) if parts else RowGrad.none(dim, self._tables.counts_accesses)
+
+    def _merged_there(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:
+        """The same, where the gradients are, if all are in one memory."""
+        on_device = [(grad, weight) for grad, weight in parts if isinstance(grad, DeviceRowGrad)]
+        if parts and len(on_device) == len(parts):
+            return merge_on_device(on_device)
+        return self._merged_here(parts, dim)
+
     def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
         """parts: by rank; those of this host stay."""
         message, words = _joined([part[:0] if rank in self._outboxes else part for rank, part in enumerate(parts)])
@@ -257,8 +275,11 @@ class AllreduceExchange:
             self._world.gather("rows posted", np.array([self.held.step], dtype=np.int64))
         grads, scale = self._merged(self.held)
         groups = self._tables.layout.groups
-        rows = (by_row(self._memory, group, grad) for group, grad in zip(groups, grads, strict=True))
-        return clipping.squares(grad.values for grad in rows) * scale**2
+        on_device = sum(grad.squares() for grad in grads if isinstance(grad, DeviceRowGrad))
+        rows = (
+            by_row(self._memory, g, grad) for g, grad in zip(groups, grads, strict=True) if isinstance(grad, RowGrad)
+        )
+        return (clipping.squares(grad.values for grad in rows) + on_device) * scale**2
 
     def commit(self, dense: DenseGradients, fields: CommitFields) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
@@ -273,7 +294,7 @@ class AllreduceExchange:
         if self._dense_exchange is not None:
             self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic)
             return
-        self._world.sum_("commit", dense.total)
+        dense.sum_(self._world, "commit")
         itemsize = dense.total.element_size()
         self._traffic.both("dense", ring(itemsize * dense.n, self._world.size))
         self._traffic.both("header", ring(itemsize * len(dense.extra), self._world.size))
@@ -293,21 +314,26 @@ class AllreduceExchange:
         due = self._mine[memory.marks().begun[self._mine] < held.step]
         number = held.step - held.n_skipped
         memory.begin(due, held.step)
-        for group, grad in zip(layout.groups, self._to_apply(held, due), strict=True):
-            apply_rows(
-                memory, self._tables.optimizers, group, grad, due, scale=held.scale * factor, lr=held.lr,
-                number=number, step=held.step,
-            )  # fmt: skip
+        optimizers, device = self._tables.optimizers, self._tables.on_device.opened
+        for i, (group, grad) in enumerate(zip(layout.groups, self._to_apply(held, due), strict=True)):
+            scale = held.scale * factor
+            if isinstance(grad, DeviceRowGrad) and device is not None and device.can_apply(i, optimizers):
+                device.apply(i, grad, optimizers, scale, held.lr, number)
+                continue
+            here = on_host(grad) if isinstance(grad, DeviceRowGrad) else grad
+            apply_rows(memory, optimizers, group, here, due, scale=scale, lr=held.lr, number=number, step=held.step)
+        if device is not None:
+            device.wait()
         memory.finish(due, held.step)
 
-    def _to_apply(self, held: HeldRows, due: np.ndarray) -> Sequence[RowGrad | RowSum]:
+    def _to_apply(self, held: HeldRows, due: np.ndarray) -> Sequence[RowGrad | RowSum | DeviceRowGrad]:
         """Per group, the gradients for these shards of this rank."""
-        if not (held.merged or self._by_contributors or len(due) < len(self._mine)):
+        if not (self.keeps_on_device or held.merged or self._by_contributors or len(due) < len(self._mine)):
             return [add_in_order(parts) for parts in self._arrived(held)]
         grads, n_shards = self._merged(held)[0], self._tables.layout.n_shards
         if len(due) == len(self._mine):
             return grads
-        return [grad.select(np.isin(grad.keys % n_shards, due)) for grad in grads]
+        return [grad.select(np.isin(grad.keys % n_shards, due)) for grad in map(on_host, grads)]
 
     def skip_held(self) -> None:
         """The step was decided, and is not applied: rows stay, and so does what waits of compressed gradients."""
@@ -330,8 +356,10 @@ class AllreduceExchange:
         for outbox in self._outboxes.values():
             outbox.close()
 
-    def _merged(self, held: HeldRows) -> tuple[list[RowGrad], float]:
+    def _merged(self, held: HeldRows) -> tuple[Sequence[RowGrad | DeviceRowGrad], float]:
         """Per group, the gradients for this rank's rows, and what they are to be multiplied by."""
+        if self.keeps_on_device:
+            return cast(Sequence[RowGrad | DeviceRowGrad], held.own), held.scale
         if not held.merged:
             held.merged[:] = [merge([(copied(part), 1.0) for part in parts]) for parts in self._arrived(held)]
             if self._by_contributors:
@@ -344,9 +372,16 @@ class AllreduceExchange:
         messages = {rank: outbox.message(held.step, me) for rank, outbox in self._outboxes.items() if rank != me}
         messages |= held.remote
         grads: list[Sequence[RowGrad | PickedRows]] = [
-            held.own if rank == me else unpack(messages[rank], self._dims, counted) for rank in range(self._world.size)
+            cast(Sequence[RowGrad | PickedRows], held.own)
+            if rank == me
+            else unpack(messages[rank], self._dims, counted)
+            for rank in range(self._world.size)
         ]
         return [list(by_group) for by_group in zip(*grads, strict=True)]
+
+
+def _on_host(parts: Sequence[Part]) -> list[tuple[RowGrad, float]]:
+    return [(on_host(grad), weight) for grad, weight in parts]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

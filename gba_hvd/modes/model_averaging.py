@@ -59,7 +59,7 @@ class ModelAveragingMode(ParameterServerMode):
         assert micro.lease is not None
         grads = self._engine.take_gradients(micro, loss, dense)
         self.servers.push(
-            micro.lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push(), dense
+            micro.lease, grads.rows_on_host, grads.loss, grads.seconds, grads.not_finite, self._before_push(), dense
         )
         return grads.not_finite
 

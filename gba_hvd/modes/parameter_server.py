@@ -139,7 +139,7 @@ class ParameterServerMode:
         if grads.not_finite:
             engine.reports.rejected(micro.index, grads.not_finite)
         if rejected := self.servers.push(
-            lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push()
+            lease, grads.rows_on_host, grads.loss, grads.seconds, grads.not_finite, self._before_push()
         ):
             engine.reports.rejected(lease.micro, rejected)
         engine.reports.compression()

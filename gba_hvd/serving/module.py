@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gba_hvd.convert import ConvertedEmbedding, convert_without_rows, is_converted
 from gba_hvd.embedding.initial_rows import InitialRows
-from gba_hvd.embedding.module_dtype import FollowsDtype
+from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.block_cache import BlockCache
@@ -77,7 +77,7 @@ def padding_rows_in(checkpoint: OpenCheckpoint) -> PaddingRows:
 
 def lookup_dtypes_of(model: nn.Module) -> dict[str, str]:
     """By path, the dtype of what each `EmbeddingTables` and converted module among the modules returns."""
-    return {path: str(one.dtype)[6:] for path, one in model.named_modules() if isinstance(one, FollowsDtype)}
+    return {path: str(one.dtype)[6:] for path, one in model.named_modules() if isinstance(one, FollowsModule)}
 
 
 def assemble(
@@ -150,7 +150,7 @@ def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], lookup_dtypes: M
         if name in state and tensor.dtype != state[name].dtype:
             tensor.data = tensor.data.to(state[name].dtype)
     for path, dtype in lookup_dtypes.items():
-        if isinstance(module := dict(model.named_modules()).get(path), FollowsDtype):
+        if isinstance(module := dict(model.named_modules()).get(path), FollowsModule):
             module.dtype = getattr(torch, dtype)
 
 

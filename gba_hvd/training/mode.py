@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.gradients.dense_gradients import DenseGradients
@@ -49,11 +50,16 @@ class MicroGradients:
     contributors: of several micro-batches, how many of them contain each row, where that is asked for
     """
 
-    rows: list[list[RowGrad]]
+    rows: Sequence[Sequence[RowGrad | DeviceRowGrad]]
     loss: float | None
     seconds: float
     not_finite: str
     contributors: list[RowGrad] | None = None
+
+    @property
+    def rows_on_host(self) -> list[list[RowGrad]]:
+        """The same, all of them in the host's memory."""
+        return [[on_host(grad) for grad in some] for some in self.rows]
 
 
 @dataclass(frozen=True)

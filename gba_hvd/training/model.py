@@ -11,6 +11,7 @@ import torch
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.epoch import EpochPlan, micro_batches_together
@@ -92,7 +93,9 @@ class TrainedModel:
         """Whether a backward pass has reached a row, or a dense parameter has a gradient."""
         return any(one.rows.grad is not None for one in self.tables.captured) or not self.dense.is_zero
 
-    def not_finite(self, loss: float | None, rows: Sequence[Sequence[RowGrad]], dense: DenseGradients) -> str:
+    def not_finite(
+        self, loss: float | None, rows: Sequence[Sequence[RowGrad | DeviceRowGrad]], dense: DenseGradients
+    ) -> str:
         """What of a micro-batch is not finite; empty if all is."""
         if loss is not None and not math.isfinite(loss):
             return f"loss {loss}"

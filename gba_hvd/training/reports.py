@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.comm import traffic
@@ -24,7 +24,7 @@ log = logging.getLogger("gba_hvd")
 
 # Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
 # start, or is started again.
-_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing"})
+_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing", "device_rows"})
 
 
 class Reports:
@@ -107,6 +107,15 @@ class Reports:
         for callback in self.callbacks:
             callback.on_step(record)
         self.vocabularies()
+        self.device_rows()
+
+    def device_rows(self) -> None:
+        """What was decided about a device that looks rows up, since this was called last."""
+        decisions = self._model.tables.on_device.decisions
+        while decisions:
+            decision = decisions.pop(0)
+            level: Literal["info", "warning"] = "warning" if decision.hot_rows_unused else "info"
+            self.emit(Event("device_rows", self._progress.step, decision.text, level=level))
 
     def vocabularies(self, now: bool = False) -> None:
         """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table."""
@@ -247,6 +256,9 @@ class Reports:
             data["residual"] = model.compression.feedback.residual_size
         if model.row_coder is not None:
             data |= {"row_density": model.row_coder.density, "row_residual_lost": model.row_coder.lost}
+        if (share := model.tables.on_device.hit_share) is not None:
+            for callback in self.callbacks:
+                callback.on_metrics(step, {"hot_rows_hit_share": share})
         if n_bytes or data["all_workers"]:
             sent, received = traffic.sent_received(self._progress.traffic)
             text = f"{traffic.words(n_bytes) or 'nothing here'}; {traffic.words_of_all(sent, received)}"

@@ -1,0 +1,80 @@
+"""A host's memory as a tensor of a GPU, which reads and writes it over the bus.
+
+The memory is registered with the GPU's driver, which locks its pages; nothing is copied. For a CPU, the same tensor is
+the memory itself: what is built on it runs on both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gba_hvd.errors import GbaError
+
+_PORTABLE = 1  # of cudaHostRegister: for every context of this process
+
+
+class CannotRegister(GbaError):
+    """The GPU's driver does not take the memory; the message gives its reason."""
+
+
+class HostView:
+    """tensor: float32 [n], on `device`, over the numbers of `flat`. `close` before `flat` may go."""
+
+    def __init__(self, flat: np.ndarray, device: torch.device) -> None:
+        """Raises CannotRegister."""
+        self.device = device
+        self._let_go: Any = None
+        if device.type == "cpu":
+            self.tensor: Tensor = torch.from_numpy(flat)
+            return
+        _register(flat, device)
+        self._let_go = weakref.finalize(self, _unregister, flat)
+        self.tensor = torch.as_tensor(_Array(flat), device=device)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.tensor = torch.empty(0)
+        if self._let_go is not None:
+            self._let_go()
+
+
+class _Array:
+    """An array as libraries for GPUs hand it to each other."""
+
+    def __init__(self, flat: np.ndarray) -> None:
+        self._kept = flat
+        self.__cuda_array_interface__ = {
+            "shape": flat.shape, "typestr": flat.dtype.str, "data": (flat.ctypes.data, False), "version": 3,
+        }  # fmt: skip
+
+
+def _register(flat: np.ndarray, device: torch.device) -> None:
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # (makes the context, where this is the first use)
+        status = int(runtime.cudaHostRegister(flat.ctypes.data, flat.nbytes, _PORTABLE))
+        if status == 0:
+            return
+        with contextlib.suppress(RuntimeError):  # the driver reports its error once more, to the next call
+            torch.zeros(1, device=device)
+        raise CannotRegister(
+            f"the driver of {device} refused to register {flat.nbytes / 2**30:.1f} GiB of the host's memory "
+            f"({runtime.cudaGetErrorString(runtime.cudaError(status))})"
+        )
+
+
+def _unregister(flat: np.ndarray) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(flat.ctypes.data)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on a GPU, through pinned memory and without waiting for it; the array itself on a CPU."""
+    values = torch.from_numpy(array)
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,225 @@
+"""Tables of a model that is on a device, against the same tables on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gba_hvd
+from gba_hvd import BadInput, Bag, EmbeddingTables, Feature
+
+MakeTables = Callable[..., EmbeddingTables]
+SIZES: Any = {"user": gba_hvd.Table(50, 4, padding_idx=0), "item": (90, 4), "ad": (30, 7)}
+FEATURES: Any = {
+    "history": Feature("item", pooling=None),
+    "last": Feature("item", pooling=None),
+    "liked": Feature("item", "mean"),
+    "best": Feature("item", "max"),
+    "candidate": "item",
+}
+
+
+def ids(seed: int = 1) -> dict[str, Any]:
+    """Every form of ids, of six samples."""
+    rng = np.random.default_rng(seed)
+
+    def some(n_rows: int, *shape: int) -> Tensor:
+        return torch.from_numpy(rng.integers(0, n_rows, shape))
+
+    jagged = torch.nested.nested_tensor([some(90, n) for n in (2, 0, 3, 1, 1, 2)], layout=torch.jagged)
+    weights = torch.from_numpy(rng.normal(size=12).astype(np.float32))
+    cuts = torch.tensor([0, 0, 5, 5, 9, 11])
+    return {
+        "user": some(50, 6, 3), "candidate": some(90, 6), "history": some(90, 6, 4), "last": jagged,
+        "liked": Bag(some(90, 12), cuts, weights), "best": Bag(some(90, 12), cuts), "ad": Bag(some(30, 12), cuts),
+    }  # fmt: skip
+
+
+def values_of(rows: Tensor) -> Tensor:
+    return rows.values() if rows.is_nested else rows
+
+
+def gradients(tables: EmbeddingTables) -> dict[int, np.ndarray]:
+    """By key, of all groups."""
+    found: dict[int, np.ndarray] = {}
+    for group, grads in enumerate(tables.take_gradients()):
+        for grad in grads:
+            for key, value in zip(grad.keys.tolist(), grad.values, strict=True):
+                at = (key << 2) + group
+                found[at] = found.get(at, 0) + value
+    return found
+
+
+def test_every_form_of_ids_gives_the_rows_and_gradients_that_the_cpu_gives(
+    device: torch.device, make_tables: MakeTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = make_tables(SIZES, features=FEATURES, hot_rows=64).to(device)
+    monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
+    theirs = make_tables(SIZES, features=FEATURES)
+    for seed in range(3):
+        one, other = ours(ids(seed)), theirs(ids(seed))
+        assert list(one) == list(other)
+        for name, rows in other.items():
+            assert one[name].device == device
+            torch.testing.assert_close(values_of(one[name]).cpu(), values_of(rows), msg=lambda m, n=name: f"{n}: {m}")
+            factor = torch.randn(values_of(rows).shape, generator=torch.Generator().manual_seed(seed))
+            (values_of(one[name]) * factor.to(device)).sum().backward()
+            (values_of(rows) * factor).sum().backward()
+        found, expected = gradients(ours), gradients(theirs)
+        assert set(found) >= {key for key, value in expected.items() if value.any()}
+        for key, value in expected.items():
+            np.testing.assert_allclose(found.get(key, 0 * value), value, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_bags_get_their_gradient(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables({"item": (90, 4)}).to(device)
+    weights = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    (tables({"item": Bag(torch.tensor([5, 6, 7]), torch.tensor([0, 2]), weights)})["item"].sum()).backward()
+    expected = tables.rows("item", [5, 6, 7]).sum(1)
+    assert weights.grad is not None
+    np.testing.assert_allclose(weights.grad.numpy(), expected, rtol=1e-5)
+
+
+def test_stacked_gives_what_the_single_features_give(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables({"user": (50, 4), "item": (90, 4)}).to(device)
+    some = {"user": torch.tensor([3, 3, 9]), "item": torch.tensor([1, 0, 1])}
+    stacked = tables.stacked(some)
+    assert stacked.device == device and stacked.shape == (3, 2, 4)
+    torch.testing.assert_close(stacked, torch.stack(list(tables(some).values()), dim=1))
+    bags = {"user": torch.tensor([[3, 3], [9, 1], [2, 2]]), "item": torch.tensor([1, 0, 1])}
+    torch.testing.assert_close(tables.stacked(bags), torch.stack(list(tables(bags).values()), dim=1))
+
+
+def test_an_id_outside_its_table_is_named(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables({"user": (50, 4)}).to(device)
+    with pytest.raises(BadInput, match="table 'user' has rows 0 to 49, got id 50 in sample 1"):
+        tables({"user": torch.tensor([1, 50])})
+    with pytest.raises(BadInput, match="no table named 'nobody'"):
+        tables({"nobody": torch.tensor([1])})
+
+
+# --- a job -----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, tables: EmbeddingTables) -> None:
+        super().__init__()
+        self.tables = tables
+        torch.manual_seed(3)
+        self.mlp = nn.Sequential(nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        device = self.mlp[0].weight.device
+        rows = self.tables(batch.ids)
+        parts = [rows["user"], rows["item"].to(device), batch.dense.to(device)]
+        logits: Tensor = self.mlp(torch.cat(parts, dim=1)).squeeze(1)
+        return logits
+
+
+def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **settings: Any) -> dict[str, Any]:
+    """A job of one worker, to its end: rows, counters, dense parameters, the losses' sum."""
+    more = settings.pop("more", {})
+    hashed = gba_hvd.Table(dim=3, keys="hash64", capacity=64) if settings.pop("hashed", False) else (7, 3)
+    tables = EmbeddingTables(
+        {"user": (20, 4), "item": hashed}, gba_hvd.RowAdagrad(lr=0.5), seed=2, n_shards=3, shard_dir=folder, **settings
+    )
+    model = Model(tables).to(device)
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.Adagrad(model.parameters(), lr=0.1), tables, global_batch=16, micro_batch=4, **more
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer)
+    events: list[Any] = []
+
+    class Notes(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            events.append(event)
+
+    state.register_callbacks([Notes()])
+    losses = 0.0
+    for _ in range(epochs):
+        for batch in gba_hvd.batches(clicks, state):
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label.to(device))
+            loss.backward()
+            optimizer.step(loss=loss)
+            losses += loss.item()
+    result = {
+        "losses": losses,
+        "user": tables.rows("user", np.arange(20)),
+        "sum": tables.rows("user", np.arange(20), "sum"),
+        "item": tables.rows("item", np.arange(7)),
+        **{name: p.detach().cpu().numpy() for name, p in model.named_parameters()},
+    }
+    assert tables.memory is not None
+    group = tables.layout.groups[0]
+    starts = tables.layout.record_starts(tables.keys_of(0, [("user", torch.arange(20))]), group)
+    result["counts"] = tables.memory.words[starts.astype(np.int64) + group.record - 1].copy()
+    result["events"] = [event.message for event in events if event.kind == "device_rows"]
+    result["hits"] = tables.on_device.hit_share
+    state.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"hot_rows": 16},
+        {"more": {"max_norm": 0.05}},
+        {"more": {"row_average": "contributors"}},
+        {"more": {"row_compression": gba_hvd.Compression.int8}},
+        {"hashed": True},
+        {"more": {"sync_micro_batch": 8}},
+    ],
+    ids=["plain", "hot", "clip", "contributors", "compression", "hashed", "together"],
+)
+def test_a_job_trains_what_it_trains_without(
+    device: torch.device, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    ours = train(tmp_path / "ours", clicks(50), device, **dict(settings))
+    monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
+    theirs = train(tmp_path / "theirs", clicks(50), torch.device("cpu"), **{**settings, "hot_rows": 0})
+    assert theirs["events"] == [] and len(ours["events"]) == 1 and "reads the rows" in ours["events"][0]
+    assert ours["hits"] is None if "hot_rows" not in settings else ours["hits"] > 0.3
+    for name, value in theirs.items():
+        if name not in ("events", "hits"):
+            np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(ours["counts"], theirs["counts"])
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_hot_rows_without_a_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=10)
+    model = nn.Linear(4, 1)
+    with pytest.raises(BadInput, match=r"hot_rows=10 are copies in a GPU's memory, and the tables are on the CPU"):
+        gba_hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), tables, global_batch=4, micro_batch=4)
+    monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
+    tables = EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=10)
+    with pytest.raises(BadInput, match="GBA_HVD_DEVICE_ROWS=off"):
+        gba_hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), tables, global_batch=4, micro_batch=4)
+
+
+@pytest.mark.parametrize("hot_rows", [-1, 1.5, True, "many"])
+def test_a_number_of_hot_rows_that_is_none_is_refused(tmp_path: Path, hot_rows: Any) -> None:
+    with pytest.raises(BadInput, match="expected a whole number of at least 0"):
+        EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=hot_rows)
+
+
+def test_hot_rows_of_hashed_tables_alone_are_refused(tmp_path: Path) -> None:
+    hashed = gba_hvd.Table(dim=4, keys="hash64", capacity=100)
+    with pytest.raises(BadInput, match="keeps none of hashed tables"):
+        EmbeddingTables({"user": hashed}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=10)
+
+
+def test_another_word_for_when_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "sometimes")
+    with pytest.raises(BadInput, match="device_rows"):
+        EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
