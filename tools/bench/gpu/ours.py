@@ -5,6 +5,7 @@ Who reads and writes the rows, the CPU or the GPU, is said by GBA_HVD_DEVICE_ROW
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
+from gba_hvd.embedding.row_optimizers import RowOptimizer
 
 from ..harness import dlrm
 from .clicks import Clicks
 from .training import Setting, Training, adagrad
 
 FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
-RULES = {"adagrad": gba_hvd.Adagrad, "row_adagrad": gba_hvd.RowAdagrad}
+RULES: dict[str, Callable[..., RowOptimizer]] = {
+    "adagrad": gba_hvd.Adagrad,
+    "row_adagrad": gba_hvd.RowAdagrad,
+}
 
 
 class InTurn:
