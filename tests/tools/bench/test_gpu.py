@@ -17,6 +17,7 @@ from gba_hvd_tools.bench.gpu import clicks, command, summary, torchrec, worker
 from gba_hvd_tools.bench.gpu.training import RULES, NotRun, Setting
 from gba_hvd_tools.bench.harness import dlrm
 
+import gba_hvd
 from tests import public_models
 
 TINY = ("--device", "cpu", "--rows", "2600", "--dim", "4", "--batch", "64", "--threads", "1")
@@ -134,7 +135,10 @@ def losses(folder: Path, rule: str, name: str) -> list[float]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("rule", "bag", "names"),
-    [("adagrad", 2, ("hbm", "ours_host", "torchrec_uvm")), ("row_adagrad", 1, ("ours_host", "torchrec_uvm"))],
+    [
+        ("adagrad", 2, ("hbm", "hbm_merged", "ours_host", "torchrec_uvm")),
+        ("row_adagrad", 1, ("ours_host", "torchrec_uvm")),
+    ],
 )
 def test_contestants_that_start_alike_have_the_same_losses(
     rule: str, bag: int, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +192,20 @@ def test_a_contestant_that_has_no_figures_is_in_the_table_with_the_reason(capsys
     assert summary.is_settled(rows, (2600, 4, 64, "hbm")) and not summary.is_settled(rows, (2600, 4, 64, "ours"))
 
 
+def test_who_reads_the_rows_is_in_the_row_and_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from gba_hvd_tools.bench.gpu.ours import Watch
+
+    watch = Watch()
+    watch.on_event(gba_hvd.Event("started", 0, "1 worker"))
+    watch.on_event(gba_hvd.Event("device_rows", 0, "the CPU looks rows up"))
+    watch.on_metrics(8, {"hot_rows_hit_share": 0.75})
+    watch.on_metrics(8, {"bytes_dense": 1.0})
+    found = row("ours_hot", said=watch.said, hit_share=watch.hit_share)
+    assert "75% of rows found among the hot ones; the CPU looks rows up" in summary.in_words(found)
+    summary.show(summary.of([found, row("hbm")]))
+    assert "ours_hot: the CPU looks rows up\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -235,7 +253,7 @@ def test_what_ran_is_kept_and_what_could_not_be_measured_is_tried_once(
     answers = Answers(monkeypatch, hbm=worker.OUT_OF_MEMORY, torchrec_uvm=summary.NOT_RUN, ours=failed)
     args = options("--out", str(out), *TINY, "--runs", "2", "--steps", "1", "--warm-up", "1")
     assert args.run(args) == 1, "one failed"
-    assert answers.launched == [*command.PEERS, "ours_host", "ours_hot"]
+    assert answers.launched == [*command.USUAL, "ours_host", "ours_hot"]
     found = json.loads(out.read_text())
     assert list(found["failures"].values()) == ["killed"]
     assert {row["peer"]: row["state"] for row in found["rows"]} == {

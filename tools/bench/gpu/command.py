@@ -1,6 +1,7 @@
 """`gba-hvd bench gpu`: one GPU trains a DLRM whose embedding tables stand in several places.
 
 hbm           plain torch: nn.EmbeddingBag(sparse=True) for each table, all on the GPU, and torch.optim.Adagrad
+hbm_merged    the same with one table for all fields: one lookup and one update a step; not run unless it is named
 ours_host     tables in host memory; the CPU looks up, pools and updates rows, pooled rows are copied to the GPU
 ours          the same tables; the GPU reads and writes the rows in host memory
 ours_hot      the same, and the --hot-rows rows that are used most are kept on the GPU
@@ -35,14 +36,16 @@ from . import summary
 KEY = ("rows", "dim", "batch", "peer", "run")
 PEERS = {
     "hbm": "plain torch, all tables on the GPU",
+    "hbm_merged": "the same, one table for all fields",
     "ours_host": "EmbeddingTables, rows read and written by the CPU (GBA_HVD_DEVICE_ROWS=off)",
     "ours": "EmbeddingTables, rows in host memory, read and written by the GPU",
     "ours_hot": "EmbeddingTables(hot_rows=N), the rest in host memory, read and written by the GPU",
     "torchrec_uvm": "fbgemm's SplitTableBatchedEmbeddingBagsCodegen, MANAGED_CACHING",
 }
+USUAL = tuple(name for name in PEERS if name != "hbm_merged")
 N_TABLES = 26  # as `harness.dlrm`, which needs torch
 RULES = ("adagrad", "row_adagrad")  # as `training`, which does too
-ELEMENT_WISE = "hbm has element-wise Adagrad, since plain torch has no row-wise one: the others update rows otherwise"
+ELEMENT_WISE = "hbm and hbm_merged have element-wise Adagrad, since plain torch has no row-wise one; the others have row-wise Adagrad"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant at each size")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a run")
-    measure.add_chosen(parser, "--peers", PEERS, "PEER", help=f"{', '.join(PEERS)}")
+    measure.add_chosen(parser, "--peers", PEERS, "PEER", default=USUAL, help=f"of {', '.join(PEERS)}")
     parser.add_argument("--hot-rows", type=int, metavar="N", help="of all tables together; default: a tenth of --rows")
     parser.add_argument("--optimizer", choices=RULES, default="adagrad", help="of the rows")
     parser.add_argument("--device", default="cuda", help="of the dense modules; cpu: to try the benchmark")
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     waiting = resumable.missing(planned, rows, KEY)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    notes = [ELEMENT_WISE] if args.optimizer == "row_adagrad" and "hbm" in args.peers else []
+    notes = [ELEMENT_WISE] if args.optimizer == "row_adagrad" and {"hbm", "hbm_merged"} & {*args.peers} else []
     failures: dict[str, str] = {}
 
     def write() -> None:

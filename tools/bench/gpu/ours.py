@@ -5,7 +5,7 @@ Who reads and writes the rows, the CPU or the GPU, is said by GBA_HVD_DEVICE_ROW
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,24 @@ class Model(nn.Module):
         return logits
 
 
+class Watch(gba_hvd.Callback):
+    """What the job says about who reads the rows.
+
+    hit_share: of rows looked up, those found among the hot ones; None: nobody said
+    """
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.hit_share: float | None = None
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        if event.kind == "device_rows":
+            self.said.append(event.message)
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.hit_share = metrics.get("hot_rows_hit_share", self.hit_share)
+
+
 def training(setting: Setting, clicks: Clicks, *, is_hot: bool = False) -> Training:
     """is_hot: the tables keep `setting.hot_rows` rows on the GPU."""
     more: dict[str, Any] = {"hot_rows": setting.hot_rows} if is_hot else {}
@@ -66,6 +84,8 @@ def training(setting: Setting, clicks: Clicks, *, is_hot: bool = False) -> Train
         adagrad(model), tables, global_batch=clicks.batch, micro_batch=clicks.batch
     )
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    watch = Watch()
+    state.register_callbacks([watch])
     given = gba_hvd.batches(InTurn(clicks), state)
 
     def step() -> Tensor:
@@ -77,8 +97,9 @@ def training(setting: Setting, clicks: Clicks, *, is_hot: bool = False) -> Train
         optimizer.step()
         return loss.detach()
 
-    def host_bytes() -> int:
+    def finish() -> dict[str, Any]:
+        assert next(given, None) is None, "batches are left"  # the end of an epoch comes with its figures
         assert tables.memory is not None
-        return int(tables.memory.flat.nbytes)
+        return {"host_bytes": int(tables.memory.flat.nbytes), "said": watch.said, "hit_share": watch.hit_share}
 
-    return Training(step, host_bytes)
+    return Training(step, finish)

@@ -38,6 +38,7 @@ def _of_peer(peer: str, rows: Sequence[Row]) -> dict[str, Any]:
         return {"state": mine[-1]["state"], "why": mine[-1]["why"]}
     found: dict[str, Any] = {"state": MEASURED, "runs": len(measured)}
     found |= {name: median(row[name] for row in measured) for name in FIGURES}
+    found["said"] = list(measured[-1].get("said", ()))
     return found | {f"vs_{other}": ratio(rows, peer, other) for other in AGAINST}
 
 
@@ -61,7 +62,10 @@ def in_words(row: Row) -> str:
     """The result of one run."""
     if row["state"] != MEASURED:
         return f"{row['state']}: {_first_line(row['why'])}"
-    return f"{row['samples_per_s']:,.0f} samples/s, {row['ms_per_step']:.2f} ms/step, loss {row['loss']:.4f}"
+    text = f"{row['samples_per_s']:,.0f} samples/s, {row['ms_per_step']:.2f} ms/step, loss {row['loss']:.4f}"
+    if row.get("hit_share") is not None:
+        text += f", {row['hit_share']:.0%} of rows found among the hot ones"
+    return "; ".join([text, *row.get("said", ())])
 
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
@@ -72,6 +76,8 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
         lines = measured + [[peer, one["state"], *[""] * (len(COLUMNS) - 2)] for peer, one in others.items()]
         title = f"{size['rows']:,} rows x {size['dim']}, batch {size['batch']:,}, {' and '.join(size['gpus'])}, medians"
         measure.print_table(title, COLUMNS, lines)
+        for peer, text in ((peer, text) for peer, one in peers.items() for text in one.get("said", ())):
+            print(f"{peer}: {text}")
         for peer, one in others.items():
             print(f"{peer}: {one['state']}: {_first_line(one['why'])}")
         if len(size["gpus"]) > 1:

@@ -52,7 +52,7 @@ def training_at(setting: Setting, clicks: Clicks, location: str) -> Training:
         optimizer.step()
         return loss.detach()
 
-    return Training(step, lambda: host_bytes(tables))
+    return Training(step, lambda: {"host_bytes": host_bytes(tables)})
 
 
 def tables_at(setting: Setting, location: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +55,12 @@ class Training:
 
     step: trains on the next batch, the copies to the device included; the loss, a scalar on the device that nobody has
     waited for
-    host_bytes: of tables in host memory, optimizer slots included, after the first step
+    finish: after the last step: `host_bytes` of tables in host memory, optimizer slots included, and what else it has
+    to say of itself
     """
 
     step: Callable[[], Tensor]
-    host_bytes: Callable[[], int]
+    finish: Callable[[], dict[str, Any]]
 
 
 def adagrad(*groups: nn.Module) -> torch.optim.Optimizer:

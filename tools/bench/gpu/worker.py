@@ -71,7 +71,6 @@ def measured(setting: Setting, clicks: Clicks, args: argparse.Namespace) -> dict
         "cpu_ms_per_step": 1000 * cpu_s / args.steps,
         "first_step_s": first_step_s,
         "loss": float(torch.stack(losses[-_LOSSES:]).mean()),
-        "host_bytes": training.host_bytes(),
         "gpu_peak_bytes": 0,
         "gpu_in_use_bytes": 0,
     }
@@ -81,7 +80,7 @@ def measured(setting: Setting, clicks: Clicks, args: argparse.Namespace) -> dict
         found |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_in_use_bytes": total - free}
     if args.profile is not None:
         args.profile.write_text(profile(training, synchronize, on_gpu))
-    return found
+    return found | training.finish()
 
 
 def profile(training: Training, synchronize: Callable[[], None], on_gpu: bool) -> str:
@@ -128,6 +127,12 @@ def _plain_torch(setting: Setting, clicks: Clicks) -> Training:
     return plain_torch.training(setting, clicks)
 
 
+def _merged(setting: Setting, clicks: Clicks) -> Training:
+    from . import plain_torch
+
+    return plain_torch.training(setting, clicks, merged=True)
+
+
 def _ours(setting: Setting, clicks: Clicks) -> Training:
     from . import ours
 
@@ -148,6 +153,7 @@ def _torchrec(setting: Setting, clicks: Clicks) -> Training:
 
 CONTESTANTS: dict[str, Callable[[Setting, Clicks], Training]] = {
     "hbm": _plain_torch,
+    "hbm_merged": _merged,
     "ours_host": _ours,
     "ours": _ours,
     "ours_hot": _ours_hot,
