@@ -45,7 +45,9 @@ PEERS = {
 USUAL = tuple(name for name in PEERS if name != "hbm_merged")
 N_TABLES = 26  # as `harness.dlrm`, which needs torch
 RULES = ("adagrad", "row_adagrad")  # as `training`, which does too
-ELEMENT_WISE = "hbm and hbm_merged have element-wise Adagrad, since plain torch has no row-wise one; the others have row-wise Adagrad"
+ELEMENT_WISE = (
+    "hbm, hbm_merged: element-wise Adagrad of the rows, since plain torch has no row-wise one; the others: row-wise"
+)
 
 
 @dataclass(frozen=True)
