@@ -19,6 +19,7 @@ from .checkpoint import command as checkpoint
 from .compression import command as compression
 from .days import command as days
 from .follower import command as follower
+from .gpu import command as gpu
 from .harness.measure import Subparsers
 from .membership import command as membership
 from .ps import command as ps
@@ -30,9 +31,9 @@ from .stragglers import command as gba
 from .switch import command as switch
 
 BENCHMARKS = (
-    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, import_time, launcher, membership, ps,
-    quality, reader, recovery, row_compression, row_dtypes, server_start, serving, model_averaging, smoke, switch,
-    vocabulary,
+    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, gpu, import_time, launcher,
+    membership, ps, quality, reader, recovery, row_compression, row_dtypes, server_start, serving, model_averaging,
+    smoke, switch, vocabulary,
 )  # fmt: skip
 
 

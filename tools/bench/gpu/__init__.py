@@ -1,0 +1,1 @@
+"""`gba-hvd bench gpu`: one GPU trains a DLRM whose tables stand in several places."""
