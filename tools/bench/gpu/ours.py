@@ -56,7 +56,7 @@ class Model(nn.Module):
 class Watch(gba_hvd.Callback):
     """What the job says about who reads the rows.
 
-    hit_share: of rows looked up, those found among the hot ones; None: nobody said
+    hit_share: of rows looked up, those found among the hot ones; None: it was not reported
     """
 
     def __init__(self) -> None:
