@@ -55,8 +55,8 @@ class Training:
 
     step: trains on the next batch, the copies to the device included, and returns the loss, a scalar on the device,
     without waiting for it
-    finish: after the last step: `host_bytes` of tables in host memory, optimizer slots included, and what else it has
-    to say of itself
+    finish: after the last step: `host_bytes` of tables in host memory, optimizer slots included, and what else the
+    contestant reports
     """
 
     step: Callable[[], Tensor]
