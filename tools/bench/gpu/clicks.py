@@ -48,7 +48,7 @@ class Clicks:
         return cls(*(torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("ids", "dense", "label")))
 
     def pinned(self) -> Clicks:
-        """In memory that the GPU copies from while the CPU goes on."""
+        """In memory from which copies to the GPU run beside the CPU's work."""
         return Clicks(self.ids.pin_memory(), self.dense.pin_memory(), self.label.pin_memory())
 
 

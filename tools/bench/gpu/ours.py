@@ -1,6 +1,6 @@
 """Ours, as a user would write it: tables in host memory, a model that is moved to the GPU, one worker without Horovod.
 
-Who reads and writes the rows, the CPU or the GPU, is said by GBA_HVD_DEVICE_ROWS in the environment.
+GBA_HVD_DEVICE_ROWS in the environment decides who reads and writes the rows, the CPU or the GPU.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Model(nn.Module):
 
 
 class Watch(gba_hvd.Callback):
-    """What the job says about who reads the rows.
+    """What the job reports about who reads the rows.
 
-    hit_share: of rows looked up, those found among the hot ones; None: nobody said
+    hit_share: of rows looked up, those found among the hot ones; None: it was not reported
     """
 
     def __init__(self) -> None:

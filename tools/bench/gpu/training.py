@@ -53,10 +53,10 @@ class Setting:
 class Training:
     """A contestant that is ready to train.
 
-    step: trains on the next batch, the copies to the device included; the loss, a scalar on the device that nobody has
-    waited for
-    finish: after the last step: `host_bytes` of tables in host memory, optimizer slots included, and what else it has
-    to say of itself
+    step: trains on the next batch, the copies to the device included, and returns the loss, a scalar on the device,
+    without waiting for it
+    finish: after the last step: `host_bytes` of tables in host memory, optimizer slots included, and what else the
+    contestant reports
     """
 
     step: Callable[[], Tensor]
