@@ -55,7 +55,7 @@ from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.embedding.on_device import pooling as on_device
 from gba_hvd.embedding.on_device.access import DeviceAccess
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, on_host
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
@@ -111,11 +111,11 @@ class Captured:
 class CapturedOnDevice:
     """The same, where a device looked the rows up, in its memory.
 
-    distinct: int64 [d], the keys; index: int64 [n], of each id its row
+    found: of the distinct keys; index: int64 [n], of each id its row
     """
 
     group: int
-    distinct: Tensor
+    found: Found
     rows: Tensor
     index: Tensor
     counts_accesses: bool
@@ -123,7 +123,7 @@ class CapturedOnDevice:
     @property
     def keys(self) -> np.ndarray:
         """int64 [d]; waits for the device"""
-        keys: np.ndarray = self.distinct.cpu().numpy()
+        keys: np.ndarray = self.found.keys.cpu().numpy()
         return keys
 
     @property
@@ -131,11 +131,11 @@ class CapturedOnDevice:
         """int32 [d], how often each was looked up; None: not counted"""
         if not self.counts_accesses:
             return None
-        return torch.bincount(self.index, minlength=len(self.distinct)).to(torch.int32)
+        return torch.bincount(self.index, minlength=len(self.found.keys)).to(torch.int32)
 
     def gradient(self) -> DeviceRowGrad:
         assert self.rows.grad is not None
-        return DeviceRowGrad(self.distinct, self.rows.grad, self.accesses)
+        return DeviceRowGrad(self.found.keys, self.rows.grad, self.accesses, self.found)
 
 
 @dataclass
@@ -430,10 +430,10 @@ class EmbeddingTables(FollowsModule):
 
     def _fetch_on_device(self, device: DeviceRows, group: int, keys: np.ndarray) -> tuple[Tensor, Tensor]:
         """As `_fetch`: (rows [d, dim], int64 [n]), on the device."""
-        distinct, index, rows = device.look_up(group, keys)
+        found, index, rows = device.look_up(group, keys)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            self._passes.captured.append(CapturedOnDevice(group, distinct, rows, index, self.counts_accesses))
+            self._passes.captured.append(CapturedOnDevice(group, found, rows, index, self.counts_accesses))
         return rows, index
 
     def stacked(self, ids: AnyIds) -> Tensor:

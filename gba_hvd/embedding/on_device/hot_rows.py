@@ -16,46 +16,62 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # spreads keys over 64 bits
 
 
 class HotRows:
-    """n_rows: room for so many records, rounded up to 8. width: words of a record, the last one its version."""
+    """n_rows: room for so many records, rounded up to 8. width: words of a record, the last one its version.
+
+    A slot is a place of a record; `nowhere` is the one of keys that have none. It is written, and never read, so that
+    nothing here depends on a number that only the device knows: the device need not be waited for.
+    """
 
     def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
         self._n_sets = -(-n_rows // _WAYS)
-        n = self.n_rows = self._n_sets * _WAYS
-        self._keys = torch.full((n,), _NOBODY, dtype=torch.int64, device=device)
-        self._used = torch.zeros(n, dtype=torch.int64, device=device)
+        n = self.n_rows = self.nowhere = self._n_sets * _WAYS
+        self._keys = torch.full((n + 1,), _NOBODY, dtype=torch.int64, device=device)
+        self._used = torch.zeros(n + 1, dtype=torch.int64, device=device)
         self._ways = torch.arange(_WAYS, device=device)
-        self.records = torch.empty(n, width, device=device)
-        self.versions = self.records.view(torch.int32)[:, -1]
+        self._records = torch.empty(n + 1, width, device=device)
+        self._versions = self._records.view(torch.int32)[:, -1]
         self._now = 0
 
-    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """(slot int64 [n], bool [n]: whether the key's copy is there). Counts as a use of those that are.
+    @property
+    def n_bytes(self) -> int:
+        """What the records take."""
+        return 4 * self._records.numel()
 
-        keys: int64 [n], distinct
-        """
+    def find(self, keys: Tensor) -> Tensor:
+        """int64 [n], the slot of each key. Counts as a use. keys: int64 [n], distinct"""
         self._now += 1
         slots = self._set_of(keys)[:, None] * _WAYS + self._ways
         same = self._keys[slots] == keys[:, None]
-        slot = slots.gather(1, same.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
-        is_here = same.any(1)
-        self._used.scatter_reduce_(0, slot, is_here * self._now, "amax")
-        return slot, is_here
+        slot = torch.where(same, slots, self.nowhere).amin(1)
+        self._used.index_fill_(0, slot, self._now)
+        return slot
 
-    def put(self, keys: Tensor, records: Tensor) -> None:
-        """Keep copies of records whose keys are not here, as far as there is room that was not used just now."""
-        sets, order = self._set_of(keys).sort(stable=True)
-        at = torch.arange(len(keys), device=keys.device)
-        is_first = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
-        is_first[1:] = sets[1:] != sets[:-1]
-        nth = at - torch.where(is_first, at, 0).cummax(0).values  # of the keys that want a place in its set
-        slots = sets[:, None] * _WAYS + self._ways
-        used, oldest_first = self._used[slots].sort(dim=1, stable=True)
-        choice = nth.clamp(max=_WAYS - 1)[:, None]
-        slot = slots.gather(1, oldest_first.gather(1, choice))[:, 0]
-        has_place = (nth < _WAYS) & (used.gather(1, choice)[:, 0] < self._now)
-        slot, chosen = slot[has_place], order[has_place]
-        self._keys[slot], self._used[slot] = keys[chosen], self._now
-        self.records[slot] = records[chosen]
+    def read(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """(records float32 [n, width], their versions int32 [n]); of `nowhere`, any numbers"""
+        return self._records.index_select(0, slot), self._versions.index_select(0, slot)
+
+    def put(self, keys: Tensor, slot: Tensor, records: Tensor) -> Tensor:
+        """Keep copies of records, of keys in the slots that they have, or in new ones; the slots where they are now.
+
+        Room is what was not used just now: of each set, from the way on that was used longest ago.
+        """
+        in_set = self._set_of(keys)
+        ordered, order = in_set.sort(stable=True)
+        nth = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ordered, ordered)
+        nth = torch.empty_like(nth).index_copy_(0, order, nth)  # of the keys that want a place in its set
+        first = in_set * _WAYS
+        oldest = self._used[first[:, None] + self._ways].argmin(1)
+        new = first + (oldest + nth) % _WAYS
+        has_room = (nth < _WAYS) & (self._used[new] < self._now)
+        slot = torch.where(slot == self.nowhere, torch.where(has_room, new, self.nowhere), slot)
+        self._keys.index_copy_(0, slot, torch.where(slot == self.nowhere, _NOBODY, keys))
+        self._used.index_fill_(0, slot, self._now)
+        self._records.index_copy_(0, slot, records)
+        return slot
+
+    def renew(self, keys: Tensor, slot: Tensor, records: Tensor) -> None:
+        """New numbers of records, where the keys still are in these slots."""
+        self._records.index_copy_(0, torch.where(self._keys[slot] == keys, slot, self.nowhere), records)
 
     def forget(self) -> None:
         self._keys.fill_(_NOBODY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,12 +14,30 @@ from gba_hvd.embedding.row_gradients import RowGrad
 
 
 @dataclass(frozen=True)
+class Found:
+    """What a device has read of distinct keys.
+
+    keys: int64 [d]; records: float32 [d, record]; starts: int64 [d], of the records in the host's memory
+    slot: int64 [d], of their copies among the hot rows; None: there are none
+    """
+
+    keys: Tensor
+    records: Tensor
+    starts: Tensor
+    slot: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class DeviceRowGrad:
-    """As `RowGrad`, of tensors. keys: int64 [n], distinct, ascending; values: float32 [n, dim]; accesses: int32 [n]"""
+    """As `RowGrad`, of tensors. keys: int64 [n], distinct, ascending; values: float32 [n, dim]; accesses: int32 [n]
+
+    found: the records of these keys, if they are known
+    """
 
     keys: Tensor
     values: Tensor
     accesses: Tensor | None = None
+    found: Found | None = None
 
     def to_host(self) -> RowGrad:
         """A copy. Waits for the device."""
@@ -45,8 +63,9 @@ def on_host(grad: RowGrad | DeviceRowGrad) -> RowGrad:
 
 def merge(parts: Sequence[tuple[DeviceRowGrad, float]]) -> DeviceRowGrad:
     """As `row_gradients.merge`: the weighted sum, added up in the order of the parts."""
-    if len(parts) == 1 and parts[0][1] == 1.0:
-        return parts[0][0]
+    if len(parts) == 1:
+        grad, weight = parts[0]
+        return grad if weight == 1.0 else replace(grad, values=grad.values * weight)
     keys, number = torch.unique(torch.cat([part.keys for part, _ in parts]), return_inverse=True)
     first = parts[0][0].values
     values, at = first.new_zeros(len(keys), first.shape[1]), 0

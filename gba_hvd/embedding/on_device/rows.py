@@ -21,7 +21,7 @@ from gba_hvd.embedding.on_device import optimizers
 from gba_hvd.embedding.on_device.host_view import HostView, to_device
 from gba_hvd.embedding.on_device.hot_rows import HotRows
 from gba_hvd.embedding.on_device.records import Records
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.shm.layout import Layout
 
@@ -60,16 +60,16 @@ class DeviceRows:
     @property
     def hot_bytes(self) -> int:
         """What the copies take."""
-        return sum(4 * hot.records.numel() for hot in self._hot.values())
+        return sum(hot.n_bytes for hot in self._hot.values())
 
-    def look_up(self, group: int, keys: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """(distinct keys int64 [d], each key's number among them int64 [n], their weights float32 [d, dim]).
+    def look_up(self, group: int, keys: np.ndarray) -> tuple[Found, Tensor, Tensor]:
+        """(what was read of the distinct keys, each key's number among them int64 [n], their weights float32 [d, dim]).
 
         keys: int64 [n], of the group with this number, all of rows of this host
         """
         distinct, index = torch.unique(to_device(keys, self.device), return_inverse=True)
-        records, _ = self._read(group, distinct)
-        return distinct, index, records[:, : self._layout.groups[group].dim].contiguous()
+        found = self._read(group, distinct)
+        return found, index, found.records[:, : self._layout.groups[group].dim].contiguous()
 
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
         """Whether the device has all that is done to rows of the group; sampled accesses are listed by the CPU."""
@@ -80,20 +80,19 @@ class DeviceRows:
     def apply(
         self, group: int, grad: DeviceRowGrad, of_tables: TableOptimizers, scale: float, lr: float, step: int
     ) -> None:
-        """Apply scale * grad, as `RowOptimizer.update_` does, in shards that no other process writes meanwhile.
+        """Apply scale * grad, as `RowOptimizer.update_` does, in shards that nobody else writes meanwhile.
 
         Count the accesses, one for each row where they are not counted. Does not wait: see `wait`.
         """
         if not len(grad.keys):
             return
-        number = self._layout.groups[group].optimizer
-        records, starts = self._read(group, grad.keys)
+        number, found = self._layout.groups[group].optimizer, grad.found or self._read(group, grad.keys)
+        records = found.records
         optimizers.update_(of_tables.of(number), records, grad.values, scale, of_tables.rate(number, lr), step)
         records.view(torch.int32)[:, -1] += 1 if grad.accesses is None else grad.accesses
-        self._records[group].write(starts, records)
-        if (hot := self._hot.get(group)) is not None:
-            slot, is_here = hot.find(grad.keys)
-            hot.records[slot[is_here]] = records[is_here]
+        self._records[group].write(found.starts, records)
+        if found.slot is not None:
+            self._hot[group].renew(found.keys, found.slot, records)
 
     def wait(self) -> None:
         """Return when all that was asked of the device is done, and the host's memory has it."""
@@ -111,24 +110,21 @@ class DeviceRows:
         self._records.clear()
         self._view.close()
 
-    def _read(self, group: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """(records float32 [n, record], where they start in the host's memory int64 [n]) of distinct keys."""
+    def _read(self, group: int, keys: Tensor) -> Found:
         records = self._records[group]
         starts, hot = records.starts(keys), self._hot.get(group)
         self.lookups += len(keys)
         if hot is None:
-            return records.read(starts), starts
+            return Found(keys, records.read(starts), starts)
         versions = records.versions(starts)
-        slot, is_here = hot.find(keys)
-        is_new = is_here & (hot.versions[slot] == versions)
-        found = hot.records[slot]
-        missing = (~is_new).nonzero()[:, 0]
+        slot = hot.find(keys)
+        found, known = hot.read(slot)
+        missing = ((slot == hot.nowhere) | (known != versions)).nonzero()[:, 0]
         self.hits += len(keys) - len(missing)
         if len(missing):
-            fresh = records.read(starts[missing])
-            fresh.view(torch.int32)[:, -1] = versions[missing]
-            found[missing] = fresh
-            is_stale = is_here[missing]
-            hot.records[slot[missing][is_stale]] = fresh[is_stale]
-            hot.put(keys[missing][~is_stale], fresh[~is_stale])
-        return found, starts
+            fresh = records.read(starts.index_select(0, missing))
+            fresh.view(torch.int32)[:, -1] = versions.index_select(0, missing)
+            found.index_copy_(0, missing, fresh)
+            new = hot.put(keys.index_select(0, missing), slot.index_select(0, missing), fresh)
+            slot.index_copy_(0, missing, new)
+        return Found(keys, found, starts, slot)

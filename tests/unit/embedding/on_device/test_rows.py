@@ -51,26 +51,29 @@ def test_looked_up_rows_are_those_in_memory(device: torch.device, make_tables: M
     tables = make_tables(SIZES)
     rows, keys = rows_on(device, tables, hot_rows), some_keys(tables)
     for _ in range(3):
-        distinct, index, found = rows.look_up(0, keys)
-        assert distinct[index].tolist() == keys.tolist()
-        np.testing.assert_array_equal(found.cpu().numpy(), in_memory(tables, distinct.cpu().numpy())[:, :4])
+        found, index, weights = rows.look_up(0, keys)
+        assert found.keys[index].tolist() == keys.tolist()
+        np.testing.assert_array_equal(weights.cpu().numpy(), in_memory(tables, found.keys.cpu().numpy())[:, :4])
     assert (rows.hits > 0) == (hot_rows > 0)
     rows.close()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("hot_rows", [0, 1000])
+@pytest.mark.parametrize(("hot_rows", "knows"), [(0, True), (0, False), (1000, True), (1000, False), (16, True)])
 def test_gradients_are_applied_as_the_cpu_applies_them(
-    device: torch.device, make_tables: MakeTables, optimizer: Any, hot_rows: int
+    device: torch.device, make_tables: MakeTables, optimizer: Any, hot_rows: int, knows: bool
 ) -> None:
+    """knows: the gradient comes with the records that the lookup has read"""
     ours, theirs = make_tables(SIZES, optimizer), make_tables(SIZES, optimizer)
     assert theirs.memory is not None
     rows = rows_on(device, ours, hot_rows)
     for step in range(1, 4):
-        distinct, index, _ = rows.look_up(0, some_keys(ours, seed=step))
+        found, index, _ = rows.look_up(0, some_keys(ours, seed=step))
+        distinct = found.keys
         grad = torch.from_numpy(np.random.default_rng(step).normal(size=(len(distinct), 4)).astype(np.float32))
         counts = torch.bincount(index, minlength=len(distinct)).to(torch.int32)
-        rows.apply(0, DeviceRowGrad(distinct, grad.to(device), counts), ours.optimizers, 0.5, optimizer.lr, step)
+        there = DeviceRowGrad(distinct, grad.to(device), counts, found if knows else None)
+        rows.apply(0, there, ours.optimizers, 0.5, optimizer.lr, step)
         rows.wait()
         keys = distinct.cpu().numpy()
         on_host = RowGrad(keys, grad.numpy(), counts.cpu().numpy().astype(np.uint32))
