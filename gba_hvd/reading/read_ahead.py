@@ -70,7 +70,7 @@ class ReadAhead:
             self._ahead = deque(there.get(share) or self._job(share) for share in next_ones)
             # A lease that was not expected is named first: it is read before what was there already.
             self._waiting = deque(job for job in self._ahead if job in self._waiting)
-            self._changed.notify_all()
+            self._wake()
 
     def read(self, share: Share) -> Any:
         """The batch; waits for it. Raises what reading it raised."""
@@ -106,7 +106,12 @@ class ReadAhead:
     def _fill(self) -> None:
         while len(self._ahead) < self._depth and (share := next(self._coming, None)) is not None:
             self._ahead.append(self._job(share))
-        self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """The threads, if there is something for them: each that wakes takes the interpreter from the training."""
+        if self._waiting:
+            self._changed.notify_all()
 
     def _drop(self, jobs: Iterable[_PendingRead]) -> None:
         for job in jobs:

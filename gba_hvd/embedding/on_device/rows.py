@@ -25,6 +25,8 @@ from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.shm.layout import Layout
 
+_PUT_EVERY = 4  # reads: choosing what is kept costs as much as a read, and what is hot now is hot in the next ones
+
 
 class DeviceRows:
     """The rows of all groups of tables that are not hashed, for one worker. Not thread-safe.
@@ -51,7 +53,7 @@ class DeviceRows:
             here = layout.groups[number].rows_per_shard * layout.n_shards
             n_hot = min(here, max(1, round(hot_rows * here / n_rows)))
             self._hot[number] = HotRows(n_hot, records.width, device)
-        self.hits, self.lookups = 0, 0
+        self.hits, self.lookups, self._reads = 0, 0, 0
 
     def has(self, group: int) -> bool:
         """Whether this device looks up rows of the group, by number."""
@@ -125,6 +127,8 @@ class DeviceRows:
             fresh = records.read(starts.index_select(0, missing))
             fresh.view(torch.int32)[:, -1] = versions.index_select(0, missing)
             found.index_copy_(0, missing, fresh)
-            new = hot.put(keys.index_select(0, missing), slot.index_select(0, missing), fresh)
-            slot.index_copy_(0, missing, new)
+            if self._reads % _PUT_EVERY == 0:
+                new = hot.put(keys.index_select(0, missing), slot.index_select(0, missing), fresh)
+                slot.index_copy_(0, missing, new)
+        self._reads += 1
         return Found(keys, found, starts, slot)
