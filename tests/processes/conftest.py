@@ -13,8 +13,11 @@ from .cluster import cluster
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked_servers() -> Iterator[None]:
+def _forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Servers that a test starts from its own process are forked as those of jobs are, see `prefork`."""
+    if request.node.get_closest_marker("processes") is None:  # tests of `cluster` itself start none
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", prefork.interpreter())
         yield

@@ -242,10 +242,14 @@ def test_the_limit_of_workers_of_different_speeds_is_predicted_within_a_tenth() 
     assert found.plain / found.observed < 0.5
 
 
+@pytest.mark.slow
 def test_the_look_ahead_raises_the_limit_as_predicted() -> None:
     plain, ahead = (observe_fleet(3, 8, 0.9, steps=300, ahead=steps) for steps in (0.0, 0.9))
     assert ahead.observed > 3 * plain.observed
     assert ahead.predicted / plain.predicted == pytest.approx(ahead.observed / plain.observed, rel=0.1)
+
+
+def test_a_look_ahead_without_momentum_is_refused() -> None:
     with pytest.raises(BadInput, match="a look-ahead needs momentum"):
         observe_fleet(3, 8, ahead=0.9)
 
@@ -331,7 +335,10 @@ def test_what_diverged_has_no_score(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "0.8000" in said and "0.0000" not in said
 
 
-def test_the_limits_are_printed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limits_are_printed_side_by_side(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gba_hvd_tools.simulated.stability_limit.observe_fleet", partial(observe_fleet, steps=300))
     assert cli.main(["simulate", "limits", "--delays", "2"]) == 0
     assert "0.61803" in capsys.readouterr().out
     fleet = ["--workers", "2", "--step", "4", "--momentum", "0.9", "--ahead", "0.9", "--optimizer", "adam"]

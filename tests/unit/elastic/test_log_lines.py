@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from gba_hvd.elastic import log_lines
+
 ALONE = """
 import logging, sys
-from gba_hvd.elastic.log_lines import show_log_lines
+{load}
 log = logging.getLogger("gba_hvd")
 {before}
 show_log_lines()
@@ -18,19 +20,27 @@ show_log_lines()
 {after}
 log.info("began"), log.warning("was slow"), logging.getLogger("recovery").info("read"), log.debug("detail")
 """
+PACKAGE = "from gba_hvd.elastic.log_lines import show_log_lines"
+FILE = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("log_lines", {log_lines.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+show_log_lines = module.show_log_lines
+"""  # without the package, which imports torch for two seconds
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 OWN = 'logging.basicConfig(format="mine %(message)s", level={level})'
 
 
-def said(before: str = "", after: str = "") -> str:
-    script = ALONE.format(before=before, after=after)
+def said(before: str = "", after: str = "", load: str = FILE) -> str:
+    script = ALONE.format(before=before, after=after, load=load)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     return done.stderr
 
 
 def test_without_logging_of_its_own_a_script_gets_lines_with_the_time() -> None:
-    lines = said().splitlines()
+    lines = said(load=PACKAGE).splitlines()
     assert len(lines) == 2
     for line, text in zip(lines, ("INFO began", "WARNING was slow"), strict=True):
         assert re.fullmatch(TIME + text, line)
