@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-fast check docs pictures bench bench-smoke clean
+.PHONY: help setup demo test test-all test-fast test-gpu check docs pictures bench bench-smoke clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ test-all: setup  ## the same, and slow variants of them
 
 test-fast: setup  ## the tests that start no processes and are not slow
 	$(PYTEST) -n logical -m "not processes and not slow and not variant"
+
+test-gpu: setup  ## the tests of what a GPU does; the tables' memory is in /dev/shm, which a GPU's driver takes
+	$(PYTEST) -m gpu --basetemp=$$(mktemp -d /dev/shm/gba-hvd-test-XXXXXX)/tests
 
 check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

@@ -113,7 +113,7 @@ class AllreduceExchange:
         self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self._row_coder = row_coder
-        # Row gradients stay where the model's device has them: nobody else gets or applies any.
+        # Row gradients stay where the model's device has them: no other worker gets or applies any.
         self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:

@@ -192,6 +192,7 @@ class Training:
                 optimizer=row_optimizer,
                 seed=5,
                 n_shards=plan.get("n_shards", 4),
+                hot_rows=plan.get("hot_rows", 0),
             )
         )
         model = FeatureModel(tables) if has_features else Model(tables)

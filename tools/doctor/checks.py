@@ -253,5 +253,5 @@ def check_gpu(load: Importer = importlib.import_module) -> Finding:
     if not torch.cuda.is_available():
         return Finding("gpu", "ok", "none; training runs on the CPU")
     names = {torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())}
-    found = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; tables and collectives stay on the CPU"
+    found = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; tables stay in the host's memory (docs/GPU.md)"
     return Finding("gpu", "ok", found)

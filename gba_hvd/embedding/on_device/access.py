@@ -1,4 +1,4 @@
-"""Whether a worker's device looks rows up by itself, and since when: decided at a lookup, said once for each answer."""
+"""Whether a worker's device looks rows up by itself: decided at a lookup, reported once for each answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Decision:
 class DeviceAccess:
     """One worker's. when: `Config.device_rows`; hot_rows: copies that the device keeps, of all tables together.
 
-    decisions: that nobody has reported yet
+    decisions: those that are not reported yet
     """
 
     def __init__(self, when: str, hot_rows: int) -> None:
@@ -31,7 +31,7 @@ class DeviceAccess:
         self._memory: ShardMemory | None = None
         self._device: torch.device | None = None
         self._rows: DeviceRows | None = None
-        self._said = ""
+        self._last = ""
         self.decisions: list[Decision] = []
 
     def rows(self, memory: ShardMemory, device: torch.device, several_hosts: bool) -> DeviceRows | None:
@@ -40,7 +40,7 @@ class DeviceAccess:
             return None
         if several_hosts:
             self.close()
-            self._say("rows are on several hosts, so the CPU looks them up and copies them to the GPU")
+            self._decide("rows are on several hosts, so the CPU looks them up and copies them to the GPU")
             return None
         if memory is not self._memory or device != self._device:
             self._open(memory, device)
@@ -74,18 +74,18 @@ class DeviceAccess:
         try:
             self._rows = DeviceRows(memory.flat, memory.layout, device, self._hot_rows)
         except (CannotRegister, torch.OutOfMemoryError) as error:
-            self._say(f"{error}: the CPU looks rows up and copies them to the GPU")
+            self._decide(f"{error}: the CPU looks rows up and copies them to the GPU")
             return
         took_s, copies = time.perf_counter() - began_s, ""
         if self._hot_rows:
             copies = f", and keeps copies of hot ones ({self._rows.hot_bytes / 2**20:.0f} MiB)"
         text = f"{device} reads the rows in the host's memory ({memory.flat.nbytes / 2**30:.2f} GiB"
-        self._say(f"{text}, registered in {took_s:.1f} s){copies}", is_done=True)
+        self._decide(f"{text}, registered in {took_s:.1f} s){copies}", is_done=True)
 
-    def _say(self, text: str, is_done: bool = False) -> None:
-        if text == self._said:
+    def _decide(self, text: str, is_done: bool = False) -> None:
+        if text == self._last:
             return
-        self._said = text
+        self._last = text
         if self._hot_rows and not is_done:
             text += f"; hot_rows={self._hot_rows} has no effect"
         self.decisions.append(Decision(text, bool(self._hot_rows) and not is_done))

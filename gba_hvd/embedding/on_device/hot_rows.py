@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _WAYS = 8
-_NOBODY = -1
+_NO_KEY = -1
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # spreads keys over 64 bits
 
 
@@ -25,7 +25,7 @@ class HotRows:
     def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
         self._n_sets = -(-n_rows // _WAYS)
         n = self.n_rows = self.nowhere = self._n_sets * _WAYS
-        self._keys = torch.full((n + 1,), _NOBODY, dtype=torch.int64, device=device)
+        self._keys = torch.full((n + 1,), _NO_KEY, dtype=torch.int64, device=device)
         self._used = torch.zeros(n + 1, dtype=torch.int64, device=device)
         self._ways = torch.arange(_WAYS, device=device)
         self._records = torch.empty(n + 1, width, device=device)
@@ -64,7 +64,7 @@ class HotRows:
         new = first + (oldest + nth) % _WAYS
         has_room = (nth < _WAYS) & (self._used[new] < self._now)
         slot = torch.where(slot == self.nowhere, torch.where(has_room, new, self.nowhere), slot)
-        self._keys.index_copy_(0, slot, torch.where(slot == self.nowhere, _NOBODY, keys))
+        self._keys.index_copy_(0, slot, torch.where(slot == self.nowhere, _NO_KEY, keys))
         self._used.index_fill_(0, slot, self._now)
         self._records.index_copy_(0, slot, records)
         return slot
@@ -74,7 +74,7 @@ class HotRows:
         self._records.index_copy_(0, torch.where(self._keys[slot] == keys, slot, self.nowhere), records)
 
     def forget(self) -> None:
-        self._keys.fill_(_NOBODY)
+        self._keys.fill_(_NO_KEY)
         self._used.zero_()
 
     def _set_of(self, keys: Tensor) -> Tensor:

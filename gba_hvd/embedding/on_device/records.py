@@ -15,7 +15,7 @@ class Records:
         self._flat, self._words = flat, flat.view(torch.int32)
         self._n_shards, self._region, self._at = layout.n_shards, layout.region_words, group.at
         self.width = group.record
-        self._places = torch.arange(group.record, device=flat.device)
+        self._words_of_record = torch.arange(group.record, device=flat.device)
 
     def starts(self, keys: Tensor) -> Tensor:
         """int64 [n]: the word at which each key's record starts."""
@@ -36,4 +36,4 @@ class Records:
         self._flat.scatter_(0, self._all_words(starts), records.reshape(-1))
 
     def _all_words(self, starts: Tensor) -> Tensor:
-        return (starts[:, None] + self._places).reshape(-1)
+        return (starts[:, None] + self._words_of_record).reshape(-1)

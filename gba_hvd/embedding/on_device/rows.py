@@ -82,7 +82,7 @@ class DeviceRows:
     def apply(
         self, group: int, grad: DeviceRowGrad, of_tables: TableOptimizers, scale: float, lr: float, step: int
     ) -> None:
-        """Apply scale * grad, as `RowOptimizer.update_` does, in shards that nobody else writes meanwhile.
+        """Apply scale * grad, as `RowOptimizer.update_` does, in shards that no other process writes meanwhile.
 
         Count the accesses, one for each row where they are not counted. Does not wait: see `wait`.
         """
