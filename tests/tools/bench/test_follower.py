@@ -47,6 +47,19 @@ def test_speed_is_of_the_steps_between_two_times() -> None:
     assert math.isnan(analysis.samples_per_s(steps, 8.0, 10.0, 30))
 
 
+def test_updates_that_read_all_rows_are_counted_by_their_cause() -> None:
+    updates = [
+        update(1, 0.0, pid=7, is_full=True),
+        update(2, 1.0, pid=7, is_full=False),
+        update(3, 2.0, pid=7, is_full=True),
+        update(14, 3.0, pid=7, is_full=True),
+        update(15, 4.0, pid=8, is_full=True),
+        update(16, 5.0, pid=8, is_full=False),
+    ]
+    found = analysis.full_loads(updates, lambda name: int(name[5:]) // 10)
+    assert list(found.values()) == [2, 1, 1] and list(found) == list(analysis.FULL_LOADS)
+
+
 def test_what_was_published_and_served_has_no_flaws() -> None:
     found = analysis.flaws_of(saved(1, 2), [update(1, 0.0), update(2, 1.0)], {"answer 1": 3, "answer 2": 4}, "state 2")
     assert found == {}

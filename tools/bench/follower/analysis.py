@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .published import Published
+
+FULL_LOADS = ("a follower started", "the job saved under a new claim", "the job began a new base")
 
 
 def steps_in(notes: Path) -> dict[int, float]:
@@ -51,6 +53,21 @@ def spread(seconds: np.ndarray) -> dict[str, float]:
         return {}
     p50, p95 = np.percentile(seconds, [50, 95])
     return {"p50_s": float(p50), "p95_s": float(p95), "max_s": float(seconds.max())}
+
+
+def full_loads(updates: Sequence[Mapping[str, Any]], claim_of: Callable[[str], int]) -> dict[str, int]:
+    """Updates that read all rows, by their cause. claim_of: which claim of the job made a checkpoint, by its name"""
+    found = dict.fromkeys(FULL_LOADS, 0)
+    before: Mapping[str, Any] = {}
+    for update in updates:
+        if update["is_full"] and update["pid"] != before.get("pid"):
+            found["a follower started"] += 1
+        elif update["is_full"] and claim_of(update["name"]) != claim_of(before["name"]):
+            found["the job saved under a new claim"] += 1
+        elif update["is_full"]:
+            found["the job began a new base"] += 1
+        before = update
+    return found
 
 
 def flaws_of(

@@ -151,7 +151,7 @@ class Launches:
     def kills(self) -> dict[str, Any]:
         """One launch with kills, and what was wrong with what was served. Raises RunFailed."""
         from recovery.storage.open import open_store
-        from recovery.storage.store import manifest_names
+        from recovery.storage.store import age_of, manifest_names
 
         from .published import published
 
@@ -174,9 +174,10 @@ class Launches:
             updates, answers = served.updates(), served.answers()
             trained = (notes / "digest").read_text()
         flaws = analysis.flaws_of(list(published(url, args.rows)), updates, answers, trained)
+        full_loads = analysis.full_loads(updates, lambda name: (age_of(name) or (-1,))[0])
         return {
-            "kills": done, "updates": len(updates), "full_loads": sum(update["is_full"] for update in updates),
-            "requests": sum(answers.values()), "answers": len(answers), "flaws": flaws,
+            "kills": done, "updates": len(updates), "full_loads": full_loads, "requests": sum(answers.values()),
+            "answers": len(answers), "flaws": flaws,
         }  # fmt: skip
 
     def _kill(self, rng: random.Random, job: ElasticJob, notes: Path, served: ServedModel) -> dict[str, Any]:
