@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,3 +59,8 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.label)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same samples with `dense` and `label` on a device. Ids stay: tables look them up from the CPU."""
+        dense, label = (one.to(device, non_blocking=non_blocking) for one in (self.dense, self.label))
+        return replace(self, dense=dense, label=label)

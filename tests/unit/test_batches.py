@@ -91,6 +91,14 @@ def test_an_epoch_that_is_done_is_not_done_again(training: Any, clicks: Any) -> 
     assert list(gba_hvd.batches(dataset, job.state)) == []
 
 
+def test_a_batch_on_a_device_keeps_its_ids_where_the_tables_are() -> None:
+    batch = gba_hvd.Batch({"user": torch.tensor([1, 2])}, torch.ones(2, 3), torch.zeros(2), index=7)
+    moved = batch.to("meta")
+    assert moved.dense.device.type == moved.label.device.type == "meta"
+    assert moved.ids["user"] is batch.ids["user"]
+    assert moved.index == 7 and len(moved) == 2
+
+
 def test_batches_may_be_of_any_kind_that_has_ids(training: Any, clicks: Any) -> None:
     job, dataset = training(), clicks(20)
 
