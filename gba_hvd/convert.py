@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -143,6 +143,11 @@ class _Converted(FollowsModule):
 
     feature: str
     tables: EmbeddingTables
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *rest: Any, **named: Any) -> Self:
+        super()._apply(fn, *rest, **named)
+        self.tables.device = self.device
+        return self
 
     @property
     def weight(self) -> Tensor:
@@ -345,6 +350,9 @@ def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, fea
     object.__setattr__(module, "tables", tables)
     object.__setattr__(module, "feature", feature)
     object.__setattr__(module, "dtype", weight.dtype)
+    if weight.device.type != "meta":
+        object.__setattr__(module, "device", weight.device)
+        tables.device = weight.device
 
 
 def _retire(weight: nn.Parameter, table: str) -> None:

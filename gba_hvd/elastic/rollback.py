@@ -26,6 +26,7 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     assert back is not None and back.state is not None and checkpoints is not None and joined.decision is not None
     before, step, restarts = copy(progress.account), progress.step, progress.restarts
     forget_residuals(engine)
+    engine.model.tables.on_device.forget()
     state.resume(state_codec.decode(back.state))
     progress.account.rolled_back(before)
     progress.restarts = restarts
@@ -49,14 +50,12 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
 def forget(engine: Engine) -> None:
     """On every other worker that had a state, when it has the source's."""
     forget_residuals(engine)
+    engine.model.tables.on_device.forget()
     engine.rolled_back()
 
 
 def forget_residuals(engine: Engine) -> None:
-    """What compression has not sent is of steps that do not count any more, as are copies of rows in a device's memory;
-    the checkpoint has its own.
-    """
-    engine.model.tables.on_device.forget()
+    """What compression has not sent is of steps that do not count any more; the checkpoint has its own."""
     if engine.model.compression is not None:
         engine.model.compression.feedback.clear()
     if engine.model.row_coder is not None:

@@ -208,6 +208,7 @@ class TorchState:
                     engine.mode.leave_together(engine.model.tables.config.server_timeout_s)
                 engine.mode.close(finished=error is None)
             memory = engine.model.tables.memory
+            engine.model.tables.on_device.close()
             if memory is not None:  # what a restart could resume from is left to the reaper
                 is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)

@@ -121,10 +121,17 @@ class Lookup:
         """Shape of the result without its last dimension; [n] of a ragged one."""
         return self.shape if self.ragged is None else (len(self.offsets) - 1,)
 
-    def result(self, rows: Tensor) -> Tensor:
-        """What the model gets, of float32 [m, dim]."""
+    def result(self, rows: Tensor, moved: dict[int, Tensor] | None = None) -> Tensor:
+        """What the model gets, of float32 [m, dim].
+
+        moved: copies of `ragged` on another device, by its id: results with the same one have the same shape for torch
+        """
         if self.ragged is not None:
-            return torch.nested.nested_tensor_from_jagged(rows, self.ragged.to(rows.device))
+            cuts = self.ragged
+            if cuts.device != rows.device:
+                moved = {} if moved is None else moved
+                cuts = moved.setdefault(id(cuts), cuts.to(rows.device))
+            return torch.nested.nested_tensor_from_jagged(rows, cuts)
         return rows if len(self.shape) == 1 else rows.view(*self.shape, rows.shape[1])
 
 

@@ -42,7 +42,7 @@ class RowOptimizer(Protocol):
 
         flat:   float32, the host's memory; records start at layout.record_starts(grad.keys, group)
         group:  where the numbers stand in a record: its weights in the first `dim`, each slot from group.slots[j] on,
-                and its last word, record - 1, counts updates as a uint32, to be raised by 1
+                and its last word, record - 1, counts updates as a uint32, to be raised by 1 when the others are written
         lr:     the scheduled learning rate
         step:   of the job, counts from 1
         """

@@ -343,7 +343,7 @@ class EmbeddingTables(FollowsModule):
         out: dict[str, Tensor]
         if self._joined:
             self._refuse_unknown(ids)
-            out = self._joined[0](ids)
+            out = self._whole()(ids)
         elif torch.compiler.is_compiling() and ids:
             out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
         else:
@@ -358,6 +358,8 @@ class EmbeddingTables(FollowsModule):
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
+        if self.memory is not None:
+            self.on_device.rows(self.memory, self.device, "the model is compiled")
         found, results = {}, {}
         first = len(self._passes.captured)
         for one, pooling in itertools.chain.from_iterable(self._fetched(ids, train, weights_train)):
@@ -411,9 +413,16 @@ class EmbeddingTables(FollowsModule):
 
     def _device_rows(self) -> DeviceRows | None:
         """What looks rows up on the device of the model; None: the CPU does, for now or at all."""
-        if self.is_frozen or self.memory is None or self._apart or self._recorders or self.notes_samples:
+        if self.is_frozen or self.memory is None or self._recorders:
             return None
-        return self.on_device.rows(self.memory, self.device, self.local is not None)
+        obstacle = ""
+        if self.local is not None:
+            obstacle = "rows are on several hosts"
+        elif self._apart:
+            obstacle = "several threads train this worker's replica"
+        elif self.notes_samples:
+            obstacle = "sync_micro_batch with rows averaged over contributors counts the samples of each row"
+        return self.on_device.rows(self.memory, self.device, obstacle)
 
     def _looked_up_on_device(self, ids: Ids) -> dict[str, Tensor]:
         """By feature, of those whose rows the device looks up."""
@@ -421,11 +430,12 @@ class EmbeddingTables(FollowsModule):
         if device is None:
             return out
         self._refuse_unknown(ids)
+        cuts: dict[int, Tensor] = {}
         here = {name: ids[name] for name in ids if device.has(self._sources[name].group)}
         for number, some in self._lookups_by_group(here, None):
             rows, index = self._fetch_on_device(device, number, np.concatenate([one.keys for one in some]))
             for one, pooled in zip(some, on_device.pool(rows, index, some), strict=True):
-                out[one.source.feature] = one.result(pooled)
+                out[one.source.feature] = one.result(pooled, cuts)
         return out
 
     def _fetch_on_device(self, device: DeviceRows, group: int, keys: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -444,7 +454,7 @@ class EmbeddingTables(FollowsModule):
         ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            return self._joined[0].stacked(ids).to(self.device, self.dtype)
+            return self._whole().stacked(ids).to(self.device, self.dtype)
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
@@ -481,6 +491,12 @@ class EmbeddingTables(FollowsModule):
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(group, keys, ends, cuts, torch.is_grad_enabled())
         return stack(rows, index, len(columns), batch, self._row_buffers).to(self.device, self.dtype)
+
+    def _whole(self) -> EmbeddingTables:
+        """The tables that these have become a part of; lookups of this part are for its model's device."""
+        whole = self._joined[0]
+        whole.device = self.device
+        return whole
 
     def _fetch_remote(self, ids: Ids) -> None:
         """Of rows that stay in a store, read what all features need at once; a lookup would wait for its own alone."""
@@ -529,8 +545,9 @@ class EmbeddingTables(FollowsModule):
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         sources = [self._sources[name] for name in ids]
         is_one_group = len({source.group for source in sources}) == 1
-        is_pooled_here = not torch.compiler.is_compiling() and self._device_rows() is None
-        if is_one_group and all(source.pooling for source in sources) and is_pooled_here:
+        device = self._device_rows()
+        by_cpu = not torch.compiler.is_compiling() and (device is None or not device.has(sources[0].group))
+        if is_one_group and all(source.pooling for source in sources) and by_cpu:
             (some,) = self._fetched(ids, torch.is_grad_enabled())
             features = {one.source.feature: pooling for one, pooling in some}
             _refuse_other_lengths([features[name].n_bags for name in ids])
@@ -680,9 +697,9 @@ class EmbeddingTables(FollowsModule):
 
     def take_gradients(self) -> list[list[RowGrad]]:
         """The gradients captured since the last call, per group one for each forward pass."""
-        return [[on_host(grad) for grad in some] for some in self.take_gradients_there()]
+        return [[on_host(grad) for grad in some] for some in self.take_gradients_in_place()]
 
-    def take_gradients_there(self) -> list[list[RowGrad | DeviceRowGrad]]:
+    def take_gradients_in_place(self) -> list[list[RowGrad | DeviceRowGrad]]:
         """The same, where they are: those of rows that the device looked up stay in its memory."""
         passes = self._passes
         captured, passes.captured = passes.captured, []

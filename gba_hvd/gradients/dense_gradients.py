@@ -18,8 +18,8 @@ class DenseGradients:
     `n_extra` numbers that travel with them.
 
     flat:  [n]            gradient of the micro-batch, later of the step
-    total: [n + n_extra]  weighted sum over micro-batches, at least float32; on a GPU [n], and the numbers are in the
-                          host's memory: each would cost a transfer of its own
+    total: [n + n_extra]  weighted sum over micro-batches, at least float32; on a GPU [n]
+    extra: [n_extra]      the numbers: the end of `total`, or, since each would cost a transfer, in the host's memory
     """
 
     def __init__(self, parameters: Sequence[Tensor], n_extra: int) -> None:
@@ -31,19 +31,14 @@ class DenseGradients:
         self.n = sum(p.numel() for p in self._parameters)
         self.flat = torch.zeros(self.n, dtype=dtype, device=device)
         total_dtype = torch.promote_types(dtype, torch.float32)  # the numbers that travel along are counts
-        self._is_on_cpu = device.type == "cpu"
-        self.total = torch.zeros(self.n + n_extra * self._is_on_cpu, dtype=total_dtype, device=device)
-        self._extra = torch.zeros(n_extra, dtype=total_dtype)
+        self.total = torch.empty(0, dtype=total_dtype, device=device)
+        self._lay_out(n_extra)
         self._views: list[Tensor] = []
         at = 0
         for p in self._parameters:
             self._views.append(self.flat[at : at + p.numel()].view_as(p))
             at += p.numel()
         self.zero_()
-
-    @property
-    def extra(self) -> Tensor:
-        return self.total[self.n :] if self._is_on_cpu else self._extra
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -57,18 +52,25 @@ class DenseGradients:
     def resize_extra(self, n_extra: int) -> None:
         """Let another number of values travel with the gradients; `total` is empty afterwards."""
         if len(self.extra) != n_extra:
-            self.total = self.total.new_zeros(self.n + n_extra * self._is_on_cpu)
-            self._extra = self._extra.new_zeros(n_extra)
+            self._lay_out(n_extra)
+
+    def _lay_out(self, n_extra: int) -> None:
+        if self.total.device.type == "cpu":
+            self.total = self.total.new_zeros(self.n + n_extra)
+            self.extra = self.total[self.n :]
+        else:
+            self.total = self.total.new_zeros(self.n)
+            self.extra = torch.zeros(n_extra, dtype=self.total.dtype)
 
     def sum_(self, world: World, name: str) -> None:
         """Sum `total` and the numbers over the workers. A collective."""
-        if self._is_on_cpu:
+        if self.total.device.type == "cpu":
             world.sum_(name, self.total)
         elif world.size > 1:
-            whole = torch.cat([self.total.cpu(), self._extra])
+            whole = torch.cat([self.total.cpu(), self.extra])
             world.sum_(name, whole)
             self.total.copy_(whole[: self.n])
-            self._extra.copy_(whole[self.n :])
+            self.extra.copy_(whole[self.n :])
 
     def set_parameters_(self, which: Sequence[int], values: Tensor) -> None:
         """Overwrite some parameters, given by number; `values` [n] holds them one after the other."""
@@ -120,7 +122,7 @@ class DenseGradients:
 
     def clear_total_(self) -> None:
         self.total.zero_()
-        self._extra.zero_()
+        self.extra.zero_()
 
     def non_finite(self, names: Sequence[str]) -> str | None:
         """Name of the first parameter whose gradient is NaN or infinite."""

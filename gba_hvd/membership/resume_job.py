@@ -138,6 +138,7 @@ def _resume_from_memory(
         step, failure = int(decided.partition(" ")[0]), decided.partition(" ")[2]
         taken = ResumedFromMemory(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
     if taken is None and tables.memory is not None:
+        tables.on_device.close()
         tables.memory.close()
         tables.memory = None
     if taken is None and (choice.reason or failure) and world.rank == 0:

@@ -26,6 +26,7 @@ def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
     tables = engine.model.tables
     folder = job_folder(tables.config.shard_dir, job_id)
     if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):
+        tables.on_device.close()
         tables.memory.close()
         tables.memory = None
     if tables.memory is None:

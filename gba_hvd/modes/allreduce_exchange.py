@@ -38,6 +38,7 @@ from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
 from gba_hvd.embedding.on_device.row_gradients import merge as merge_on_device
+from gba_hvd.embedding.on_device.rows import can_apply
 from gba_hvd.embedding.row_gradients import (
     Packed,
     PickedRows,
@@ -128,7 +129,13 @@ class AllreduceExchange:
         self._tables.local = self._is_local if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._tables.write_rows = self.write_rows
-        self._tables.on_device.forget()
+        self._tables.on_device.applies = self.keeps_on_device and can_apply(
+            self._tables.layout, self._tables.optimizers
+        )
+        if self.several_hosts:  # shards come and go: what is registered would keep pages that the file has no more
+            self._tables.on_device.close()
+        else:
+            self._tables.on_device.forget()
         self._memory.claim(self._mine)
         coder = self._row_coder
         self._has_local_residuals = coder is not None and coder.has_residuals_for(
@@ -208,11 +215,11 @@ class AllreduceExchange:
         parts: `with_contributors`, where rows are averaged over these. scale: see `HeldRows`
         n_skipped: steps so far that were not applied
         """
+        merged = [self._merged_parts(*of) for of in zip(parts, self._dims, strict=True)]
         if self.keeps_on_device:
-            own = [self._merged_there(*of) for of in zip(parts, self._dims, strict=True)]
-            self.held = HeldRows(step, own, {}, scale, lr, n_skipped)
+            self.held = HeldRows(step, merged, {}, scale, lr, n_skipped)
             return
-        grads = [self._merged_here(*of) for of in zip(parts, self._dims, strict=True)]
+        grads = list(map(on_host, merged))
         exchange, coder = self.row_exchange, self._row_coder
         if coder is not None:
             coder.begin()
@@ -244,16 +251,14 @@ class AllreduceExchange:
             remote = self._send_whole(by_rank, self._world.alltoall)
         self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
 
-    def _merged_here(self, parts: Sequence[Part], dim: int) -> RowGrad:
-        """One gradient of a group, in the host's memory."""
-        return merge(_on_host(parts)) if parts else RowGrad.none(dim, self._tables.counts_accesses)
-
-    def _merged_there(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:
-        """The same, where the gradients are, if all are in one memory."""
+    def _merged_parts(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:
+        """One gradient of a group, on the device if all parts are there."""
+        if not parts:
+            return RowGrad.none(dim, self._tables.counts_accesses)
         on_device = [(grad, weight) for grad, weight in parts if isinstance(grad, DeviceRowGrad)]
-        if parts and len(on_device) == len(parts):
+        if len(on_device) == len(parts):
             return merge_on_device(on_device)
-        return self._merged_here(parts, dim)
+        return merge([(on_host(grad), weight) for grad, weight in parts])
 
     def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
         """parts: by rank; those of this host stay."""
@@ -314,15 +319,16 @@ class AllreduceExchange:
         due = self._mine[memory.marks().begun[self._mine] < held.step]
         number = held.step - held.n_skipped
         memory.begin(due, held.step)
-        optimizers, device = self._tables.optimizers, self._tables.on_device.opened
+        optimizers, scale = self._tables.optimizers, held.scale * factor
+        device, is_waited_for = self._tables.on_device.current, False
         for i, (group, grad) in enumerate(zip(layout.groups, self._to_apply(held, due), strict=True)):
-            scale = held.scale * factor
             if isinstance(grad, DeviceRowGrad) and device is not None and device.can_apply(i, optimizers):
                 device.apply(i, grad, optimizers, scale, held.lr, number)
+                is_waited_for = True
                 continue
             here = on_host(grad) if isinstance(grad, DeviceRowGrad) else grad
             apply_rows(memory, optimizers, group, here, due, scale=scale, lr=held.lr, number=number, step=held.step)
-        if device is not None:
+        if device is not None and is_waited_for:
             device.wait()
         memory.finish(due, held.step)
 
@@ -378,10 +384,6 @@ class AllreduceExchange:
             for rank in range(self._world.size)
         ]
         return [list(by_group) for by_group in zip(*grads, strict=True)]
-
-
-def _on_host(parts: Sequence[Part]) -> list[tuple[RowGrad, float]]:
-    return [(on_host(grad), weight) for grad, weight in parts]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -184,7 +184,7 @@ class Engine:
         model, contributors = self.model, None
         if micro.n_micro > 1 and model.row_average != "global":
             contributors = model.tables.contributors(model.micro_batch, micro.n_samples)
-        rows = model.tables.take_gradients_there()
+        rows = model.tables.take_gradients_in_place()
         dense.collect_()
         seconds = self._took(micro) + micro.beside_s
         return MicroGradients(rows, value, seconds, model.not_finite(value, rows, dense), contributors)

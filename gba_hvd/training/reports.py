@@ -114,8 +114,9 @@ class Reports:
         decisions = self._model.tables.on_device.decisions
         while decisions:
             decision = decisions.pop(0)
-            level: Literal["info", "warning"] = "warning" if decision.hot_rows_unused else "info"
-            self.emit(Event("device_rows", self._progress.step, decision.text, level=level))
+            level: Literal["info", "warning"] = "warning" if decision.is_warning else "info"
+            event = Event("device_rows", self._progress.step, decision.text, level=level)
+            self.emit(event, only_here=not decision.by_device)
 
     def vocabularies(self, now: bool = False) -> None:
         """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table."""
@@ -248,6 +249,7 @@ class Reports:
         Also the bytes of all workers, so far in the job.
         """
         model, step = self._model, self._progress.step
+        self.device_rows()
         n_bytes = self._traffic.since_last()
         data: dict[str, Any] = {"bytes": n_bytes, "all_workers": traffic.by_name(self._progress.traffic)}
         if model.compression is not None:

@@ -14,16 +14,18 @@ from gba_hvd.shm.shard_memory import ShardMemory
 
 @dataclass(frozen=True)
 class Decision:
-    """text: a sentence; hot_rows_unused: what was asked for and is not done"""
+    """text: a sentence. by_device: the device looks rows up; is_warning: something that was asked for is not done"""
 
     text: str
-    hot_rows_unused: bool = False
+    by_device: bool
+    is_warning: bool
 
 
 class DeviceAccess:
     """One worker's. when: `Config.device_rows`; hot_rows: copies that the device keeps, of all tables together.
 
-    decisions: those that are not reported yet
+    applies: this worker is the only one that changes rows, and its device does it. Else each copy would be outdated by
+    the next step, and none are kept. decisions: those that are not reported yet
     """
 
     def __init__(self, when: str, hot_rows: int) -> None:
@@ -31,23 +33,35 @@ class DeviceAccess:
         self._memory: ShardMemory | None = None
         self._device: torch.device | None = None
         self._rows: DeviceRows | None = None
-        self._last = ""
+        self._reported: set[str] = set()
+        self.applies = True
         self.decisions: list[Decision] = []
 
-    def rows(self, memory: ShardMemory, device: torch.device, several_hosts: bool) -> DeviceRows | None:
-        """What looks rows of this memory up on the device; None: the CPU does."""
-        if self._when == "off" or (device.type == "cpu" and self._when != "on"):
+    def is_wanted(self, device: torch.device) -> bool:
+        """Whether a model on this device has its rows looked up there, if they can be."""
+        return self._when != "off" and (device.type != "cpu" or self._when == "on")
+
+    def rows(self, memory: ShardMemory, device: torch.device, obstacle: str = "") -> DeviceRows | None:
+        """What looks rows of this memory up on the device; None: the CPU does. obstacle: what prevents it, in words"""
+        if not self.is_wanted(device):
             return None
-        if several_hosts:
-            self.close()
-            self._decide("rows are on several hosts, so the CPU looks them up and copies them to the GPU")
+        if device.type not in ("cpu", "cuda"):
+            obstacle = f"{device} cannot read the host's memory"
+        elif all(group.hashed is not None for group in memory.layout.groups):
+            obstacle = "all tables are hashed"
+        if obstacle:
+            self._decide(f"{obstacle}: the CPU looks rows up and copies them to the model's device", by_device=False)
             return None
         if memory is not self._memory or device != self._device:
             self._open(memory, device)
+        if self._rows is not None and self._rows.keeps_copies != (self.applies and self._hot_rows > 0):
+            self._rows.keep_copies(self.applies)
+            if not self.applies:
+                self._decide(f"{device} reads rows that other processes write, or the CPU", by_device=True)
         return self._rows
 
     @property
-    def opened(self) -> DeviceRows | None:
+    def current(self) -> DeviceRows | None:
         """What looked rows up last, if it was the device."""
         return self._rows
 
@@ -57,7 +71,7 @@ class DeviceAccess:
             self._rows.forget()
 
     def close(self) -> None:
-        """Let go of the memory. May be called twice."""
+        """Let go of the memory. May be called twice; a lookup takes it again."""
         rows, self._rows, self._memory = self._rows, None, None
         if rows is not None:
             rows.close()
@@ -68,24 +82,36 @@ class DeviceAccess:
         rows = self._rows
         return None if rows is None or not self._hot_rows or not rows.lookups else rows.hits / rows.lookups
 
+    @torch.inference_mode(False)  # what is made here is written later, whoever looks rows up first
     def _open(self, memory: ShardMemory, device: torch.device) -> None:
         self.close()
         self._memory, self._device, began_s = memory, device, time.perf_counter()
+        copies = ""
         try:
-            self._rows = DeviceRows(memory.flat, memory.layout, device, self._hot_rows)
-        except (CannotRegister, torch.OutOfMemoryError) as error:
-            self._decide(f"{error}: the CPU looks rows up and copies them to the GPU")
+            try:
+                self._rows = DeviceRows(memory.flat, memory.layout, device, self._hot_rows)
+                if self._hot_rows:
+                    copies = f", and keeps copies of hot ones ({self._rows.hot_bytes / 2**20:.0f} MiB)"
+            except torch.OutOfMemoryError as error:
+                copies = f"; there is no room for hot rows ({error})"
+                self._rows = DeviceRows(memory.flat, memory.layout, device)
+        except CannotRegister as error:
+            text = (
+                f"{error}: the CPU looks rows up and copies them. Memory on a disk cannot be registered, /dev/shm can"
+            )
+            self._decide(text, by_device=False)
             return
-        took_s, copies = time.perf_counter() - began_s, ""
-        if self._hot_rows:
-            copies = f", and keeps copies of hot ones ({self._rows.hot_bytes / 2**20:.0f} MiB)"
+        if hashed := [table.name for table in memory.layout.tables if table.hashed is not None]:
+            copies += f"; hashed tables ({', '.join(hashed)}) are looked up by the CPU"
+        took_s = time.perf_counter() - began_s
         text = f"{device} reads the rows in the host's memory ({memory.flat.nbytes / 2**30:.2f} GiB"
-        self._decide(f"{text}, registered in {took_s:.1f} s){copies}", is_done=True)
+        self._decide(f"{text}, registered in {took_s:.1f} s){copies}", by_device=True, is_hot=self._rows.keeps_copies)
 
-    def _decide(self, text: str, is_done: bool = False) -> None:
-        if text == self._last:
+    def _decide(self, text: str, *, by_device: bool, is_hot: bool = False) -> None:
+        if text in self._reported:
             return
-        self._last = text
-        if self._hot_rows and not is_done:
+        self._reported.add(text)
+        is_unused = bool(self._hot_rows) and not is_hot
+        if is_unused:
             text += f"; hot_rows={self._hot_rows} has no effect"
-        self.decisions.append(Decision(text, bool(self._hot_rows) and not is_done))
+        self.decisions.append(Decision(text, by_device, is_unused))

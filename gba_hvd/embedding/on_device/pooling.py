@@ -22,11 +22,11 @@ def pool(rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> Sequence[Ten
     weights = [one.weights for one in lookups if one.weights is not None]
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in (rows, *weights)):
         return _pooled(rows, index, lookups)
-    return _Again.apply(lambda leaf: _pooled(leaf, index, lookups), rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
+    return _SeparateBackward.apply(lambda leaf: _pooled(leaf, index, lookups), rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Again(torch.autograd.Function):
-    """Results that come from one operator, whose gradients may be asked for one by one."""
+class _SeparateBackward(torch.autograd.Function):
+    """Results of one operator, each of which may have a backward pass of its own."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[Tensor], Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:

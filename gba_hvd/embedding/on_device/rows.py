@@ -23,9 +23,16 @@ from gba_hvd.embedding.on_device.hot_rows import HotRows
 from gba_hvd.embedding.on_device.records import Records
 from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
 from gba_hvd.embedding.row_optimizers import TableOptimizers
-from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.layout import Group, Layout
 
-_PUT_EVERY = 4  # reads: choosing what is kept costs as much as a read, and what is hot now is hot in the next ones
+
+def can_apply(layout: Layout, of_tables: TableOptimizers) -> bool:
+    """Whether a device has all that is done to rows, of each group that is not hashed."""
+    return all(_can_apply(layout, group, of_tables) for group in layout.groups if group.hashed is None)
+
+
+def _can_apply(layout: Layout, group: Group, of_tables: TableOptimizers) -> bool:
+    return layout.sampled is None and optimizers.can_update(of_tables.of(group.optimizer))  # (samples: by the CPU)
 
 
 class DeviceRows:
@@ -53,7 +60,8 @@ class DeviceRows:
             here = layout.groups[number].rows_per_shard * layout.n_shards
             n_hot = min(here, max(1, round(hot_rows * here / n_rows)))
             self._hot[number] = HotRows(n_hot, records.width, device)
-        self.hits, self.lookups, self._reads = 0, 0, 0
+        self.keeps_copies = bool(self._hot)
+        self.hits, self.lookups = 0, 0
 
     def has(self, group: int) -> bool:
         """Whether this device looks up rows of the group, by number."""
@@ -71,13 +79,12 @@ class DeviceRows:
         """
         distinct, index = torch.unique(to_device(keys, self.device), return_inverse=True)
         found = self._read(group, distinct)
-        return found, index, found.records[:, : self._layout.groups[group].dim].contiguous()
+        weights = found.records[:, : self._layout.groups[group].dim]
+        return found, index, weights.clone(memory_format=torch.contiguous_format)  # (records change when the step ends)
 
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
-        """Whether the device has all that is done to rows of the group; sampled accesses are listed by the CPU."""
-        return self._layout.sampled is None and optimizers.can_update(
-            of_tables.of(self._layout.groups[group].optimizer)
-        )
+        """Whether the device has all that is done to rows of the group."""
+        return _can_apply(self._layout, self._layout.groups[group], of_tables)
 
     def apply(
         self, group: int, grad: DeviceRowGrad, of_tables: TableOptimizers, scale: float, lr: float, step: int
@@ -93,8 +100,13 @@ class DeviceRows:
         optimizers.update_(of_tables.of(number), records, grad.values, scale, of_tables.rate(number, lr), step)
         records.view(torch.int32)[:, -1] += 1 if grad.accesses is None else grad.accesses
         self._records[group].write(found.starts, records)
-        if found.slot is not None:
+        if found.slot is not None and self.keeps_copies:
             self._hot[group].renew(found.keys, found.slot, records)
+
+    def keep_copies(self, does: bool) -> None:
+        """Keep copies from now on, or none: those that there are, are forgotten."""
+        self.forget()
+        self.keeps_copies = does and bool(self._hot)
 
     def wait(self) -> None:
         """Return when all that was asked of the device is done, and the host's memory has it."""
@@ -114,21 +126,20 @@ class DeviceRows:
 
     def _read(self, group: int, keys: Tensor) -> Found:
         records = self._records[group]
-        starts, hot = records.starts(keys), self._hot.get(group)
+        starts, hot = records.starts(keys), self._hot.get(group) if self.keeps_copies else None
         self.lookups += len(keys)
         if hot is None:
             return Found(keys, records.read(starts), starts)
         versions = records.versions(starts)
         slot = hot.find(keys)
         found, known = hot.read(slot)
-        missing = ((slot == hot.nowhere) | (known != versions)).nonzero()[:, 0]
+        missing = ((slot == hot.spare) | (known != versions)).nonzero()[:, 0]
         self.hits += len(keys) - len(missing)
         if len(missing):
             fresh = records.read(starts.index_select(0, missing))
             fresh.view(torch.int32)[:, -1] = versions.index_select(0, missing)
             found.index_copy_(0, missing, fresh)
-            if self._reads % _PUT_EVERY == 0:
+            if hot.chooses:
                 new = hot.put(keys.index_select(0, missing), slot.index_select(0, missing), fresh)
                 slot.index_copy_(0, missing, new)
-        self._reads += 1
         return Found(keys, found, starts, slot)

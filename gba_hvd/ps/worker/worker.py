@@ -51,6 +51,7 @@ class PsWorker:
         row_coder: RowCoder | None = None,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
+        tables.on_device.applies = False
         self.session, self.name, self.worker, self.host = session, session.mode, worker, host
         self._tables, self._dense, self._timeout_s, self._folder = tables, dense, timeout_s, tables.memory.folder
         self.contact = Heartbeat(worker, rank, host, pid, session.generation)

@@ -17,7 +17,7 @@ def records_of(keys: torch.Tensor) -> torch.Tensor:
 
 
 def here(hot: HotRows, keys: torch.Tensor) -> list[bool]:
-    found: list[bool] = (hot.find(keys) != hot.nowhere).tolist()
+    found: list[bool] = (hot.find(keys) != hot.spare).tolist()
     return found
 
 
@@ -31,7 +31,7 @@ def test_what_was_put_is_found_with_its_numbers(device: torch.device) -> None:
     assert not any(here(hot, keys))
     put(hot, keys)
     slot = hot.find(keys)
-    is_here = slot != hot.nowhere
+    is_here = slot != hot.spare
     assert float(is_here.float().mean()) > 0.9  # a set with more than eight of them keeps eight
     torch.testing.assert_close(hot.read(slot[is_here])[0], records_of(keys[is_here]))
     assert not any(here(hot, keys + 10**6))
@@ -72,7 +72,7 @@ def test_new_numbers_reach_those_that_are_still_there(device: torch.device) -> N
     put(hot, keys_of(100, 101, device=device))  # two of them go
     hot.renew(keys, slot, records_of(keys) + 0.5)
     now = hot.find(keys)
-    stayed = now != hot.nowhere
+    stayed = now != hot.spare
     assert int(stayed.sum()) == 6
     torch.testing.assert_close(hot.read(now[stayed])[0], records_of(keys[stayed]) + 0.5)
     torch.testing.assert_close(

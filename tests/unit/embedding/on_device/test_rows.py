@@ -32,6 +32,16 @@ def rows_on(device: torch.device, tables: EmbeddingTables, hot_rows: int = 0) ->
     return DeviceRows(tables.memory.flat, tables.layout, device, hot_rows)
 
 
+def kept(rows: DeviceRows, keys: np.ndarray, group: int = 0) -> None:
+    """Look keys up until there are copies of them."""
+    for _ in range(20):
+        before = rows.hits
+        rows.look_up(group, keys)
+        if rows.hits > before:
+            return
+    raise AssertionError("no copy was kept")
+
+
 def some_keys(tables: EmbeddingTables, n: int = 40, seed: int = 1) -> np.ndarray:
     """Keys of the first group, some of them more than once."""
     rng = np.random.default_rng(seed)
@@ -50,7 +60,7 @@ def in_memory(tables: EmbeddingTables, keys: np.ndarray) -> np.ndarray:
 def test_looked_up_rows_are_those_in_memory(device: torch.device, make_tables: MakeTables, hot_rows: int) -> None:
     tables = make_tables(SIZES)
     rows, keys = rows_on(device, tables, hot_rows), some_keys(tables)
-    for _ in range(3):
+    for _ in range(12):
         found, index, weights = rows.look_up(0, keys)
         assert found.keys[index].tolist() == keys.tolist()
         np.testing.assert_array_equal(weights.cpu().numpy(), in_memory(tables, found.keys.cpu().numpy())[:, :4])
@@ -94,7 +104,7 @@ def test_a_row_that_another_process_has_changed_is_read_again(device: torch.devi
     tables = make_tables(SIZES, gba_hvd.RowAdagrad(lr=0.5))
     assert tables.memory is not None
     rows, keys = rows_on(device, tables, 1000), np.unique(some_keys(tables))
-    rows.look_up(0, keys)
+    kept(rows, keys)
     changed = keys[::3].copy()
     grad = RowGrad(changed, np.ones((len(changed), 4), np.float32))
     tables.optimizers.update_(tables.memory.flat, tables.layout, tables.layout.groups[0], grad, 1.0, 0.5, 1)
@@ -111,7 +121,7 @@ def test_copies_that_are_forgotten_are_read_again_though_the_versions_are_equal(
     tables = make_tables(SIZES)
     assert tables.memory is not None
     rows, keys = rows_on(device, tables, 1000), np.unique(some_keys(tables))
-    rows.look_up(0, keys)
+    kept(rows, keys)
     starts = tables.layout.record_starts(keys, tables.layout.groups[0]).astype(np.int64)
     tables.memory.flat[starts] = 7.0  # as a restored checkpoint would, with the counter that the row had
     rows.forget()
@@ -151,3 +161,31 @@ def test_a_gradient_that_is_not_finite_is_named(device: torch.device) -> None:
     assert grad.non_finite() is None
     values[2, 1] = float("nan")
     assert grad.non_finite() == 8
+
+
+def test_each_group_has_its_copies(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables(SIZES)
+    rows = rows_on(device, tables, 170)
+    ads = tables.keys_of(1, [("ad", torch.arange(20))])
+    for _ in range(40):  # in turn, as the forward passes of a model do
+        for group, keys in ((0, some_keys(tables)), (1, ads)):
+            rows.look_up(group, keys)
+    for group, keys in ((0, np.unique(some_keys(tables))), (1, ads)):
+        hits = rows.hits
+        rows.look_up(group, keys)
+        assert rows.hits - hits > len(keys) / 2, f"group {group}"
+    rows.close()
+
+
+def test_without_copies_none_are_read(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables(SIZES)
+    rows, keys = rows_on(device, tables, 1000), np.unique(some_keys(tables))
+    kept(rows, keys)
+    rows.keep_copies(False)
+    hits = rows.hits
+    for _ in range(12):
+        assert rows.look_up(0, keys)[0].slot is None
+    assert rows.hits == hits
+    rows.keep_copies(True)
+    kept(rows, keys)
+    rows.close()

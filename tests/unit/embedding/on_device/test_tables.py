@@ -171,13 +171,14 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     [
         {},
         {"hot_rows": 16},
+        {"hot_rows": 16, "more": {"row_average": "contributors"}},
         {"more": {"max_norm": 0.05}},
         {"more": {"row_average": "contributors"}},
         {"more": {"row_compression": gba_hvd.Compression.int8}},
         {"hashed": True},
         {"more": {"sync_micro_batch": 8}},
     ],
-    ids=["plain", "hot", "clip", "contributors", "compression", "hashed", "together"],
+    ids=["plain", "hot", "outdated copies", "clip", "contributors", "compression", "hashed", "together"],
 )
 def test_a_job_trains_what_it_trains_without(
     device: torch.device, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -185,12 +186,76 @@ def test_a_job_trains_what_it_trains_without(
     ours = train(tmp_path / "ours", clicks(50), device, **dict(settings))
     monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
     theirs = train(tmp_path / "theirs", clicks(50), torch.device("cpu"), **{**settings, "hot_rows": 0})
-    assert theirs["events"] == [] and len(ours["events"]) == 1 and "reads the rows" in ours["events"][0]
-    assert ours["hits"] is None if "hot_rows" not in settings else ours["hits"] > 0.3
+    assert theirs["events"] == [] and "reads the rows" in ours["events"][0]
+    is_unused = "hot_rows" in settings and "row_average" in settings.get("more", {})
+    assert [text for text in ours["events"] if "hot_rows=16 has no effect" in text] == ours["events"][1:]
+    assert len(ours["events"]) == 1 + is_unused
+    assert ours["hits"] is None if "hot_rows" not in settings else (ours["hits"] > 0.2) != is_unused
     for name, value in theirs.items():
         if name not in ("events", "hits"):
             np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     np.testing.assert_array_equal(ours["counts"], theirs["counts"])
+
+
+def test_a_job_may_begin_with_scores_in_inference_mode(device: torch.device, clicks: Any, tmp_path: Path) -> None:
+    tables = EmbeddingTables(
+        {"user": (20, 4), "item": (7, 3)}, gba_hvd.RowAdagrad(lr=0.5), n_shards=3, shard_dir=tmp_path, hot_rows=8
+    )
+    model = Model(tables).to(device)
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = gba_hvd.DistributedOptimizer(dense, tables, global_batch=16, micro_batch=16)
+    state = gba_hvd.elastic.TorchState(model, optimizer)
+    state.sync()
+    with torch.inference_mode():
+        model(clicks(50).take(np.arange(9)))
+    for batch in gba_hvd.batches(clicks(50), state):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label.to(device)).backward()
+        optimizer.step()
+    assert tables.on_device.current is not None
+    state.close()
+    assert tables.on_device.current is None  # the memory is let go
+
+
+def test_what_keeps_rows_from_the_device_is_reported_once(device: torch.device, make_tables: MakeTables) -> None:
+    hashed = make_tables({"user": gba_hvd.Table(dim=4, keys="hash64", capacity=64)}).to(device)
+    plain = make_tables({"user": (50, 4)}).to(device)
+    several = make_tables({"user": (50, 4)}, hot_rows=5).to(device)
+    several.local = np.ones(3, bool)
+    for tables, why in ((hashed, "all tables are hashed"), (plain, "several threads"), (several, "on several hosts")):
+        for _ in range(3):
+            if tables is plain:
+                with tables.apart():
+                    tables({"user": torch.tensor([1, 2])})
+            else:
+                tables({"user": torch.tensor([1, 2])})
+        (decision,) = tables.on_device.decisions
+        assert why in decision.text and not decision.by_device
+        assert decision.is_warning == ("hot_rows=5 has no effect" in decision.text) == (tables is several)
+
+
+def test_another_kind_of_device_gets_copies_of_what_the_cpu_looked_up(make_tables: MakeTables) -> None:
+    tables = make_tables({"user": (50, 4)})
+    tables.device = torch.device("meta")
+    assert tables({"user": torch.tensor([1, 2])})["user"].device.type == "meta"
+    (decision,) = tables.on_device.decisions
+    assert decision.text.startswith("meta cannot read the host's memory")
+
+
+def test_jagged_features_of_the_same_ids_fit_together(device: torch.device, make_tables: MakeTables) -> None:
+    features = {"item": Feature("item", None), "kind": Feature("kind", None)}
+    tables = make_tables({"item": (50, 4), "kind": (9, 4)}, features=features).to(device)
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+    found = tables({"item": ids, "kind": ids})
+    assert (found["item"] + found["kind"]).values().shape == (3, 4)
+
+
+def test_converted_modules_give_their_tables_the_device_of_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(4, 1))
+    tables = gba_hvd.convert(model, optimizer=gba_hvd.SGD(lr=0.1), n_shards=3, shard_dir=tmp_path)
+    tables.device = torch.device("cuda", 1)
+    model.cpu()
+    assert tables.device == torch.device("cpu")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
