@@ -82,7 +82,7 @@ class DeviceAccess:
         rows = self._rows
         return None if rows is None or not self._hot_rows or not rows.lookups else rows.hits / rows.lookups
 
-    @torch.inference_mode(False)  # what is made here is written later, whoever looks rows up first
+    @torch.inference_mode(False)  # what is made here is written by later steps
     def _open(self, memory: ShardMemory, device: torch.device) -> None:
         self.close()
         self._memory, self._device, began_s = memory, device, time.perf_counter()
