@@ -1,7 +1,8 @@
 """The dense part of a model as an ONNX file: for runtimes that have neither this package nor PyTorch.
 
-It is made from the program of `dense_program`, and compared with it before anything is written: on the example, and on
-one with another number of samples. Inputs that the graph does not use are left out.
+It is made from the program of `dense_program`, and compared with it before anything is written: on the example, on one
+with another number of samples, and on one with more positions, where they are free. Inputs that the graph does not use
+are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
@@ -67,7 +69,11 @@ def onnx_of(
     names = [_input_name(kind, name, rows, flat) for kind, name in places]
     _rename_within(graph, {*names, *flat})
     found: dict[str, dict[str, str]] = {"rows": {}, "fields": {}}
-    for value, (kind, name), unique in zip(list(graph.inputs), places, names, strict=True):
+    sizes = _sizes(exported)
+    for value, (kind, name), unique, size in zip(list(graph.inputs), places, names, sizes, strict=True):
+        for i, n in enumerate(size):
+            if n is not None:
+                value.shape[i] = n
         if not value.uses():
             graph.inputs.remove(value)
             continue
@@ -91,6 +97,13 @@ def _input_name(kind: str, name: str, rows: Mapping[str, Tensor], outputs: Colle
     if kind == "fields" and name in rows:
         return f"{name}.ids"
     return f"{name}.{kind}" if name in outputs else name
+
+
+def _sizes(exported: torch.export.ExportedProgram) -> list[list[int | None]]:
+    """Of each input, None where it is free; the converter calls a size free that the tracing has fixed."""
+    inputs = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    found = [inputs[name].shape for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    return [[int(n) if is_concrete_int(n) else None for n in shape] for shape in found]
 
 
 def _rename_within(graph: Any, taken: set[str]) -> None:
@@ -143,10 +156,14 @@ def _check(
             f"the ONNX file cannot be run by onnxruntime, nothing was written: {_first_line(error)}"
         ) from error
     module = exported.module()
-    for more in (0, 3):
-        some = [{name: _longer(one, more) for name, one in values.items()} for values in (rows, fields)]
-        with torch.no_grad():
-            expected = _named(module(*some), "score")
+    for some, may_refuse in _inputs(exported, rows, fields):
+        try:
+            with torch.no_grad():
+                expected = _named(module(*some), "score")
+        except Exception:  # any error of the model
+            if may_refuse:
+                continue
+            raise
         given = {name: _array(some[0][feature]) for feature, name in made.rows.items()}
         given |= {name: _array(some[1][column]) for column, name in made.fields.items()}
         try:
@@ -169,8 +186,27 @@ def _check(
                 )
 
 
-def _longer(one: Tensor, more: int) -> Tensor:
-    return torch.cat([one, *[one[:1]] * more])
+def _inputs(
+    exported: torch.export.ExportedProgram, rows: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> Iterator[tuple[list[dict[str, Tensor]], bool]]:
+    """The example, then with more samples, then with more positions; and whether the program may refuse that many."""
+    sizes = _sizes(exported)
+    more = [(0, 0), (3, 0)] + [(3, 3)] * any(None in size[1:] for size in sizes)
+    for samples, positions in more:
+        size = iter(sizes)
+        longer = [
+            {name: _longer(one, next(size), samples, positions) for name, one in some.items()}
+            for some in (rows, fields)
+        ]
+        yield longer, positions > 0
+
+
+def _longer(one: Tensor, size: Sequence[int | None], samples: int, positions: int) -> Tensor:
+    """With more samples, and more of what else is free."""
+    for i, n in enumerate(size):
+        more = 0 if n is not None else positions if i else samples
+        one = torch.cat([one, *[one.narrow(i, 0, 1)] * more], i)
+    return one
 
 
 def _array(one: Tensor) -> np.ndarray:
