@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.utils._sympy.numbers import int_oo
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
@@ -69,7 +70,7 @@ def onnx_of(
     names = [_input_name(kind, name, rows, flat) for kind, name in places]
     _rename_within(graph, {*names, *flat})
     found: dict[str, dict[str, str]] = {"rows": {}, "fields": {}}
-    sizes = _sizes(exported)
+    sizes = _sizes(exported, rows, fields)
     for value, (kind, name), unique, size in zip(list(graph.inputs), places, names, sizes, strict=True):
         for i, n in enumerate(size):
             if n is not None:
@@ -99,11 +100,35 @@ def _input_name(kind: str, name: str, rows: Mapping[str, Tensor], outputs: Colle
     return f"{name}.{kind}" if name in outputs else name
 
 
-def _sizes(exported: torch.export.ExportedProgram) -> list[list[int | None]]:
-    """Of each input, None where it is free; the converter calls a size free that the tracing has fixed."""
-    inputs = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
-    found = [inputs[name].shape for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    return [[int(n) if is_concrete_int(n) else None for n in shape] for shape in found]
+def _sizes(
+    exported: torch.export.ExportedProgram, rows: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> list[list[int | None]]:
+    """Of each input, None where it is free: samples, and positions of which the program takes any number.
+
+    A graph has no form for a program's conditions on sizes, and the converter calls free what such a one has fixed.
+    """
+    traced = {node.name: node.meta["val"].shape for node in exported.graph.nodes if node.op == "placeholder"}
+    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    given = [*rows.values(), *fields.values()]
+    sizes = [
+        [None if not i or _is_free(traced[name][i], exported) else n for i, n in enumerate(one.shape)]
+        for name, one in zip(names, given, strict=True)
+    ]
+    if any(None in size[1:] for size in sizes):
+        module = exported.module()
+        try:
+            for more in (1, 2, 3):
+                module(*_longer(rows, fields, sizes, 0, more))
+        except Exception:  # any error of the model
+            return [[n if i else None for i, n in enumerate(one.shape)] for one in given]
+    return sizes
+
+
+def _is_free(size: Any, exported: torch.export.ExportedProgram) -> bool:
+    if is_concrete_int(size):
+        return False
+    bounds = exported.range_constraints.get(size.node.expr)
+    return bounds is not None and bool(bounds.lower <= 2) and bounds.upper is int_oo
 
 
 def _rename_within(graph: Any, taken: set[str]) -> None:
@@ -156,14 +181,11 @@ def _check(
             f"the ONNX file cannot be run by onnxruntime, nothing was written: {_first_line(error)}"
         ) from error
     module = exported.module()
-    for some, may_refuse in _inputs(exported, rows, fields):
-        try:
-            with torch.no_grad():
-                expected = _named(module(*some), "score")
-        except Exception:  # any error of the model
-            if may_refuse:
-                continue
-            raise
+    sizes = _sizes(exported, rows, fields)
+    for samples, positions in ((0, 0), (3, 0), (3, 3)):
+        some = _longer(rows, fields, sizes, samples, positions)
+        with torch.no_grad():
+            expected = _named(module(*some), "score")
         given = {name: _array(some[0][feature]) for feature, name in made.rows.items()}
         given |= {name: _array(some[1][column]) for column, name in made.fields.items()}
         try:
@@ -186,23 +208,21 @@ def _check(
                 )
 
 
-def _inputs(
-    exported: torch.export.ExportedProgram, rows: Mapping[str, Tensor], fields: Mapping[str, Tensor]
-) -> Iterator[tuple[list[dict[str, Tensor]], bool]]:
-    """The example, then with more samples, then with more positions; and whether the program may refuse that many."""
-    sizes = _sizes(exported)
-    more = [(0, 0), (3, 0)] + [(3, 3)] * any(None in size[1:] for size in sizes)
-    for samples, positions in more:
-        size = iter(sizes)
-        longer = [
-            {name: _longer(one, next(size), samples, positions) for name, one in some.items()}
-            for some in (rows, fields)
-        ]
-        yield longer, positions > 0
+def _longer(
+    rows: Mapping[str, Tensor],
+    fields: Mapping[str, Tensor],
+    sizes: Sequence[Sequence[int | None]],
+    samples: int,
+    positions: int,
+) -> list[dict[str, Tensor]]:
+    """Rows and fields with more samples, and more of what else is free."""
+    size = iter(sizes)
+    return [
+        {name: _extended(one, next(size), samples, positions) for name, one in some.items()} for some in (rows, fields)
+    ]
 
 
-def _longer(one: Tensor, size: Sequence[int | None], samples: int, positions: int) -> Tensor:
-    """With more samples, and more of what else is free."""
+def _extended(one: Tensor, size: Sequence[int | None], samples: int, positions: int) -> Tensor:
     for i, n in enumerate(size):
         more = 0 if n is not None else positions if i else samples
         one = torch.cat([one, *[one.narrow(i, 0, 1)] * more], i)

@@ -132,8 +132,16 @@ class ByLength(OfHistory):
         return super().forward(ids) * {3: 0.5}[ids["history"].shape[1]]
 
 
+class Halves(OfHistory):
+    """Takes numbers of positions of one kind, odd or even, as the example's."""
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = super().forward(ids)
+        return found * 2 if ids["history"].shape[1] % 2 else found
+
+
 class Positions(OfHistory):
-    """Takes up to five positions."""
+    """Takes up to five positions; a graph has no form for that, so that its ONNX takes the example's only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,11 +153,21 @@ class Positions(OfHistory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "taken", "refused"),
-    [(OfHistory, (1, 2, 3, 11), ()), (Flattened, (3,), (2, 4)), (ByLength, (3,), (2, 4)), (Positions, (2, 3, 5), (6,))],
+    ("kind", "taken", "of_onnx"),
+    [
+        (OfHistory, (1, 2, 3, 4, 5, 11), (1, 2, 3, 4, 5, 11)),
+        (Flattened, (3,), (3,)),
+        (ByLength, (3,), (3,)),
+        (Halves, (1, 3, 5, 11), (3,)),
+        (Positions, (1, 2, 3, 4, 5), (3,)),
+    ],
 )
 def test_the_positions_of_ids_are_free_where_the_model_allows_it(
-    job_memory: Callable[..., None], tmp_path: Path, kind: type[OfHistory], taken: tuple[int, ...], refused: Any
+    job_memory: Callable[..., None],
+    tmp_path: Path,
+    kind: type[OfHistory],
+    taken: tuple[int, ...],
+    of_onnx: tuple[int, ...],
 ) -> None:
     model = kind()
     job_memory(model.tables)
@@ -159,19 +177,20 @@ def test_the_positions_of_ids_are_free_where_the_model_allows_it(
     assert manifest.program is not None and manifest.onnx is not None
     program: Any = torch.export.load(tmp_path / "m" / manifest.program.file.name).module()
     session = onnxruntime.InferenceSession(tmp_path / "m" / manifest.onnx.file.name)
-    for n in (*taken, *refused):
+    for n in (1, 2, 3, 4, 5, 11):
         ids = {"history": torch.randint(0, 9, (5, n))}
         rows = model.tables(ids)
         given = {name: rows[feature].detach().numpy() for feature, name in manifest.onnx.rows.items()}
         given |= {name: ids[column].numpy() for column, name in manifest.onnx.fields.items()}
         if n in taken:
-            expected = evaluated(model, ids)
-            assert torch.allclose(program(rows, ids), expected, atol=1e-5)
-            assert torch.allclose(torch.from_numpy(session.run(None, given)[0]), expected, atol=1e-5)
+            assert torch.allclose(program(rows, ids), evaluated(model, ids), atol=1e-5)
         else:
             with pytest.raises((AssertionError, RuntimeError)):
                 program(rows, ids)
-            with pytest.raises(Exception, match=r"onnx|ONNX"):
+        if n in of_onnx:
+            assert torch.allclose(torch.from_numpy(session.run(None, given)[0]), evaluated(model, ids), atol=1e-5)
+        else:
+            with pytest.raises(Exception, match=r"Got: \d+ Expected: 3"):
                 session.run(None, given)
 
 
