@@ -29,7 +29,7 @@ class AUGRU(nn.Module):
 
     def forward(self, inputs: Tensor, attention: Tensor) -> Tensor:
         """inputs [B, L, n_inputs], attention [B, L], 0 for padding -> the last state [B, width]."""
-        state = inputs.new_zeros(len(inputs), self.width)
+        state = inputs.new_zeros(inputs.shape[0], self.width)
         for part, weight in zip(self.of_input(inputs).unbind(1), attention.unbind(1), strict=True):
             update, reset, proposed = part.chunk(3, dim=1)
             update_s, reset_s, proposed_s = self.of_state(state).chunk(3, dim=1)

@@ -48,7 +48,8 @@ def layers(n_inputs: int, hidden: Sequence[int], activation: Activation, dropout
 class ActivationUnit(nn.Module):
     """The weight of each click of a history: an MLP of click, candidate, their difference and their product.
 
-    It is computed for clicks only, so that padding has no part in the statistics of Dice either.
+    It is computed for clicks only, so that padding has no part in the statistics of Dice either. A program computes it
+    for padding as well, and leaves that out.
     """
 
     def __init__(self, width: int, hidden: Sequence[int], activation: Activation) -> None:
@@ -57,11 +58,18 @@ class ActivationUnit(nn.Module):
 
     def forward(self, history: Tensor, candidate: Tensor, clicked: Tensor) -> Tensor:
         """history [B, L, width], candidate [B, width], clicked bool [B, L] -> weights [B, L], 0 for padding."""
-        click = history[clicked]
-        match = candidate.unsqueeze(1).expand_as(history)[clicked]
+        match = candidate.unsqueeze(1).expand_as(history)
+        if torch.compiler.is_exporting() and not self.training:  # sizes that depend on values cannot be traced
+            weights = self._of(history.flatten(0, 1), match.flatten(0, 1)).reshape(clicked.shape)
+            return weights.masked_fill(~clicked, 0.0)
         weights = history.new_zeros(clicked.shape)
-        weights[clicked] = self.layers(torch.cat([click, match, click - match, click * match], dim=1)).squeeze(1)
+        weights[clicked] = self._of(history[clicked], match[clicked])
         return weights
+
+    def _of(self, click: Tensor, match: Tensor) -> Tensor:
+        """Both [n, width] -> weights [n]."""
+        found: Tensor = self.layers(torch.cat([click, match, click - match, click * match], dim=1))
+        return found.squeeze(1)
 
 
 class DIN(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def formats_of(dense_program: bool | str | Sequence[str]) -> tuple[str, ...]:
 
 
 def exported_dense_part(model: nn.Module, example: Any, formats: Sequence[str] = ("torch",)) -> DensePrograms:
-    """The program in these formats; its batch size is free.
+    """The program in these formats; its batch size is free, and so is L of ids [B, L] where the model's code allows it.
 
     It takes two mappings: rows by feature, [B, ...] as the tables return them; and by column the fields that are
     tensors, ids included. example: an input of at least two samples. Raises BadInput for a model that cannot be split
@@ -64,19 +64,41 @@ def exported_dense_part(model: nn.Module, example: Any, formats: Sequence[str] =
     with evaluating(model), torch.no_grad():
         rows, lookups = _recorded(model, spec, values, example)
         program = _DensePart(model, spec, {name: one for name, one in values.items() if isinstance(one, Bag)})
-        samples = torch.export.Dim("samples")
-        shapes = ({name: {0: samples} for name in rows}, {name: {0: samples} for name in fields})
-        try:
-            with warnings.catch_warnings():  # a GRU or LSTM sets its weights once more; they are parameters as before
-                warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights\[", UserWarning)
-                exported = torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # any error of the compiler or of the model under it
-            raise BadInput(f"dense_program: torch.export cannot trace {type(model).__name__}: {error}") from error
+        exported = _traced(program, rows, fields, {one.column for one in lookups})
         onnx = onnx_of(exported, rows, fields, program(rows, fields)) if "onnx" in formats else None
     file = io.BytesIO()
     if "torch" in formats:
         torch.export.save(exported, file)
     return DensePrograms(lookups, file.getvalue() or None, onnx)
+
+
+def _traced(
+    program: _DensePart, rows: dict[str, Tensor], fields: dict[str, Tensor], ids: Set[str]
+) -> torch.export.ExportedProgram:
+    """ids: the columns of lookups. Raises BadInput."""
+    several = any(one.ndim > 2 for one in rows.values()) or any(fields[name].ndim > 1 for name in ids & fields.keys())
+    for positions in (torch.export.Dim.AUTO, None) if several else (None,):
+        try:
+            with warnings.catch_warnings():  # a GRU or LSTM sets its weights once more; they are parameters as before
+                warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights\[", UserWarning)
+                shapes = _free_sizes(rows, fields, ids, positions)
+                return torch.export.export(program, (rows, fields), dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # any error of the compiler or of the model under it
+            failed = error
+    name = type(program.model).__name__
+    raise BadInput(f"dense_program: torch.export cannot trace {name}: {failed}") from failed
+
+
+def _free_sizes(
+    rows: Mapping[str, Tensor], fields: Mapping[str, Tensor], ids: Set[str], positions: Any
+) -> tuple[dict[str, dict[int, Any]], dict[str, dict[int, Any]]]:
+    """B of each, and `positions` for L of ids [B, L, ...] and of rows [B, L, ..., dim] that are not pooled."""
+    samples = torch.export.Dim("samples")
+    n_ids = {name: one.ndim if name in ids else 1 for name, one in fields.items()}
+    return (
+        {name: {0: samples, **dict.fromkeys(range(1, one.ndim - 1), positions)} for name, one in rows.items()},
+        {name: {0: samples, **dict.fromkeys(range(1, n), positions)} for name, n in n_ids.items()},
+    )
 
 
 def check_splits(model: nn.Module, example: Any) -> None:

@@ -1,7 +1,8 @@
 """The dense part of a model as an ONNX file: for runtimes that have neither this package nor PyTorch.
 
-It is made from the program of `dense_program`, and compared with it before anything is written: on the example, and on
-one with another number of samples. Inputs that the graph does not use are left out.
+It is made from the program of `dense_program`, and compared with it before anything is written: on the example, on one
+with another number of samples, and on one with more positions, where they are free. Inputs that the graph does not use
+are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.utils._sympy.numbers import int_oo
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
@@ -67,7 +70,11 @@ def onnx_of(
     names = [_input_name(kind, name, rows, flat) for kind, name in places]
     _rename_within(graph, {*names, *flat})
     found: dict[str, dict[str, str]] = {"rows": {}, "fields": {}}
-    for value, (kind, name), unique in zip(list(graph.inputs), places, names, strict=True):
+    sizes = _sizes(exported, rows, fields)
+    for value, (kind, name), unique, size in zip(list(graph.inputs), places, names, sizes, strict=True):
+        for i, n in enumerate(size):
+            if n is not None:
+                value.shape[i] = n
         if not value.uses():
             graph.inputs.remove(value)
             continue
@@ -91,6 +98,37 @@ def _input_name(kind: str, name: str, rows: Mapping[str, Tensor], outputs: Colle
     if kind == "fields" and name in rows:
         return f"{name}.ids"
     return f"{name}.{kind}" if name in outputs else name
+
+
+def _sizes(
+    exported: torch.export.ExportedProgram, rows: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> list[list[int | None]]:
+    """Of each input, None where it is free: samples, and positions of which the program takes any number.
+
+    A graph has no form for a program's conditions on sizes, and the converter calls free what such a one has fixed.
+    """
+    traced = {node.name: node.meta["val"].shape for node in exported.graph.nodes if node.op == "placeholder"}
+    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    given = [*rows.values(), *fields.values()]
+    sizes = [
+        [None if not i or _is_free(traced[name][i], exported) else n for i, n in enumerate(one.shape)]
+        for name, one in zip(names, given, strict=True)
+    ]
+    if any(None in size[1:] for size in sizes):
+        module = exported.module()
+        try:
+            for more in (1, 2, 3):
+                module(*_longer(rows, fields, sizes, 0, more))
+        except Exception:  # any error of the model
+            return [[n if i else None for i, n in enumerate(one.shape)] for one in given]
+    return sizes
+
+
+def _is_free(size: Any, exported: torch.export.ExportedProgram) -> bool:
+    if is_concrete_int(size):
+        return False
+    bounds = exported.range_constraints.get(size.node.expr)
+    return bounds is not None and bool(bounds.lower <= 2) and bounds.upper is int_oo
 
 
 def _rename_within(graph: Any, taken: set[str]) -> None:
@@ -143,8 +181,9 @@ def _check(
             f"the ONNX file cannot be run by onnxruntime, nothing was written: {_first_line(error)}"
         ) from error
     module = exported.module()
-    for more in (0, 3):
-        some = [{name: _longer(one, more) for name, one in values.items()} for values in (rows, fields)]
+    sizes = _sizes(exported, rows, fields)
+    for samples, positions in ((0, 0), (3, 0), (3, 3)):
+        some = _longer(rows, fields, sizes, samples, positions)
         with torch.no_grad():
             expected = _named(module(*some), "score")
         given = {name: _array(some[0][feature]) for feature, name in made.rows.items()}
@@ -169,8 +208,25 @@ def _check(
                 )
 
 
-def _longer(one: Tensor, more: int) -> Tensor:
-    return torch.cat([one, *[one[:1]] * more])
+def _longer(
+    rows: Mapping[str, Tensor],
+    fields: Mapping[str, Tensor],
+    sizes: Sequence[Sequence[int | None]],
+    samples: int,
+    positions: int,
+) -> list[dict[str, Tensor]]:
+    """Rows and fields with more samples, and more of what else is free."""
+    size = iter(sizes)
+    return [
+        {name: _extended(one, next(size), samples, positions) for name, one in some.items()} for some in (rows, fields)
+    ]
+
+
+def _extended(one: Tensor, size: Sequence[int | None], samples: int, positions: int) -> Tensor:
+    for i, n in enumerate(size):
+        more = 0 if n is not None else positions if i else samples
+        one = torch.cat([one, *[one.narrow(i, 0, 1)] * more], i)
+    return one
 
 
 def _array(one: Tensor) -> np.ndarray:

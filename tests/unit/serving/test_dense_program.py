@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -97,6 +98,100 @@ def test_stacked_rows_and_ids_that_are_used_otherwise(job_memory: Callable[..., 
     ids = {"a": torch.tensor([0, 5, 8]), "b": torch.tensor([6, 1, 0])}
     assert torch.allclose(program(model.tables(ids), ids), evaluated(model, ids), atol=1e-6)
     assert evaluated(model, ids)[0] == 0
+
+
+class OfHistory(nn.Module):
+    """A row for each position of a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = {"item": gba_hvd.Table(9, 4, padding_idx=0)}
+        features = {"history": gba_hvd.Feature("item", None)}
+        self.tables = gba_hvd.EmbeddingTables(tables, gba_hvd.SGD(lr=0.1), features=features)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.out(self.tables(ids)["history"]).sum(1) + ids["history"].ne(0).sum(1, keepdim=True)
+
+
+class Flattened(OfHistory):
+    """Takes three positions only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.out(self.tables(ids)["history"].flatten(1))
+
+
+class ByLength(OfHistory):
+    """Cannot be traced with a free number of positions: it asks a mapping for it."""
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(ids) * {3: 0.5}[ids["history"].shape[1]]
+
+
+class Halves(OfHistory):
+    """Takes numbers of positions of one kind, odd or even, as the example's."""
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = super().forward(ids)
+        return found * 2 if ids["history"].shape[1] % 2 else found
+
+
+class Positions(OfHistory):
+    """Takes up to five positions; a graph has no form for that, so that its ONNX takes the example's only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = self.tables(ids)["history"]
+        return self.out((rows * self.position[: rows.shape[1]]).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken", "of_onnx"),
+    [
+        (OfHistory, (1, 2, 3, 4, 5, 11), (1, 2, 3, 4, 5, 11)),
+        (Flattened, (3,), (3,)),
+        (ByLength, (3,), (3,)),
+        (Halves, (1, 3, 5, 11), (3,)),
+        (Positions, (1, 2, 3, 4, 5), (3,)),
+    ],
+)
+def test_the_positions_of_ids_are_free_where_the_model_allows_it(
+    job_memory: Callable[..., None],
+    tmp_path: Path,
+    kind: type[OfHistory],
+    taken: tuple[int, ...],
+    of_onnx: tuple[int, ...],
+) -> None:
+    model = kind()
+    job_memory(model.tables)
+    example = {"history": torch.tensor([[1, 2, 0], [3, 4, 5]])}
+    gba_hvd.save_model(model, tmp_path / "m", input_example=example, dense_program=("torch", "onnx"))
+    manifest = read_manifest(open_store(tmp_path / "m"))
+    assert manifest.program is not None and manifest.onnx is not None
+    program: Any = torch.export.load(tmp_path / "m" / manifest.program.file.name).module()
+    session = onnxruntime.InferenceSession(tmp_path / "m" / manifest.onnx.file.name)
+    for n in (1, 2, 3, 4, 5, 11):
+        ids = {"history": torch.randint(0, 9, (5, n))}
+        rows = model.tables(ids)
+        given = {name: rows[feature].detach().numpy() for feature, name in manifest.onnx.rows.items()}
+        given |= {name: ids[column].numpy() for column, name in manifest.onnx.fields.items()}
+        if n in taken:
+            assert torch.allclose(program(rows, ids), evaluated(model, ids), atol=1e-5)
+        else:
+            with pytest.raises((AssertionError, RuntimeError)):
+                program(rows, ids)
+        if n in of_onnx:
+            assert torch.allclose(torch.from_numpy(session.run(None, given)[0]), evaluated(model, ids), atol=1e-5)
+        else:
+            with pytest.raises(Exception, match=r"Got: \d+ Expected: 3"):
+                session.run(None, given)
 
 
 class Shifted(Stacked):
