@@ -54,9 +54,9 @@ class DeviceAccess:
             return None
         if memory is not self._memory or device != self._device:
             self._open(memory, device)
-        if self._rows is not None and self._rows.keeps_copies != (self.applies and self._hot_rows > 0):
+        if self._rows is not None:
             self._rows.keep_copies(self.applies)
-            if not self.applies:
+            if self._hot_rows and not self.applies:
                 self._decide(f"{device} reads rows that other processes write, or the CPU", by_device=True)
         return self._rows
 

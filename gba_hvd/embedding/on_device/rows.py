@@ -104,9 +104,10 @@ class DeviceRows:
             self._hot[group].renew(found.keys, found.slot, records)
 
     def keep_copies(self, does: bool) -> None:
-        """Keep copies from now on, or none: those that there are, are forgotten."""
-        self.forget()
-        self.keeps_copies = does and bool(self._hot)
+        """Whether copies are kept from now on, where there is room for some. Those that there are, are forgotten."""
+        if self.keeps_copies != (does and bool(self._hot)):
+            self.forget()
+            self.keeps_copies = not self.keeps_copies
 
     def wait(self) -> None:
         """Return when all that was asked of the device is done, and the host's memory has it."""
