@@ -54,7 +54,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import gba_hvd
-from ctr.build import build_model, build_tables, dense_optimizer, loss_of, refuse_single_sample
+from ctr.build import build_model, build_tables, dense_optimizer, device_of, loss_of, refuse_single_sample
 from ctr.config import JobConfig, load
 from ctr.datasets import as_read_by, open_splits, prepared_splits
 from ctr.dry_run import try_batch
@@ -124,7 +124,8 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
     splits = as_read_by(config.model.kind, open_splits(config.data, config.reads_sequences))
     refuse_single_sample(config, len(splits.train))
     tables = build_tables(config, splits.train)
-    model = build_model(config, tables, splits.train)
+    device = device_of(config)
+    model = build_model(config, tables, splits.train).to(device)
     # The same weights everywhere, but dropout of its own on every worker.
     torch.manual_seed(config.seed + int(os.environ.get("HOROVOD_RANK", "0")))
     optimizer: Any = gba_hvd.DistributedOptimizer(
@@ -169,7 +170,7 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
     by = selects(config)
 
     def compute(model: Any, batch: Any) -> torch.Tensor:
-        loss = loss_of(model, batch)
+        loss = loss_of(model, batch.to(device, non_blocking=True))
         loss.backward()
         return loss
 
@@ -191,11 +192,11 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
                     optimizer.zero_grad()
                     loss = compute(model, batch)
                     optimizer.step(loss=loss)
-            valid = evaluate_part(model, parts.valid, state, config.data.reading)
+            valid = evaluate_part(model, parts.valid, state, device, config.data.reading)
             gain = valid.values[by] > state.best.get(f"valid_{by}", 0.0)
             is_last = state.epoch + 1 == config.train.epochs
             is_tested = gain or is_last or splits.of_day is not None  # each day has a test part of its own
-            test = evaluate_part(model, parts.test, state, config.data.reading) if is_tested else None
+            test = evaluate_part(model, parts.test, state, device, config.data.reading) if is_tested else None
             # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
             if valid.note and state.world.rank == 0:
                 print(f"validation: {valid.note}", flush=True)

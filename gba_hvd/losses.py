@@ -72,15 +72,16 @@ def in_batch_softmax(
     asynchronous modes, in steps that measure single micro-batches (one in 20 with a `GBACallback`), and in a short last
     step of an epoch that leaves workers idle; the log says each of these once.
 
-    Logits and loss are float32, of vectors in half precision and under autocast, too; float64 of float64.
+    Ids and log_q may be on the CPU beside vectors on a GPU. Logits and loss are float32, of vectors in half precision
+    and under autocast, too; float64 of float64.
 
     Raises BadInput for tensors of other shapes or types, and a log_q that is not finite.
     """
     refuse_unknown("negatives", negatives, ("micro_batch", "global"))
     _check_pair(users, items)
     _check_temperature(temperature)
-    ids = None if item_ids is None else _shaped(item_ids, [[len(items)]], "item_ids", whole=True)
-    correction = None if log_q is None else _log_q(log_q, [[len(items)]], "log_q")
+    ids = None if item_ids is None else _shaped(item_ids, [[len(items)]], "item_ids", whole=True).to(items.device)
+    correction = None if log_q is None else _log_q(log_q, [[len(items)]], "log_q").to(items.device)
     if negatives == "micro_batch" and state is not None:
         raise BadInput('in_batch_softmax: state= has no effect with negatives="micro_batch"; leave it out')
     if negatives == "global" and state is None:
@@ -116,7 +117,8 @@ def sampled_softmax(
     item, or of how often it is expected among the negatives; finite. Without both, the sampler is taken to be uniform.
     temperature: more than 0.
 
-    Logits and loss are float32, of vectors in half precision and under autocast, too; float64 of float64.
+    Ids and log_q may be on the CPU beside vectors on a GPU. Logits and loss are float32, of vectors in half precision
+    and under autocast, too; float64 of float64.
 
     Raises BadInput for tensors of other shapes or types, for one of a pair without the other, and for a log_q that is
     not finite.
@@ -135,8 +137,8 @@ def sampled_softmax(
         if (one is None) != (other is None):
             first = "item_ids" if name == "ids" else "log_q"
             raise BadInput(f"{first} and negative_{name} are needed together, got one of them")
-    own_q = None if log_q is None else _log_q(log_q, [[n]], "log_q")
-    other_q = None if negative_log_q is None else _log_q(negative_log_q, shapes, "negative_log_q")
+    own_q = None if log_q is None else _log_q(log_q, [[n]], "log_q").to(items.device)
+    other_q = None if negative_log_q is None else _log_q(negative_log_q, shapes, "negative_log_q").to(items.device)
     users, items, negatives = _widened(users), _widened(items), _widened(negatives)
     with torch.autocast(users.device.type, enabled=False):
         positive = (users * items).sum(1) / temperature
@@ -146,8 +148,8 @@ def sampled_softmax(
         positive = positive - own_q
         negative = negative - other_q
     if item_ids is not None and negative_ids is not None:
-        others = _shaped(negative_ids, shapes, "negative_ids", whole=True)
-        own = _shaped(item_ids, [[n]], "item_ids", whole=True)
+        others = _shaped(negative_ids, shapes, "negative_ids", whole=True).to(items.device)
+        own = _shaped(item_ids, [[n]], "item_ids", whole=True).to(items.device)
         negative = negative.masked_fill(own[:, None] == others, -torch.inf)
     logits = torch.cat([positive[:, None], negative], dim=1)
     return functional.cross_entropy(logits, torch.zeros(n, dtype=torch.int64, device=logits.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,6 +160,20 @@ def two_towers(model: Model) -> dict[str, Any]:
 def log_shares(log: SyntheticBehaviourLog | ChosenItems) -> Tensor:
     """float32 [n_items + 1]: the logarithm of each item's share of the clicks; of one that has none, that of 1e-12."""
     return torch.from_numpy(np.log(np.maximum(log.popularity(), 1e-12))).float()
+
+
+def device_of(config: JobConfig) -> torch.device:
+    """Of this worker's dense part. Raises BadInput where there is no such GPU."""
+    named = torch.device(config.train.device)
+    if named.type == "cpu":
+        return named
+    number = int(os.environ.get("HOROVOD_LOCAL_RANK", "0")) if named.index is None else named.index
+    if number >= torch.cuda.device_count():
+        raise BadInput(
+            f"train.device={config.train.device}: torch finds {torch.cuda.device_count()} GPUs here, and this worker "
+            f"wants number {number} (counted from 0); start fewer workers on this host, or train with train.device=cpu"
+        )
+    return torch.device(named.type, number)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -273,6 +274,9 @@ class Train:
     )
     max_row_norm: float | None = setting(None, "clips that of the rows apart, and max_norm the dense one", off="null")
     threads: int = setting(1, "of a worker on its replica (gba_hvd.hogwild), in shadow, easgd, ma and bmuf")
+    device: str = setting(
+        "cpu", "of the dense part: cpu, cuda:N, or cuda, where workers of a host have a GPU each: docs/GPU.md"
+    )
     epochs: int = setting(10, "at most; see early_stop")
     plateau_factor: float = setting(
         0.1, "learning rates are multiplied by this when validation AUC stops improving", off="0"
@@ -293,6 +297,10 @@ class Train:
         except BadInput as error:
             raise BadInput(f"train.{error}") from error
         _require(self.threads > 0, f"train.threads: must be positive, got {self.threads}")
+        _require(
+            re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None,
+            f"train.device: must be cpu, cuda or cuda:N, got {self.device!r}",
+        )
         _require(self.epochs > 0, f"train.epochs: must be positive, got {self.epochs}")
         _require(
             0 <= self.plateau_factor < 1,

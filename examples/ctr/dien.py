@@ -74,9 +74,8 @@ class DIEN(nn.Module):
         logits, interests = self._pass(batch, rows)
         loss = binary_cross_entropy_with_logits(logits, batch.label)
         if self.auxiliary:
-            loss = loss + self.auxiliary * auxiliary_loss(
-                interests, rows["history"], rows["negative"], clicks_of(batch)
-            )
+            clicked = clicks_of(batch).to(interests.device)
+            loss = loss + self.auxiliary * auxiliary_loss(interests, rows["history"], rows["negative"], clicked)
         return loss
 
     def _rows(self, batch: Batch, *names: str) -> dict[str, Tensor]:
@@ -88,9 +87,8 @@ class DIEN(nn.Module):
     def _pass(self, batch: Batch, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits [B] and the interests at each click [B, L, 2 dim]."""
         interests = self.extraction(rows["history"])[0]
-        attention = masked_softmax(
-            (self.match(interests) @ rows["candidate"].unsqueeze(2)).squeeze(2), clicks_of(batch)
-        )
+        scores = (self.match(interests) @ rows["candidate"].unsqueeze(2)).squeeze(2)
+        attention = masked_softmax(scores, clicks_of(batch).to(scores.device))
         evolved = self.evolution(interests, attention)
         logits: Tensor = self.out(self.top(torch.cat([rows["user"], evolved, rows["candidate"]], dim=1)))
         return logits.squeeze(1), interests

@@ -100,7 +100,7 @@ class DIN(nn.Module):
         rows = self.tables(batch.ids)
         history = torch.cat([rows["history"], rows["history_category"]], dim=2)  # [B, L, 2 dim]
         candidate = torch.cat([rows["candidate"], rows["candidate_category"]], dim=1)
-        clicked = clicks_of(batch)
+        clicked = clicks_of(batch).to(history.device)
         interest = (self.unit(history, candidate, clicked).unsqueeze(2) * history).sum(1)
         logits: Tensor = self.top(torch.cat([rows["user"], interest, candidate, interest * candidate], dim=1))
         return logits.squeeze(1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 import gba_hvd
@@ -40,8 +41,13 @@ def title_of(name: str) -> str:
     return _TITLES.get(name, name.replace("_at_", "@"))
 
 
-def evaluate_part(model: nn.Module, part: Log, state: Any, reading: Mapping[str, Any]) -> Measured:
-    """The measures of a part of the data; the same result on every rank. reading: how batches are read"""
+def evaluate_part(
+    model: nn.Module, part: Log, state: Any, device: torch.device, reading: Mapping[str, Any]
+) -> Measured:
+    """The measures of a part of the data; the same result on every rank.
+
+    device: the model's; reading: how batches are read
+    """
     if isinstance(model, YoutubeDNN):
         assert isinstance(part, SyntheticBehaviourLog | ChosenItems)
         found = gba_hvd.evaluate_retrieval(
@@ -50,5 +56,6 @@ def evaluate_part(model: nn.Module, part: Log, state: Any, reading: Mapping[str,
             **reading,
         )  # fmt: skip
         return Measured(found.values, found.note)
-    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid", **reading)
+    forward = None if device.type == "cpu" else lambda batch: model(batch.to(device))
+    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid", forward=forward, **reading)
     return Measured({"auc": scores.auc, "logloss": scores.logloss}, scores.note, scores.exact)

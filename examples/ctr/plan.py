@@ -99,6 +99,8 @@ def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, s
 def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]]:
     train, m = config.train, config.train.micro_batches
     yield "step", f"G = {train.global_batch:,} samples = M {m} micro-batches x B {train.micro_batch:,}, always"
+    if train.device != "cpu":
+        yield "", f"dense part on {train.device}, which is not tried here: one batch is tried on the CPU"
     clip = Clip(train.max_norm, train.max_row_norm)
     if not clip.is_none:
         yield "", f"its gradient is clipped: {clip}"

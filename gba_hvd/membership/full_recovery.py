@@ -175,8 +175,7 @@ def _filled(
 ) -> tuple[Report | None, str, int]:
     """(report, what went wrong, how it ended) of this host."""
     try:
-        for shard in mine:
-            memory.init_shard(shard, 0, ready=False)
+        memory.init_shards(mine, 0, ready=False)
         return (checkpoints.fill_from(memory, mine, name) if mine else None), "", _FILLED
     except (Damaged, NotFound) as error:
         return None, f"{name}: {error}", _DAMAGED

@@ -53,12 +53,13 @@ def restore_missing_shards(
     if placement.new and initial.assigned:
         _refuse_different_rows(world, agreed, initial, is_leader)
     if checkpoints is None or not placement.new or not (agreed.is_restart or checkpoints.callback.resume):
+        n_sharers = 1
         if initial.is_plain:
             mine = [shard for shard in placement.new if placement.rank[shard] == world.rank]
+            n_sharers = len({placement.rank[shard] for shard in placement.new if placement.host[shard] == here})
 
         def init() -> None:
-            for shard in mine:
-                memory.init_shard(shard, agreed.step)
+            memory.init_shards(mine, agreed.step, n_sharers=n_sharers)
             initial.release()
 
         if initial.is_plain or not placement.new:
@@ -72,8 +73,7 @@ def restore_missing_shards(
     def fill() -> Report | None:
         nonlocal failure
         report = None
-        for shard in mine:
-            memory.init_shard(shard, agreed.step, ready=False)
+        memory.init_shards(mine, agreed.step, ready=False)
         try:
             report = checkpoints.fill(memory, mine, now) if mine else None
         except (BadInput, RecoveryError) as error:  # not those of the shard memory: rows start over in it
@@ -83,8 +83,7 @@ def restore_missing_shards(
         if report is not None and now is None:
             checkpoints.check_fits(report.manifest.about)
         if report is None and now is not None:  # what came of an attempt that failed is not to stay
-            for shard in mine:
-                memory.init_shard(shard, agreed.step, ready=False)
+            memory.init_shards(mine, agreed.step, ready=False)
         return report
 
     report = all_or_none(world, agreed.is_restart, "fill", fill)

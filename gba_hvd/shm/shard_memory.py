@@ -30,7 +30,8 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -52,6 +53,7 @@ _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
 _NO_PROCESS = -1
+_BYTES_OF_A_THREAD = 64 << 20  # that it initialises in about a quarter of a second
 _ROOM = (
     "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
     "docker run --shm-size=...)"
@@ -73,6 +75,10 @@ class Marks:
 
 class InitialRowSource(Protocol):
     """Where rows start, in tables that do not start as the layout says."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Filling a shard runs no code and reads no file of the user's."""
 
     def std(self, table: str) -> float | None:
         """The deviation of normally distributed rows; None: `rows` gives every row."""
@@ -273,6 +279,23 @@ class ShardMemory:
         if not dead:
             return ""
         return f"; dead jobs hold {_gib(sum(left.n_bytes for left in dead))} there: gba-hvd clean --yes removes that"
+
+    def init_shards(self, shards: Sequence[int], step: int, ready: bool = True, n_sharers: int = 1) -> None:
+        """`init_shard` for each, in several threads where there is much to write.
+
+        n_sharers: processes of this host that do so now, which share its cores
+        """
+        n_threads = 1
+        if self.initial is None or self.initial.is_plain:  # (functions of the user are called by one thread)
+            n_cores = len(os.sched_getaffinity(0)) // n_sharers
+            n_threads = min(n_cores, len(shards) * self.layout.region_bytes // _BYTES_OF_A_THREAD)
+        if n_threads < 2:
+            for shard in shards:
+                self.init_shard(shard, step, ready)
+            return
+        with ThreadPoolExecutor(n_threads, "gba-hvd init") as threads:
+            for done in [threads.submit(self.init_shard, shard, step, ready) for shard in shards]:
+                done.result()
 
     def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
         """Give every row of a shard its initial value, zero slots and counters, as of `step`.

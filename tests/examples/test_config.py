@@ -120,6 +120,7 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("dense.momentum=0.9", r"dense\.momentum: belongs to sgd, but dense\.optimizer is adam"),
         ("dense={optimizer: sgd, momentum: 1.0}", r"dense\.momentum: must be in \[0, 1\), got 1\.0"),
         ("train.threads=2", r"train\.threads: 2 threads share a replica, which only shadow, easgd, ma, bmuf have"),
+        ("train.device=gpu", r"train\.device: must be cpu, cuda or cuda:N, got 'gpu'"),
         ("switching={mode: gba, staleness_of: rows}", r"switching\.staleness_of: expected one of token, values"),
         ("switching={mode: gba, warm_up_steps: 9}", r"switching: warm_up_steps=9 has no effect in mode 'gba'"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from gba_hvd.faults import FaultSchedule
 
@@ -122,6 +123,33 @@ def test_threads_of_a_worker_share_a_replica_that_sgd_steps(tmp_path: Path) -> N
     assert [(s["from"], s["to"]) for s in summary["switches"]] == [("allreduce", "shadow")]
     assert summary["samples_applied"] == summary["samples_total"] == 20_000 * summary["epochs"]
     assert summary["auc"] > 0.7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_learns_what_a_cpu_learns(tmp_path: Path) -> None:
+    of_cpu, of_gpu = train(tmp_path, 1), train(tmp_path, 1, "train.device=cuda")
+    assert of_gpu["auc"] == pytest.approx(of_cpu["auc"], abs=1e-3)
+    assert of_gpu["samples_applied"] == of_cpu["samples_applied"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["din", "dien", "youtube_dnn"])
+def test_a_gpu_trains_models_of_sequences(tmp_path: Path, name: str) -> None:
+    settings = ["mlflow=false", "train.device=cuda", "train.epochs=1", "data.behaviour.train=4000"]
+    config = EXAMPLES / "configs" / f"{name}.yaml"
+    run(tmp_path, *on_workers(1), EXAMPLES / "train_ctr.py", "--config", config, "--out", tmp_path, *settings)
+    assert json.loads((tmp_path / "summary.json").read_text())["samples_applied"] == 4000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(SMALL)
+    command = [sys.executable, EXAMPLES / "train_ctr.py", "--config", "job.yaml", "train.device=cuda:1"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, env=environment(tmp_path), text=True, capture_output=True)
+    assert done.returncode == 1
+    assert "train.device=cuda:1: torch finds 0 GPUs here" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -312,3 +312,18 @@ def test_it_is_refused_outside_of_a_batch_and_for_some_of_its_samples(training: 
         with pytest.raises(BadInput, match="all 16 samples of the batch, got 3"):
             gba_hvd.in_batch_softmax(B4, B4, negatives="global", state=job.state)
         break
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ids_and_shares_on_the_cpu_go_with_vectors_on_a_gpu() -> None:
+    users, items, others = vectors(3, 2), vectors(3, 2), vectors(4, 2)
+    ids, log_q = torch.tensor([4, 4, 5]), torch.tensor([-1.0, -2.0, -3.0])
+    pair: dict[str, Any] = {"item_ids": ids, "log_q": log_q}
+    more = {"negative_ids": torch.tensor([4, 1, 2, 3]), "negative_log_q": torch.full((4,), -1.5)}
+    for loss, given, named in (
+        (gba_hvd.in_batch_softmax, (users, items), pair),
+        (gba_hvd.sampled_softmax, (users, items, others), pair | more),
+    ):
+        there = loss(*(one.cuda() for one in given), **named)
+        assert there.item() == pytest.approx(loss(*given, **named).item(), abs=1e-5)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import reaper
+from gba_hvd.shm import reaper, shard_memory
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.layout import Layout, SlotSpec
+from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
 from gba_hvd.shm.shard_memory import ShardMemory, difference, remove_orphaned_memory
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
@@ -80,6 +81,38 @@ def test_a_shard_starts_over_without_traces_of_before(open_memory: Open) -> None
     memory.init_shard(2, step=4)
     assert np.array_equal(memory.region(2)[1024:], fresh)
     assert memory.marks().finished[2] == 4
+
+
+@pytest.mark.parametrize("n_cores", [1, 3])
+def test_several_threads_initialise_what_one_does(
+    open_memory: Open, monkeypatch: pytest.MonkeyPatch, n_cores: int
+) -> None:
+    memory = open_memory()
+    for shard in range(3):
+        memory.init_shard(shard, step=7)
+    one_by_one = memory.flat.copy()
+    memory.flat[:] = 5.0
+    memory.set_absent(3)
+    monkeypatch.setattr(shard_memory, "_BYTES_OF_A_THREAD", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2 * n_cores)))
+    names: set[str] = set()
+    monkeypatch.setattr(memory, "init_shard", noting_threads(memory.init_shard, names))
+    memory.init_shards([0, 1, 2], 7, n_sharers=2)
+    assert all(name.startswith("gba-hvd init") for name in names) == (n_cores > 1)
+    words = memory.layout.region_words
+    for shard in range(3):  # (the page of marks has those of other times)
+        rows = slice(shard * words + PAGE_WORDS, (shard + 1) * words)
+        assert np.array_equal(memory.flat[rows], one_by_one[rows])
+    assert memory.marks().ready.tolist() == [1, 1, 1, 0]
+    assert memory.marks().finished.tolist()[:3] == [7, 7, 7]
+
+
+def noting_threads(act: Callable[..., None], names: set[str]) -> Callable[..., None]:
+    def noted(*arguments: object) -> None:
+        names.add(threading.current_thread().name)
+        act(*arguments)
+
+    return noted
 
 
 def test_a_dropped_shard_gives_its_space_back(open_memory: Open) -> None:
