@@ -132,6 +132,6 @@ class ShardRows:
 
     def step_marks(self, shard: int) -> tuple[int, int]:
         steps = self._memory.steps_of(shard)
-        if not self._filling and shard not in self._memory.ready():  # read last: the copies before are complete
+        if not self._filling and not self._memory.has(shard):  # read last: the copies before are complete
             raise ShardMemoryError(f"shard {shard} has left this host meanwhile")
         return (steps[1], steps[1]) if self.left else steps

@@ -251,7 +251,12 @@ class ShardMemory:
 
     def ready(self) -> list[int]:
         """The shards that are here."""
-        return [int(shard) for shard in np.flatnonzero(self._ready == _READY)]
+        found: list[int] = np.flatnonzero(self._ready == _READY).tolist()
+        return found
+
+    def has(self, shard: int) -> bool:
+        """Whether the shard is here."""
+        return int(self._ready[shard]) == _READY
 
     def steps_of(self, shard: int) -> tuple[int, int]:
         """(finished, begun), read in this order: a reader of rows in between sees whether a step is in flight."""

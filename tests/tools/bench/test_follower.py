@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +87,37 @@ def test_a_flaw_is_named(what: str, changes: dict[str, Any]) -> None:
 
 def test_the_headline_has_medians_and_what_of_the_speed_is_lost() -> None:
     lag = {"p50_s": 3.0, "max_s": 9.0, "update_bytes": 10, "update_s": 0.1, "blocked_s": 0.01}
-    rows = [{"variant": "alone", "samples_per_s": speed} for speed in (99.8, 100.0, 100.1)]
+    rows: list[dict[str, Any]] = [{"variant": "alone", "samples_per_s": speed} for speed in (99.8, 100.0, 100.1)]
     rows += [{"variant": "followed", "samples_per_s": 98.0, "p95_s": p95, **lag} for p95 in (6.0, 7.0, 20.0)]
     found = follower.headline(rows)
     assert found["cost"] == {"followed": pytest.approx(0.02)}
     assert found["goals"]["lag, p95, s"] == {"value": 7.0, "goal": 15.0, "noise": 0.0, "is_met": True}
-    assert found["goals"]["cost"]["is_met"] is False
+    assert found["goals"]["cost, followed"]["is_met"] is False
     noisy = follower.headline([*rows, {"variant": "alone", "samples_per_s": 104.0}])
-    assert noisy["goals"]["cost"]["is_met"] is None
+    assert noisy["goals"]["cost, followed"]["is_met"] is None
     assert follower.headline(rows[:3])["goals"] == {}
+
+
+def test_processor_time_of_saving_is_that_of_the_server_and_what_workers_take_more() -> None:
+    rows: list[dict[str, Any]] = [
+        {"variant": "alone", "samples_per_s": speed, "worker_cpu_us": us, "server_cpu_share": 0.001}
+        for speed, us in ((90.0, 60.0), (100.0, 60.0), (110.0, 60.03))
+    ]
+    rows.append({"variant": "published", "samples_per_s": 99.0, "worker_cpu_us": 60.12, "server_cpu_share": 0.005})
+    found = follower.headline(rows)
+    assert found["processor_time"] == {"server": 0.005, "workers": pytest.approx(0.002)}
+    (value, is_met) = (found["goals"]["processor time of saving"][name] for name in ("value", "is_met"))
+    assert value == pytest.approx(0.007) and is_met
+    assert found["goals"]["cost, published"]["is_met"] is None
+
+
+def test_processor_time_is_counted_from_a_moment_on() -> None:
+    counted = follower.CpuTime({os.getpid()})
+    until_s = time.process_time() + 0.05
+    while time.process_time() < until_s:
+        pass
+    assert 0.03 < counted.since() <= time.process_time()
+    assert follower.CpuTime(set()).since() == 0
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -134,6 +158,7 @@ def test_what_is_served_was_published_through_kills_and_nothing_is_left(
     assert cli.main(words) == 0
     found = json.loads(out.read_text())
     (row,) = found["rows"]
+    assert row["worker_cpu_us"] > 0 and 0 < row["server_cpu_share"] < 1
     assert row["samples_per_s"] > 0 and row["updates"] > 1 and 0 < row["p50_s"] <= row["p95_s"] <= row["max_s"]
     killed = found["kills"]
     assert {one["victim"] for one in killed["kills"]} == {"follower", "server", "worker"}

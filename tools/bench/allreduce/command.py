@@ -18,6 +18,7 @@ from typing import Any
 
 from ..harness import measure
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
+from ..harness.noise import Noise
 from .row import row_of
 from .shapes import command as shapes
 
@@ -58,6 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
     peers = dict.fromkeys((*SETTINGS, *shapes.PEERS))
     measure.add_chosen(parser, "--peers", peers, "PEER", default=None, help=names + " ".join(shapes.PEERS))
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
+    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
     parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
 
 
@@ -67,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
         args.peers = _of_these(args.peers, shapes.PEERS, shapes.PEERS, "with --shapes")
         if args.profile or len(args.batch or [0]) > 1:
             raise RunFailed("--shapes takes one --batch for all shapes, and no --profile")
-        return shapes.run(args)
+        with Noise(args.noise):
+            return shapes.run(args)
     args.peers = _of_these(args.peers, SETTINGS, PEERS, "without --shapes")
     args.batch = args.batch or list(BATCHES)
-    rows, result = compare(args)
+    with Noise(args.noise):
+        rows, result = compare(args)
     measure.write_json(args.out, result)
     show(rows, result)
     print(f"written to {args.out}")
@@ -99,6 +103,7 @@ def compare(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
         "machine": about,
         "commands": {name: str(peer) for name, peer in peers.items()},
         "settings": {name: SETTINGS[name] for name in peers},
+        "noise": args.noise,
         **headline(rows),
         "rows": rows,
     }

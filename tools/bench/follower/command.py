@@ -9,6 +9,8 @@ lag     of a changed row: from when the step that changed it was applied, on the
         of steps are shares of changes.
 cost    samples/s of the job alone, while it saves (published), and while a follower reads that (followed): alternating
         launches, medians; not decided where runs of the job alone differ by more than what the goal is away.
+        Beside it the processor time that this takes, which differs less between equal launches: the companion server's
+        share of the cores, and what the workers take more for a sample.
 kills   --kills N: the follower, the companion server or a worker, drawn at random, gets SIGKILL at a random moment. The
         next kill waits until the victim has a successor, and the follower has a later step than when it died. Then
         everything is compared, bit for bit: the state after each update with what its checkpoint has, the answer of
@@ -137,13 +139,18 @@ class Launches:
             first_s = job.wait("a step", args.timeout, lambda: min(analysis.steps_in(notes).values(), default=None))
             began_s = max(first_s + args.warm_s, time.monotonic())
             until_s = began_s + args.seconds
+            wait_until(job, began_s)
+            measured = CpuTime(workers_of(job, notes)), CpuTime(servers_of(job))
             wait_until(job, until_s)
+            of_workers, of_server = (one.since() for one in measured)
             steps = analysis.steps_in(notes)
             if variant == "followed":
                 last = max(step for step, at in steps.items() if at <= until_s)
                 job.wait("its last step", args.timeout, lambda: served.check() and served.updates()[-1]["step"] >= last)
                 row |= lag_columns(steps, served.updates(), began_s, until_s)
         row["samples_per_s"] = analysis.samples_per_s(steps, began_s, until_s, args.workers * MICRO_BATCH)
+        row["worker_cpu_us"] = 1e6 * of_workers / (row["samples_per_s"] * args.seconds)
+        row["server_cpu_share"] = of_server / (args.seconds * len(os.sched_getaffinity(0)))
         lag = f", lag p95 {row['p95_s']:.1f} s" if "p95_s" in row else ""
         print(f"run {number + 1}  {variant:10s} {row['samples_per_s']:,.0f} samples/s{lag}", flush=True)
         return row
@@ -222,6 +229,23 @@ class Launches:
         return stack.enter_context(ServedModel(folder / "served", words))
 
 
+class CpuTime:
+    """Processor seconds of some processes, all of which live until `since`."""
+
+    def __init__(self, pids: set[int]) -> None:
+        import psutil
+
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._before = self._taken()
+
+    def since(self) -> float:
+        """Of all of them together, from when this was made."""
+        return self._taken() - self._before
+
+    def _taken(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+
 def wait_until(job: ElasticJob, at_s: float) -> None:
     """Raises RunFailed when the job ends before."""
     job.wait("the time", math.inf, lambda: time.monotonic() > at_s)
@@ -297,10 +321,24 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
         }
         found["lag"] |= {name: max(row[name] for row in followed) for name in ("max_s", "blocked_s")}
         found["goals"]["lag, p95, s"] = goal(found["lag"]["p95_s"], LAG_GOAL_S)
-    if "followed" in cost:
-        alone = [row["samples_per_s"] for row in rows if row["variant"] == "alone"]
-        found["goals"]["cost"] = goal(cost["followed"], COST_GOAL, (max(alone) - min(alone)) / speeds["alone"])
+    for name in cost:
+        found["goals"][f"cost, {name}"] = goal(cost[name], COST_GOAL, spread_of(rows, "samples_per_s"))
+    of_server, of_samples = (
+        {name: value for (name,), value in measure.medians(rows, ("variant",), column).items()}
+        for column in ("server_cpu_share", "worker_cpu_us")
+    )
+    if "published" in cost:
+        more = of_samples["published"] / of_samples["alone"] - 1
+        found["processor_time"] = {"server": of_server["published"], "workers": more}
+        noise = spread_of(rows, "worker_cpu_us")
+        found["goals"]["processor time of saving"] = goal(of_server["published"] + more, COST_GOAL, noise)
     return found
+
+
+def spread_of(rows: Sequence[Row], column: str) -> float:
+    """By what share equal launches differ: those of the job alone."""
+    values = [row[column] for row in rows if row["variant"] == "alone"]
+    return (max(values) - min(values)) / median(values)
 
 
 def goal(value: float, most: float, noise: float = 0.0) -> dict[str, Any]:
@@ -320,6 +358,8 @@ def show(found: Mapping[str, Any], killed: Mapping[str, Any]) -> None:
             f"{lag['max_s']:.1f} s; an update of {lag['update_bytes'] / 1e6:.1f} MB takes {lag['update_s']:.2f} s, "
             f"requests wait for it at most {1000 * lag['blocked_s']:.0f} ms"
         )
+    if took := found.get("processor_time"):
+        print(f"saving: the server takes {took['server']:.2%} of the cores, a sample {took['workers']:+.1%} of a worker's")
     for name, one in found["goals"].items():
         verdict = {True: "met", False: "missed", None: f"not decided, equal runs differ by {one['noise']:.0%}"}
         print(f"{name}: {one['value']:.3f}, goal {one['goal']:g}: {verdict[one['is_met']]}")

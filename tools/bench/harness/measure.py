@@ -30,6 +30,7 @@ else:
     Subparsers = Any
 
 Row = dict[str, Any]
+NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
-    parser.add_argument(
-        "--noise", type=float, default=0.0, metavar="SHARE",
-        help="processes of the benchmark's own take this share of each core, in bursts, while contestants run",
-    )  # fmt: skip
+    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
     measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
     measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
 

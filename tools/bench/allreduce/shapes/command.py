@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     shapes, peers = args.shapes or list(SHAPE_NAMES), list(args.peers)
     steps = args.steps or STEPS
     sizes = {name: args.batch[0] if args.batch else SHAPES[name].batch for name in SHAPE_NAMES}
-    settings = {"workers": WORKERS, "steps": steps, "batch": sizes}
+    settings = {"workers": WORKERS, "steps": steps, "batch": sizes, **({"noise": args.noise} if args.noise else {})}
     before = resumable.earlier(args.out, KEY, settings)
     rows, traffic = before["rows"], dict(before.get("traffic") or {})
     about = before.get("machine") or measure.machine()
