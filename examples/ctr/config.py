@@ -360,8 +360,9 @@ class Switching:
     mixing: str = setting(Averaging.mixing, "interpolate, or difference: what was learned during a round is kept whole")
     every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")
     pause_s: float = setting(Averaging.pause_s, "shadow: least time between two rounds")
-    wire: Literal["curve", "plain"] = setting(
-        "curve", "between hosts: encrypted; plain: neither secret nor safe from changes, for closed networks only"
+    wire: Literal["curve", "tls", "plain"] = setting(
+        "curve",
+        "between hosts: encrypted, also by tls; plain: neither secret nor safe from changes, for closed networks",
     )
     wait_s: float | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""Mutual proof of the job's key over a connection that is not encrypted: what each side sends, what it accepts.
+"""Mutual proof of the job's key, over a connection that need not be encrypted: what each side sends, what it accepts.
 
     client -> server    GREETING, the client's nonce
     server -> client    GREETING, the server's nonce, HMAC-SHA256(key, "server", both nonces)
@@ -7,7 +7,7 @@
 Each side draws its nonce for this connection alone, so a proof that was captured on another one is of no use; and the
 names of the roles differ, so a proof that is sent back to the side that gave it is of no use either. `key` is the job's
 for one listening socket (`key_at`), so a process that took a dead server's port cannot pass another server's proofs on.
-It is never sent. Pure functions; the connections are `plain_tcp`'s.
+It is never sent. Pure functions; the connections are `tcp_sockets`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ GREETING = b"gba-hvd plain 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(GREETING) + NONCE_BYTES
 REPLY_BYTES = HELLO_BYTES + PROOF_BYTES
-_ZMTP = b"\xff"  # the first byte of ZeroMQ's greeting
-_OTHER_WIRE = "it speaks ZeroMQ, as wire='curve' does, and this side was started with wire='plain': give all the same"
+_OTHERS = {b"\xff": "ZeroMQ, as wire='curve' does", b"\x16": "TLS, as wire='tls' does"}  # by their first byte
 
 
 class NotProven(ConnectionError):
@@ -59,9 +58,11 @@ def proof(key: bytes, role: Literal["server", "client"], client_nonce: bytes, se
 
 
 def check_first_byte(byte: bytes) -> None:
-    """Of a `hello` or `reply`. Raises NotProven: enough to tell this protocol from ZeroMQ's."""
+    """Of a `hello` or `reply`. Raises NotProven: enough to tell this protocol from those of other wires."""
     if byte != GREETING[:1]:
-        what = _OTHER_WIRE if byte == _ZMTP else f"it begins with {byte!r}"
+        what = f"it begins with {byte!r}"
+        if byte in _OTHERS:
+            what = f"it speaks {_OTHERS[byte]}, and this side was started with wire='plain': give all the same"
         raise NotProven(f"the peer does not speak this protocol: {what}")
 
 

@@ -39,9 +39,9 @@ RefusalKind = Literal["", "ProtocolError", "NotFinite", "mismatch", "failed"]
 """Why a request was refused, as far as the sender acts on it. Sent as it stands here."""
 
 
-Wire = Literal["curve", "plain"]
-"""How servers are spoken to over TCP: encrypted, or with a proof of the job's key only."""
-WIRES: tuple[Wire, ...] = ("curve", "plain")  # their numbers where workers exchange them
+Wire = Literal["curve", "plain", "tls"]
+"""How servers are spoken to over TCP: encrypted by ZeroMQ or TLS, or with a proof of the job's key only."""
+WIRES: tuple[Wire, ...] = ("curve", "plain", "tls")  # their numbers where workers exchange them
 
 
 class ProtocolError(GbaError):

@@ -1,8 +1,8 @@
 """Sockets between workers and servers: over TCP, and over a local socket on a host.
 
 Over TCP both sides prove that they hold the job's key; a process without it gets nothing. With wire "curve" that is
-ZeroMQ's CURVE, which encrypts; with "plain" it is `plain_tcp`, which does not. On a host the socket lies in the job's
-own folder, which only the job's user can enter, who can map the tables too.
+ZeroMQ's CURVE, which encrypts; with "tls" and "plain" it is `tcp_sockets`, with TLS or without encryption. On a host
+the socket lies in the job's own folder, which only the job's user can enter, who can map the tables too.
 
 A server's TCP sockets take frames of a few MiB only, since a frame is held in memory before its sender has proved
 anything. Larger ones travel in pieces, so the size of a request has no limit of its own: a leading frame, which cannot
@@ -28,7 +28,7 @@ from zmq.utils import z85
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.messages import Wire
-from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
+from gba_hvd.ps.tcp_sockets import TcpDealer, TcpRouter
 
 MAX_FRAME_BYTES = 1 << 31
 PIECE_BYTES = 1 << 30  # of a frame to a local peer, or from a server
@@ -108,10 +108,10 @@ class Listener:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.local = _router(context, MAX_FRAME_BYTES, _LOCAL_THREAD)
         self.tcp: Any
-        if wire == "plain":
-            self.tcp = PlainRouter(key, TCP_PIECE_BYTES, QUEUED_MESSAGES, HANDSHAKE_S)
-        else:
+        if wire == "curve":
             self.tcp = _curve_router(context, key)
+        else:
+            self.tcp = TcpRouter(key, TCP_PIECE_BYTES, QUEUED_MESSAGES, HANDSHAKE_S, with_tls=wire == "tls")
         self._unread: deque[tuple[Any, int]] = deque()
         self._unread_bytes, self._unread_limit = 0, unread_bytes
         self.port: int = port
@@ -179,7 +179,7 @@ def _bind_to(socket: Any, address: str, port: int) -> int:
     deadline = time.monotonic() + _BIND_TRIES_S
     while True:
         try:
-            if isinstance(socket, PlainRouter):
+            if isinstance(socket, TcpRouter):
                 return socket.bind(address, port)
             if not port:
                 return int(socket.bind_to_random_port(f"tcp://{address}"))
@@ -202,13 +202,13 @@ def pollable(socket: Any) -> Any:
 
 def tick(socket: Any) -> None:
     """What is due in a socket that has no thread of its own. To be called several times a second."""
-    if isinstance(socket, PlainRouter | PlainDealer):
+    if isinstance(socket, TcpRouter | TcpDealer):
         socket.tick()
 
 
 def why_not_connected(socket: Any) -> str:
     """What keeps a client's socket from its server; empty while nothing does, or nothing is known."""
-    return socket.why_not if isinstance(socket, PlainDealer) else ""
+    return socket.why_not if isinstance(socket, TcpDealer) else ""
 
 
 def _taken(socket: Any, wait: bool) -> list[Any]:
@@ -283,8 +283,8 @@ def connect(
     wire: Wire = "curve",
 ) -> Any:
     """A worker's socket to a server: through the folder on its own host, by address elsewhere."""
-    if folder_fd is None and wire == "plain":
-        return PlainDealer(address, port, key, MAX_FRAME_BYTES, QUEUED_MESSAGES, CONNECT_S)
+    if folder_fd is None and wire != "curve":
+        return TcpDealer(address, port, key, MAX_FRAME_BYTES, QUEUED_MESSAGES, CONNECT_S, with_tls=wire == "tls")
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.set_hwm(QUEUED_MESSAGES)

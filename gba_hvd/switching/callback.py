@@ -73,9 +73,9 @@ class GBACallback(Callback):
                 modes "ma" and "bmuf", which is plain averaging, else 0.5
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
-    wire:       how workers and servers of different hosts talk: "curve", encrypted, or "plain", which gives neither
-                secrecy nor integrity on the network: for networks that no other party can read or write. With either,
-                only processes that hold the job's key are let in (docs/MODES.md, "The wire")
+    wire:       how workers and servers of different hosts talk: encrypted by "curve" or "tls", or "plain", which gives
+                neither secrecy nor integrity on the network: for networks that no other party can read or write. With
+                each, only processes that hold the job's key are let in (docs/MODES.md, "The wire")
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
                 time without success it does not wait again); 0: never, allreduce continues until they are. By default
                 60 with `required`, else 0

@@ -45,8 +45,8 @@ def samples_after(step: int) -> int:
 def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
     lab: VirtualHosts, tmp_path: Path, mode: str, victim: str, policy: str
 ) -> None:
-    """The chief's host is the coordinator's, too. The newest checkpoint is partial. By delta, the wire is plain."""
-    store, wire = open_store(tmp_path / "checkpoints"), "plain" if policy == "delta" else "curve"
+    """The chief's host is the coordinator's, too. The newest checkpoint is partial. The wire differs by policy."""
+    store, wire = open_store(tmp_path / "checkpoints"), {"delta": "plain", "ssu": "tls"}.get(policy, "curve")
     settings = {"policy": policy, "total_samples": EPOCHS * SAMPLES, "recovery": "partial"}
     plan = {**saving(tmp_path / "checkpoints", **settings), "epochs": EPOCHS, "holds": HOLDS}
     plan["gba"] = {"mode": mode, "wire": wire}

@@ -10,11 +10,13 @@ processor time of the server.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import resource
 import select
 import socket
+import ssl
 import statistics
 import sys
 import tempfile
@@ -27,15 +29,26 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from gba_hvd.ps import key_proof
+from gba_hvd.ps import key_proof, tls
 from gba_hvd.ps.messages import WIRES, Ok
 
 from .fuzz_server import Host, Peer, done, enter, gradients, lease, push
 
 N_SAMPLES = 1 << 30
+
+
+def _client_hello() -> bytes:
+    """What a TLS client begins with; it needs no key."""
+    begins = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.context(bytes(32), False).wrap_bio(ssl.MemoryBIO(), begins).do_handshake()
+    return begins.read()
+
+
 GREETINGS = {
     "curve": b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(23, b"\0") + bytes(32),
     "plain": key_proof.hello(bytes(key_proof.NONCE_BYTES)),
+    "tls": _client_hello(),
 }
 WAYS = ("nothing", "flood beside", "flood")
 

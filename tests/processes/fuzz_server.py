@@ -1,6 +1,6 @@
 """A companion server of its own to throw bad messages at, and a fuzzer that does so for a given time.
 
-    python -m tests.processes.fuzz_server [--seconds 60] [--seed 1] [--wire plain] [--folder DIR]
+    python -m tests.processes.fuzz_server [--seconds 60] [--seed 1] [--wire tls] [--folder DIR]
 
 The server is a real process with real shard memory. Each round sends it random bytes, corrupted and truncated messages,
 messages of other jobs and versions, impossible ids, counts and numbers, through its local socket and over TCP, with and
@@ -61,8 +61,8 @@ from gba_hvd.ps.messages import (
     SubmitReplica,
     SwitchTo,
 )
-from gba_hvd.ps.plain_tcp import PlainDealer
 from gba_hvd.ps.state_files import path_of
+from gba_hvd.ps.tcp_sockets import TcpDealer
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.snapshot_file import SnapshotFile
@@ -80,9 +80,9 @@ _LAST = 1 << 40  # number of the last message of a round
 
 
 class Waiting:
-    """A socket of wire plain with the calls of ZeroMQ's that wait."""
+    """A socket of wire plain or tls with the calls of ZeroMQ's that wait."""
 
-    def __init__(self, socket: PlainDealer) -> None:
+    def __init__(self, socket: TcpDealer) -> None:
         self._socket, self._came, self._poll = socket, list[list[Any]](), select.poll()
         self._poll.register(socket, select.POLLIN)
 
@@ -118,7 +118,7 @@ class Peer:
         if folder is None:
             port = endpoint.pull if pull else endpoint.control
             self.socket = transport.connect(self._context, key, address=endpoint.address, port=port, wire=endpoint.wire)
-            if isinstance(self.socket, PlainDealer):
+            if isinstance(self.socket, TcpDealer):
                 self.socket = Waiting(self.socket)
         else:
             self._fd = os.open(folder, os.O_RDONLY)

@@ -20,7 +20,7 @@ import pytest
 import gba_hvd
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.ps import launch
-from gba_hvd.ps.messages import PushDone
+from gba_hvd.ps.messages import WIRES, PushDone
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.state_files import StateFiles, path_of
 from gba_hvd.ps.worker.push_window import PushWindow
@@ -102,10 +102,10 @@ def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
         assert staleness(job) == {0: 300}
 
 
-def test_two_hosts_in_lock_step_compute_the_same_with_either_wire(tmp_path: Path) -> None:
+def test_two_hosts_in_lock_step_compute_the_same_with_any_wire(tmp_path: Path) -> None:
     plan = {"samples": 1000, "epochs": 1, "dense_optimizer": "Adam", "own_memory_per_name": True}
     found = {}
-    for wire in ("curve", "plain"):
+    for wire in WIRES:
         faults = all_at_their_first_push(2)  # each has rows of the other's host to pull and to push
         with cluster(tmp_path / wire, gba={**LOCK_STEP, "wire": wire}, **plan, faults=faults) as job:
             job.run(lambda job=job: job.start_static(2, NAMES[:2]))  # type: ignore[misc]
@@ -116,8 +116,9 @@ def test_two_hosts_in_lock_step_compute_the_same_with_either_wire(tmp_path: Path
             assert ("wire 'plain': what hosts send each other" in started) is (wire == "plain")
             sent = [line["bytes"] for line in job.notes("event") if line["event"] == "traffic"]
             assert sum(n for one in sent for key, n in one.items() if key.endswith("_gba_rows")) > 0
-    for plain, curve in zip(found["plain"], found["curve"], strict=True):
-        assert_identical(plain, curve)
+    for wire in ("plain", "tls"):
+        for one, other in zip(found[wire], found["curve"], strict=True):
+            assert_identical(one, other)
 
 
 def test_probabilities_are_not_taken_for_logits(tmp_path: Path) -> None:

@@ -164,8 +164,9 @@ def test_a_process_without_the_key_gets_nothing_over_tcp(unchanged: Host, mechan
         context.term()
 
 
-def test_with_wire_plain_a_process_without_the_key_gets_nothing_and_is_reported(tmp_path: Path) -> None:
-    host = Host(tmp_path, job="plain", wire="plain")
+@pytest.mark.parametrize("of_server", ["plain", "tls"])
+def test_a_process_without_the_key_gets_nothing_and_is_reported(tmp_path: Path, of_server: messages.Wire) -> None:
+    host = Host(tmp_path, job="plain", wire=of_server)
     stranger = host.peer(local=False, key=transport.new_key())
     context: zmq.Context[Any] = zmq.Context()
     other_wire = transport.connect(context, host.key, address=host.endpoints[0].address, port=host.endpoints[0].control)

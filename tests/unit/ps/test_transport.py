@@ -20,10 +20,22 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps import client as client_module
 from gba_hvd.ps import transport, wire
 from gba_hvd.ps.client import Client, ServerLost
-from gba_hvd.ps.messages import Answer, Endpoint, HeartbeatMsg, Ok, Push, Refused, Request, Status, StatusReport, Wire
+from gba_hvd.ps.messages import (
+    WIRES,
+    Answer,
+    Endpoint,
+    HeartbeatMsg,
+    Ok,
+    Push,
+    Refused,
+    Request,
+    Status,
+    StatusReport,
+    Wire,
+)
 
 KEY = b"k" * 32
-WAYS: list[tuple[bool, Wire]] = [(True, "curve"), (False, "curve"), (False, "plain")]
+WAYS: list[tuple[bool, Wire]] = [(True, "curve"), (False, "curve"), (False, "plain"), (False, "tls")]
 Reaction = Callable[[int, Request], list[bytes] | Answer | None]
 
 
@@ -228,7 +240,7 @@ def test_repeats_grow_rarer(tmp_path: Path) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("wire", ["curve", "plain"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_a_taken_port_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
     monkeypatch.setattr(transport, "_BIND_TRIES_S", 0.0)
     context: zmq.Context[Any] = zmq.Context()

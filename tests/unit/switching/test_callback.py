@@ -130,7 +130,7 @@ def test_its_stance_travels_with_the_state() -> None:
         ({"staleness": "treshold"}, "threshold"),
         ({"switch_at": {3: "hopbs"}}, "hop_bs"),
         ({"servers_per_host": 0}, "at least 1"),
-        ({"wire": "tls"}, "wire is one of 'curve', 'plain', got 'tls'"),
+        ({"wire": "ssh"}, "wire is one of 'curve', 'plain', 'tls', got 'ssh'"),
         ({"tolerance": -1}, "tolerance"),
     ],
 )

@@ -337,7 +337,7 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
 
 def spread_of(rows: Sequence[Row], column: str) -> float:
     """By what share equal launches differ: those of the job alone."""
-    values = [row[column] for row in rows if row["variant"] == "alone"]
+    values: list[float] = [row[column] for row in rows if row["variant"] == "alone"]
     return (max(values) - min(values)) / median(values)
 
 
@@ -359,7 +359,9 @@ def show(found: Mapping[str, Any], killed: Mapping[str, Any]) -> None:
             f"requests wait for it at most {1000 * lag['blocked_s']:.0f} ms"
         )
     if took := found.get("processor_time"):
-        print(f"saving: the server takes {took['server']:.2%} of the cores, a sample {took['workers']:+.1%} of a worker's")
+        print(
+            f"saving: the server takes {took['server']:.2%} of the cores, a sample {took['workers']:+.1%} of a worker's"
+        )
     for name, one in found["goals"].items():
         verdict = {True: "met", False: "missed", None: f"not decided, equal runs differ by {one['noise']:.0%}"}
         print(f"{name}: {one['value']:.3f}, goal {one['goal']:g}: {verdict[one['is_met']]}")

@@ -34,7 +34,7 @@ from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.plain_tcp import PlainDealer, PlainRouter
+from gba_hvd.ps.tcp_sockets import TcpDealer, TcpRouter
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.session import PsSession
 from gba_hvd.ps.worker.worker import PsWorker
@@ -231,6 +231,12 @@ def ours(servers: int, wire: messages.Wire = "curve") -> Iterator[ServerAddress]
 
 
 @contextmanager
+def ours_tls(servers: int) -> Iterator[ServerAddress]:
+    with ours(servers, "tls") as endpoint:
+        yield endpoint
+
+
+@contextmanager
 def ours_plain(servers: int) -> Iterator[ServerAddress]:
     with ours(servers, "plain") as endpoint:
         yield endpoint
@@ -336,20 +342,20 @@ def zmq_curve(servers: int) -> Iterator[ServerAddress]:
         yield endpoint
 
 
-# --- our sockets without encryption ----------------------------------------------------------------------------------
+# --- our own sockets -------------------------------------------------------------------------------------------------
 
 
-class PlainEcho(Echo):
-    """As `Echo`, through `plain_tcp`."""
+class TcpEcho(Echo):
+    """As `Echo`, through `tcp_sockets`."""
 
-    def __init__(self, sockets: Sequence[PlainDealer], pids: Sequence[int]) -> None:
+    def __init__(self, sockets: Sequence[TcpDealer], pids: Sequence[int]) -> None:
         super().__init__([_Waiting(one) for one in sockets], pids)
 
 
 class _Waiting:
     """Such a socket with calls that wait, as ZeroMQ's do."""
 
-    def __init__(self, socket: PlainDealer) -> None:
+    def __init__(self, socket: TcpDealer) -> None:
         self._socket, self._poll = socket, select.poll()
         self._poll.register(socket.fileno(), select.POLLIN)
 
@@ -360,7 +366,7 @@ class _Waiting:
         return [SimpleNamespace(buffer=frame) for frame in waited(self._socket, self._poll)]
 
 
-def waited(socket: PlainDealer | PlainRouter, poll: select.poll) -> list[Any]:
+def waited(socket: TcpDealer | TcpRouter, poll: select.poll) -> list[Any]:
     while True:
         try:
             return socket.recv_multipart()
@@ -369,9 +375,9 @@ def waited(socket: PlainDealer | PlainRouter, poll: select.poll) -> list[Any]:
             socket.tick()
 
 
-def serve_plain_echo(ready: Connection, key: bytes) -> None:
+def serve_tcp_echo(ready: Connection, key: bytes, with_tls: bool) -> None:
     """The process of a server: answers n bytes to n, until asked to end."""
-    router = PlainRouter(key, transport.MAX_FRAME_BYTES, transport.QUEUED_MESSAGES, 10.0)
+    router = TcpRouter(key, transport.MAX_FRAME_BYTES, transport.QUEUED_MESSAGES, 10.0, with_tls)
     ready.send(router.bind("127.0.0.1", 0))
     poll = select.poll()
     poll.register(router.fileno(), select.POLLIN)
@@ -386,16 +392,22 @@ def serve_plain_echo(ready: Connection, key: bytes) -> None:
 
 
 @contextmanager
-def plain_echo(servers: int) -> Iterator[ServerAddress]:
+def tls_echo(servers: int) -> Iterator[ServerAddress]:
+    with plain_echo(servers, with_tls=True) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def plain_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
     spawn, key = mp.get_context("spawn"), transport.new_key()
     processes, sockets = [], []
     for _ in range(servers):
         here, there = spawn.Pipe()
-        process = spawn.Process(target=serve_plain_echo, args=(there, key), daemon=True)
+        process = spawn.Process(target=serve_tcp_echo, args=(there, key, with_tls), daemon=True)
         process.start()
-        sockets.append(PlainDealer("127.0.0.1", here.recv(), key, transport.MAX_FRAME_BYTES, 64, 10.0))
+        sockets.append(TcpDealer("127.0.0.1", here.recv(), key, transport.MAX_FRAME_BYTES, 64, 10.0, with_tls))
         processes.append(process)
-    yield PlainEcho(sockets, [p.pid for p in processes if p.pid is not None])
+    yield TcpEcho(sockets, [p.pid for p in processes if p.pid is not None])
     for dealer in sockets:
         dealer.send_multipart([b"0"])
     for process in processes:
@@ -493,10 +505,12 @@ def torch_rpc(servers: int) -> Iterator[ServerAddress]:
 
 OPEN = {
     "ours": ours,
+    "ours_tls": ours_tls,
     "ours_plain": ours_plain,
     "rpc": torch_rpc,
     "zmq": zmq_echo,
     "zmq_curve": zmq_curve,
+    "tls_echo": tls_echo,
     "plain_echo": plain_echo,
     "local": local,
 }

@@ -22,15 +22,20 @@ from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
     "ours": "the companion servers, through TCP on the loopback interface, encrypted: wire curve",
+    "ours_tls": "the same with TLS: wire tls",
     "ours_plain": "the same, not encrypted: wire plain",
     "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
     "zmq": "ZeroMQ DEALER and ROUTER over TCP: as many bytes there and back, no table",
     "zmq_curve": "the same with CURVE encryption, as with wire curve",
-    "plain_echo": "as many bytes there and back through the sockets of wire plain",
+    "tls_echo": "as many bytes there and back through the sockets of wire tls",
+    "plain_echo": "the same through those of wire plain",
     "local": "index_select and index_add_ on this process's memory",
 }
-WIRES = ("curve", "plain")
-OF_WIRE = {"ours": "curve", "zmq_curve": "curve", "ours_plain": "plain", "plain_echo": "plain"}
+WIRES = ("curve", "tls", "plain")
+OF_WIRE = {
+    "ours": "curve", "zmq_curve": "curve", "ours_tls": "tls", "tls_echo": "tls", "ours_plain": "plain",
+    "plain_echo": "plain",
+}  # fmt: skip
 SERVERS = (1, 2)
 N_ROWS, DIM = 1_000_000, 16
 
@@ -104,7 +109,9 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
     for what in ("pull", "push"):
         some = [row for row in rows if row["what"] == what and row["rows"] == n]
         speed = measure.medians(some, ("contestant", "servers"), "rows_per_s")
-        for ours, echo, name in (("ours", "zmq_curve", what), ("ours_plain", "plain_echo", f"{what}_plain")):
+        of_wire = [("ours", "zmq_curve", what)]
+        of_wire += [(f"ours_{wire}", f"{wire}_echo", f"{what}_{wire}") for wire in ("tls", "plain")]
+        for ours, echo, name in of_wire:
             for other in ("rpc", "zmq", echo, "local"):
                 ratios = {
                     str(servers): speed[ours, servers] / against

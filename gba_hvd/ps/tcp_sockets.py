@@ -1,14 +1,15 @@
-"""Sockets over TCP without encryption, for closed networks: `wire="plain"`.
+"""Sockets over TCP, with TLS or without encryption: `wire="tls"` and `wire="plain"`.
 
-    PlainRouter   of a server: any number of connections
-    PlainDealer   of a client: one connection, opened again when it breaks
+    TcpRouter   of a server: any number of connections
+    TcpDealer   of a client: one connection, opened again when it breaks
 
 Both have the part of a ZeroMQ socket's interface that `transport` uses, and `fileno()` for a poller: readable when
 there may be something to do. They start no thread: all they do is done in calls of the thread that they belong to.
 
 Nothing is taken from a peer, and nothing sent to it, before both sides have proved on this very connection that they
-hold the job's key (`key_proof`). Until then a connection holds a few hundred bytes, for `handshake_s` between one part
-of the proof and the next, and there are at most MOST_UNPROVEN; a new one then ends the oldest. Afterwards a message is
+hold the job's key (`key_proof`, with TLS after its own handshake). Until then a connection holds a few hundred bytes,
+with TLS some 50 KB, for `handshake_s` between one part of the proof and the next, and there are at most MOST_UNPROVEN:
+a new one then ends the oldest. Afterwards a message is
 
     number of frames (u32), size of each (u64), the frames one after the other; little endian
 
@@ -24,14 +25,17 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
 
 from gba_hvd.ps import key_proof
 from gba_hvd.ps.key_proof import NotProven
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 log = logging.getLogger("gba_hvd.ps")
 MOST_UNPROVEN = 256
@@ -70,17 +74,36 @@ class Outgoing:
 
 
 class Connection:
-    """One TCP connection, of either side: the proof, then messages. Never waits."""
+    """One TCP connection, of either side: the proof, then messages. Never waits.
 
-    def __init__(self, tcp: socket.socket, key: bytes, is_server: bool, most_bytes: int) -> None:
-        self.tcp, self.peer = tcp, b""
+    Raises OSError when the connection is over already.
+    """
+
+    def __init__(
+        self, tcp: socket.socket, key: bytes, is_server: bool, most_bytes: int, tls: SSLContext | None = None
+    ) -> None:
+        self.tcp = tcp
+        self._recv_into: Callable[[memoryview], int] = tcp.recv_into
+        self._send: Callable[[Sequence[Any]], int] = tcp.sendmsg
+        self._handshake: Callable[[], bool] | None = None  # until TLS is there; nothing is sent before
+        if tls is not None:
+            from gba_hvd.ps.tls import TlsLink
+
+            link = TlsLink(tcp, tls, is_server)
+            self.tcp, self._recv_into, self._send, self._handshake = (
+                link.socket,
+                link.recv_into,
+                link.send,
+                link.handshake,
+            )
+        self.peer = b""
         self.is_proven = False
         self.outgoing: deque[Outgoing] = deque()
         self._key, self._most_bytes = key, most_bytes
         self._message: list[Any] | None = None
-        self._n_filled = 0  # parts of the proof and of messages that have come
+        self._n_filled = 0  # parts of the handshake, the proof and of messages that have come
         self._steps = self._serve() if is_server else self._open()
-        self._unfilled = next(self._steps)
+        self._unfilled = next(self._steps) if self._handshake is None else memoryview(b"")
 
     # --- in: generators that yield what is to be filled next ---------------------------------------------------------
 
@@ -141,7 +164,13 @@ class Connection:
     def _fill(self) -> bool:
         """Read once. False: nothing is there."""
         try:
-            n = self.tcp.recv_into(self._unfilled)
+            if self._handshake is not None:
+                is_over = self._handshake()
+                self._n_filled += 1
+                if is_over:
+                    self._handshake, self._unfilled = None, next(self._steps)
+                return True
+            n = self._recv_into(self._unfilled)
         except BlockingIOError:
             return False
         if not n:
@@ -156,8 +185,8 @@ class Connection:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def _send_whole(self, data: bytes) -> None:
-        """Of the handshake: shorter than what the kernel takes on a connection that nothing was sent on."""
-        if self.tcp.send(data) != len(data):
+        """Of the proof: shorter than what the kernel takes on a connection that nothing was sent on."""
+        if self._send([memoryview(data)]) != len(data):
             raise ConnectionError("the kernel takes no handshake")
 
     def send(self, frames: Sequence[Any]) -> Outgoing:
@@ -174,7 +203,7 @@ class Connection:
         while self.outgoing:
             message = self.outgoing[0]
             try:
-                n = self.tcp.sendmsg([message.views[i] for i in range(min(len(message.views), _VIEWS_A_CALL))])
+                n = self._send([message.views[i] for i in range(min(len(message.views), _VIEWS_A_CALL))])
             except BlockingIOError:
                 return
             message.sent(n)
@@ -195,15 +224,16 @@ def _greeted(message: bytearray) -> Iterator[memoryview]:
     yield memoryview(message)[1:]
 
 
-class PlainRouter:
+class TcpRouter:
     """A server's socket. `bind` it; then `recv_multipart` and `send_multipart`, of [peer, *frames].
 
     most_bytes: of a frame that it takes; queued: messages that wait for one peer to read, those beyond are lost
     refused: connections that did not prove that they hold the key
     """
 
-    def __init__(self, key: bytes, most_bytes: int, queued: int, handshake_s: float) -> None:
+    def __init__(self, key: bytes, most_bytes: int, queued: int, handshake_s: float, with_tls: bool = False) -> None:
         self._key, self._most_bytes, self._queued, self._handshake_s = key, most_bytes, queued, handshake_s
+        self._tls = _tls_context(key, True) if with_tls else None
         self._listening: socket.socket | None = None
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}  # by file descriptor
@@ -314,12 +344,16 @@ class PlainRouter:
             if len(self._deadlines) >= MOST_UNPROVEN:
                 self._drop(self._connections[next(iter(self._deadlines))], NotProven("there are too many"))
             _configure(tcp, heartbeat_s=5, lost_after_s=30)
-            connection = Connection(tcp, self._key, True, self._most_bytes)
+            try:
+                connection = Connection(tcp, self._key, True, self._most_bytes, self._tls)
+            except OSError:  # it is gone already
+                tcp.close()
+                continue
             self._n_accepted += 1
-            connection.peer = self._n_accepted.to_bytes(8, "little")
-            self._connections[tcp.fileno()] = self._peers[connection.peer] = connection
-            self._deadlines[tcp.fileno()] = time.monotonic() + self._handshake_s
-            self._epoll.register(tcp, select.EPOLLIN)
+            connection.peer, fd = self._n_accepted.to_bytes(8, "little"), connection.tcp.fileno()
+            self._connections[fd] = self._peers[connection.peer] = connection
+            self._deadlines[fd] = time.monotonic() + self._handshake_s
+            self._epoll.register(fd, select.EPOLLIN)
 
     def _flush(self, connection: Connection) -> None:
         if connection.outgoing:
@@ -339,14 +373,24 @@ class PlainRouter:
         connection.close()  # which takes it out of the epoll set
 
 
-class PlainDealer:
+class TcpDealer:
     """A client's socket to one server: connects in the background, and again when the connection breaks.
 
     What was sent on a connection that broke may be lost, as with any socket: requests are repeated.
     """
 
-    def __init__(self, address: str, port: int, key: bytes, most_bytes: int, queued: int, handshake_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        key: bytes,
+        most_bytes: int,
+        queued: int,
+        handshake_s: float,
+        with_tls: bool = False,
+    ) -> None:
         self._place, self._key, self._most_bytes = (address, port), key_proof.key_at(key, address, port), most_bytes
+        self._tls = _tls_context(key, False) if with_tls else None
         self._queued, self._handshake_s = queued, handshake_s
         self._epoll = select.epoll()
         self._connection: Connection | None = None
@@ -429,7 +473,8 @@ class PlainDealer:
         if failed := self._tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(failed, os.strerror(failed))
         self._epoll.modify(self._tcp, select.EPOLLIN)
-        self._connection = Connection(self._tcp, self._key, False, self._most_bytes)
+        self._connection = Connection(self._tcp, self._key, False, self._most_bytes, self._tls)
+        self._tcp = self._connection.tcp
 
     def _watch(self) -> None:
         assert self._connection is not None
@@ -444,12 +489,18 @@ class PlainDealer:
         self._pause_s = min(2 * self._pause_s, _RECONNECT_MOST_S)
 
     def _end(self) -> None:
-        if self._tcp is not None:
+        if self._tcp is not None and self._tcp.fileno() >= 0:
             self._epoll.unregister(self._tcp)  # `close` does not while a child has it open that was forked meanwhile
             self._tcp.close()
         if self._connection is not None:
             self._connection.close()
         self._connection = self._tcp = None
+
+
+def _tls_context(key: bytes, is_server: bool) -> SSLContext:
+    from gba_hvd.ps import tls  # (OpenSSL and certificates: for this wire only)
+
+    return tls.context(key, is_server)
 
 
 def _configure(tcp: socket.socket, heartbeat_s: int, lost_after_s: int) -> None:
