@@ -66,9 +66,9 @@ class TlsLink:
         self._n_flights = 0
 
     def handshake(self) -> bool:
-        """Go on with it; whether it is over.
+        """Do the next part of it; whether it is over.
 
-        Raises NotProven, and BlockingIOError when nothing came that it could go on with.
+        Raises NotProven, and BlockingIOError while the next part has not come.
         """
         has_more = False
         try:
