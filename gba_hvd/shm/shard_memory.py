@@ -291,7 +291,7 @@ class ShardMemory:
         n_sharers: processes of this host that do so now, which share its cores; at least 1
         """
         n_threads = 1
-        if shards and (self.initial is None or self.initial.is_plain):  # (functions of the user are called by one thread)
+        if shards and (self.initial is None or self.initial.is_plain):  # (one thread calls functions of the user)
             n_cores = len(os.sched_getaffinity(0)) // n_sharers
             n_threads = min(n_cores, len(shards) * self.layout.region_bytes // _BYTES_OF_A_THREAD)
         if n_threads < 2:
