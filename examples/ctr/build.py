@@ -167,7 +167,8 @@ def device_of(config: JobConfig) -> torch.device:
     named = torch.device(config.train.device)
     if named.type == "cpu":
         return named
-    number = int(os.environ.get("HOROVOD_LOCAL_RANK", "0")) if named.index is None else named.index
+    own = os.environ.get("HOROVOD_SLOT", os.environ.get("HOROVOD_LOCAL_RANK", "0"))  # (a local rank may change)
+    number = int(own) if named.index is None else named.index
     if number >= torch.cuda.device_count():
         raise BadInput(
             f"train.device={config.train.device}: torch finds {torch.cuda.device_count()} GPUs here, and this worker "

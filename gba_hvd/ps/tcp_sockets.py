@@ -8,7 +8,7 @@ there may be something to do. They start no thread: all they do is done in calls
 
 Nothing is taken from a peer, and nothing sent to it, before both sides have proved on this very connection that they
 hold the job's key (`key_proof`, with TLS after its own handshake). Until then a connection holds a few hundred bytes,
-with TLS some 50 KB, for `handshake_s` between one part of the proof and the next, and there are at most MOST_UNPROVEN:
+with TLS up to 160 KB, for `handshake_s` between one part of the proof and the next, and there are at most MOST_UNPROVEN:
 a new one then ends the oldest. Afterwards a message is
 
     number of frames (u32), size of each (u64), the frames one after the other; little endian
@@ -164,15 +164,15 @@ class Connection:
     def _fill(self) -> bool:
         """Read once. False: nothing is there."""
         try:
-            if self._handshake is not None:
-                is_over = self._handshake()
-                self._n_filled += 1
-                if is_over:
-                    self._handshake, self._unfilled = None, next(self._steps)
-                return True
-            n = self._recv_into(self._unfilled)
+            is_over = self._handshake is not None and self._handshake()
+            n = 0 if self._handshake is not None else self._recv_into(self._unfilled)
         except BlockingIOError:
             return False
+        if self._handshake is not None:
+            self._n_filled += 1
+            if is_over:
+                self._handshake, self._unfilled = None, next(self._steps)
+            return True
         if not n:
             raise ConnectionResetError("the peer closed the connection")
         if n < len(self._unfilled):
@@ -472,9 +472,11 @@ class TcpDealer:
             return
         if failed := self._tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(failed, os.strerror(failed))
-        self._epoll.modify(self._tcp, select.EPOLLIN)
-        self._connection = Connection(self._tcp, self._key, False, self._most_bytes, self._tls)
+        tcp, self._tcp = self._tcp, None
+        self._epoll.unregister(tcp)  # TLS puts another socket in its place
+        self._connection = Connection(tcp, self._key, False, self._most_bytes, self._tls)
         self._tcp = self._connection.tcp
+        self._epoll.register(self._tcp, select.EPOLLIN)
 
     def _watch(self) -> None:
         assert self._connection is not None
@@ -484,12 +486,14 @@ class TcpDealer:
     def _lost(self, why: Exception) -> None:
         if self._connection is None or not self._connection.is_proven:
             self.why_not = str(why)
+        elif type(why) is ConnectionError:
+            log.warning("a server sent %s: its connection was closed", why)
         self._end()
         self._retry_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RECONNECT_MOST_S)
 
     def _end(self) -> None:
-        if self._tcp is not None and self._tcp.fileno() >= 0:
+        if self._tcp is not None:
             self._epoll.unregister(self._tcp)  # `close` does not while a child has it open that was forked meanwhile
             self._tcp.close()
         if self._connection is not None:

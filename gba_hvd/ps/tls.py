@@ -5,7 +5,7 @@ hold the job's key cannot show it, nor stand between two who do. OpenSSL encrypt
 hardware.
 
 A message begins a record of its own, and no message reaches into the next one's (`TlsLink.send`). So when a message has
-been read, OpenSSL holds nothing back that a poller of the socket would not see.
+been read, OpenSSL holds back nothing of its record, which a poller of the socket would not see.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from gba_hvd.ps.key_proof import NotProven
 
 _RECORD_BYTES = 1 << 14  # the most that one has
 _MOST_FLIGHTS = 4  # of a handshake: who sends it byte by byte gets no time for each
-_VALID = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)  # however clocks are set: a job has one key
+_MOST_RECORDS = 1 << 24  # that one key of AES-GCM encrypts (RFC 8446, 5.5); then the connection is made again
+_VALID = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)  # however clocks are set: a job has one key
 
 
 def context(key: bytes, is_server: bool) -> ssl.SSLContext:
@@ -63,7 +64,7 @@ class TlsLink:
 
     def __init__(self, tcp: socket.socket, context: ssl.SSLContext, is_server: bool) -> None:
         self.socket = context.wrap_socket(tcp, server_side=is_server, do_handshake_on_connect=False)
-        self._n_flights = 0
+        self._n_flights = self._n_records = 0
 
     def handshake(self) -> bool:
         """Do the next part of it; whether it is over.
@@ -79,7 +80,12 @@ class TlsLink:
                 raise BlockingIOError from error
             self._n_flights += 1
             return False
-        except (ssl.SSLError, ConnectionError) as error:  # (a server with another wire ends the connection)
+        except (ssl.SSLEOFError, ConnectionError) as error:
+            raise NotProven(
+                "the peer ended the connection within the TLS handshake: it is gone, or was started with another wire "
+                "than wire='tls' (give all the same)"
+            ) from error
+        except ssl.SSLError as error:
             raise _not_proven(error) from error
         return True
 
@@ -95,16 +101,22 @@ class TlsLink:
             return self.socket.recv_into(buffer)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
-        except ssl.SSLError as error:  # where the peer has taken no certificate, this side learns it only now
-            raise _not_proven(error) from error
+        except ssl.SSLError as error:
+            if "ALERT" in str(error.reason):  # a server that did not take the certificate sends one only now
+                raise _not_proven(error) from error
+            raise ConnectionError(f"what TLS does not take ({_reason(error)}), so it was altered on its way") from error
 
     def send(self, views: Sequence[memoryview]) -> int:
         """Bytes that were taken of what one message still has to send; called again with the same when it was none.
 
-        Raises BlockingIOError when nothing is taken.
+        Raises BlockingIOError when nothing is taken, ConnectionResetError when no more may be sent with this key.
         """
+        if self._n_records >= _MOST_RECORDS:
+            raise ConnectionResetError("as many records were sent as one key may encrypt")
         try:
-            return self.socket.send(_record(views))
+            n = self.socket.send(_record(views))
+            self._n_records += -(-n // _RECORD_BYTES)
+            return n
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
@@ -121,9 +133,12 @@ def _record(views: Sequence[memoryview]) -> Any:
     return found
 
 
-def _not_proven(error: OSError) -> NotProven:
-    why = (getattr(error, "reason", None) or error.strerror or str(error)).replace("_", " ").lower()
+def _not_proven(error: ssl.SSLError) -> NotProven:
     return NotProven(
-        f"no TLS connection ({why}): the peer does not hold the job's key, or it was started with another wire than "
-        "wire='tls': give all the same"
+        f"no TLS connection ({_reason(error)}): the peer does not hold the job's key, or it was started with another "
+        "wire than wire='tls': give all the same"
     )
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return str(error.reason or error).replace("_", " ").lower()

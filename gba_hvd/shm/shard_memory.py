@@ -299,8 +299,13 @@ class ShardMemory:
                 self.init_shard(shard, step, ready)
             return
         with ThreadPoolExecutor(n_threads, "gba-hvd init") as threads:
-            for done in [threads.submit(self.init_shard, shard, step, ready) for shard in shards]:
-                done.result()
+            begun = [threads.submit(self.init_shard, shard, step, ready) for shard in shards]
+            try:
+                for one in begun:
+                    one.result()
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
 
     def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
         """Give every row of a shard its initial value, zero slots and counters, as of `step`.

@@ -61,9 +61,9 @@ def turn(each: TcpRouter | TcpDealer) -> list[Any] | None:
         return None
 
 
-def until(what: Callable[[], Any], *others: TcpRouter | TcpDealer) -> Any:
+def until(what: Callable[[], Any], *others: TcpRouter | TcpDealer, patience_s: float = 60.0) -> Any:
     """Poll all sockets until this gives something; what others receive is thrown away."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience_s
     while not (found := what()):
         assert time.monotonic() < deadline, "nothing came"
         for other in others:
@@ -80,8 +80,8 @@ def is_readable(*each: TcpRouter | TcpDealer | sockets.socket, timeout_ms: int |
     return bool(poll.poll(timeout_ms))
 
 
-def at_router(router: TcpRouter, *others: TcpDealer) -> tuple[bytes, list[bytes]]:
-    peer, *frames = until(lambda: turn(router), *others)
+def at_router(router: TcpRouter, *others: TcpDealer, patience_s: float = 60.0) -> tuple[bytes, list[bytes]]:
+    peer, *frames = until(lambda: turn(router), *others, patience_s=patience_s)
     return peer, [bytes(frame) for frame in frames]
 
 
@@ -420,7 +420,7 @@ def test_within_tls_the_proof_is_asked_for_as_well() -> None:
     router.close()
 
 
-def test_what_is_sent_with_tls_cannot_be_read_or_altered_on_the_way() -> None:
+def test_what_is_sent_with_tls_cannot_be_read_or_altered_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
     router, port = a_router(with_tls=True)
     with sockets.create_server(("127.0.0.1", 0)) as listening:
         dealer = a_dealer(listening.getsockname()[1], with_tls=True)
@@ -450,6 +450,7 @@ def test_what_is_sent_with_tls_cannot_be_read_or_altered_on_the_way() -> None:
     there.sendall(altered)
     until(lambda: not router._connections, router)
     assert turn(router) is None
+    assert "sent what TLS does not take" in caplog.text and "altered on its way" in caplog.text
     for each in (here, there, dealer, router):
         each.close()
 
@@ -472,6 +473,22 @@ def test_tls_and_plain_do_not_understand_each_other_and_say_so(of_server: bool) 
     of_tls, of_plain = (router._why, dealer.why_not) if of_server else (dealer.why_not, router._why)
     assert "started with another wire than wire='tls'" in of_tls
     assert of_server or "speaks TLS, as wire='tls' does" in of_plain
+    dealer.close()
+    router.close()
+
+
+def test_a_key_that_encrypted_enough_is_replaced_by_that_of_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "_MOST_RECORDS", 6)
+    router, port = a_router(with_tls=True)
+    dealer = a_dealer(port, with_tls=True)
+    peers = set()
+    for number in range(20):
+        dealer.send_multipart([b"%d" % number])  # what is lost with its connection is asked for again
+        with contextlib.suppress(AssertionError):
+            peer, found = at_router(router, dealer, patience_s=0.2)
+            assert found == [b"%d" % number]
+            peers.add(peer)
+    assert len(peers) > 2
     dealer.close()
     router.close()
 

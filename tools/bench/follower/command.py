@@ -230,12 +230,15 @@ class Launches:
 
 
 class CpuTime:
-    """Processor seconds of some processes, all of which live until `since`."""
+    """Processor seconds of some processes. Raises RunFailed when one of them has ended."""
 
     def __init__(self, pids: set[int]) -> None:
         import psutil
 
-        self._processes = [psutil.Process(pid) for pid in pids]
+        try:
+            self._processes = [psutil.Process(pid) for pid in pids]
+        except psutil.NoSuchProcess as error:
+            raise measure.RunFailed(f"a process of the job has ended: {error}") from error
         self._before = self._taken()
 
     def since(self) -> float:
@@ -243,7 +246,12 @@ class CpuTime:
         return self._taken() - self._before
 
     def _taken(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+        import psutil
+
+        try:
+            return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+        except psutil.NoSuchProcess as error:
+            raise measure.RunFailed(f"a process of the job has ended: {error}") from error
 
 
 def wait_until(job: ElasticJob, at_s: float) -> None:
