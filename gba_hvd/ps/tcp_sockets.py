@@ -8,8 +8,8 @@ there may be something to do. They start no thread: all they do is done in calls
 
 Nothing is taken from a peer, and nothing sent to it, before both sides have proved on this very connection that they
 hold the job's key (`key_proof`, with TLS after its own handshake). Until then a connection holds a few hundred bytes,
-with TLS up to 160 KB, for `handshake_s` between one part of the proof and the next, and there are at most MOST_UNPROVEN:
-a new one then ends the oldest. Afterwards a message is
+with TLS up to 160 KB, for `handshake_s` between one part of the proof and the next, and there are at most
+MOST_UNPROVEN; a new one then ends the oldest. Afterwards a message is
 
     number of frames (u32), size of each (u64), the frames one after the other; little endian
 
