@@ -29,6 +29,7 @@ from recovery.storage.store import MOST_EPOCH, MOST_NUMBER, age_of, is_name
 FORMAT = 1
 _TWO_HASHES = 2  # the format of a manifest that has a table with two `shared_hashes`: earlier versions know none
 _REGISTERED = "registered:"
+_SEAL_BYTES = len(b'{"checksum":"",') + 32  # before the rest of a document
 LIMIT_BYTES = 256 << 20
 LEAST_SECTION_BYTES = 120  # in the document
 
@@ -135,10 +136,10 @@ def from_json(data: bytes, name: str) -> Manifest:
         raise Damaged(f"{name}: {len(data)} bytes, no manifest is larger than {LIMIT_BYTES}")
     try:
         document = json.loads(data)
-        found = _document(document.get("manifest"), document.get("format"))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
-    if found != data:
+        _ = document["manifest"], document["format"]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error!r})") from error
+    if _sealed(b"{" + data[_SEAL_BYTES:]) != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
     # Only now: a flipped bit can look like a newer version.
     if document["format"] not in (FORMAT, _TWO_HASHES):
@@ -207,12 +208,12 @@ def _columns(table: Table) -> str:
 
 def _document(manifest: Any, format_version: Any = FORMAT) -> bytes:
     body = {"format": format_version, "manifest": manifest}
-    checksum = xxhash.xxh3_128_hexdigest(_canonical(body))
-    return _canonical({**body, "checksum": checksum})
+    return _sealed(json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _sealed(body: bytes) -> bytes:
+    """The document: a JSON object, and before its other keys the checksum of its bytes without it."""
+    return b'{"checksum":"%s",%s' % (xxhash.xxh3_128_hexdigest(body).encode(), body[1:])
 
 
 # --- what makes sense ------------------------------------------------------------------------------------------------
