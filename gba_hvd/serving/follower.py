@@ -144,6 +144,11 @@ class Follower:
         return self._newest_step - self.step if self._chain else -1
 
     @property
+    def problem(self) -> str:
+        """Why the thread has ended, in words, and the model is not updated any more; empty while it is."""
+        return "" if self._died_of is None else f"{type(self._died_of).__name__}: {self._died_of}"
+
+    @property
     def flaws(self) -> Mapping[str, str]:
         """Updates that were passed over, and why."""
         return dict(self._passed_over)

@@ -7,6 +7,7 @@ status 400 and name the field; where rows cannot be read, status 503.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import pandas
@@ -68,6 +69,20 @@ def app_of(model: OpenModel) -> Any:
             "with one (`gba-hvd model export --example`)"
         )
     return scoring_server.init(cast(Any, _Scorer(model)))
+
+
+def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:
+    """The application, whose /health and /ping have status 503 while there is a problem, in words."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] in ("/health", "/ping") and (text := problem()):
+            headers = [(b"content-type", b"text/plain; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": text.encode()})
+            return
+        await app(scope, receive, send)
+
+    return answer
 
 
 def serve(app: Any, listening: socket.socket) -> None:

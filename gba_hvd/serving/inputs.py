@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -235,12 +236,21 @@ def _array(field: Spec, values: Any) -> np.ndarray:
         values = values.detach().cpu().numpy()
     try:
         found = np.asarray(values)
-        if found.dtype == object:  # a column of lists
-            found = np.array([np.asarray(one) for one in found])
+        if found.dtype == object:  # a column of lists, or of numbers of which some are null
+            found = np.array([_with_nan(one) for one in found])
     except ValueError as error:
         raise BadInput(
             f"field {field['column']!r}: expected {described(field)}, got lists of different lengths"
         ) from error
+    return found
+
+
+def _with_nan(value: Any) -> np.ndarray:
+    """A number or a list of numbers, with NaN in the place of null."""
+    found = np.asarray(value)
+    if found.dtype == object:
+        numbers = [math.nan if one is None else one for one in found.reshape(-1).tolist()]
+        found = np.array(numbers).reshape(found.shape)
     return found
 
 
@@ -268,7 +278,10 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
     found = given.to(dtype)
     if dtype.is_floating_point:
         if not field.get("has_nan") and found.isnan().any():
-            raise BadInput(f"field {name!r}: NaN, and the example that the model was saved with has none: fill it in")
+            raise BadInput(
+                f"field {name!r}: NaN, and the example that the model was saved with has none: fill it in, or save the "
+                "model with an example that has one"
+            )
         if len(over := given[found.isinf() & ~given.isinf()]):
             raise BadInput(f"field {name!r}: {over[0].item()} does not fit into {field['dtype']}")
     return found

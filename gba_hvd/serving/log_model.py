@@ -7,6 +7,7 @@ makes a pyfunc model of that folder, logs and registers it (`gba_hvd.tracking.ml
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ _REQUIREMENTS = (
     "gba-hvd", "torch", "numpy", "numba", "zstandard", "xxhash", "msgspec", "fsspec", "mlflow", "pandas", "cloudpickle",
 )  # fmt: skip
 
+_ALIAS = re.compile(r"(?!(latest|v[0-9]+)$)[\w-]+", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class LogModel:
@@ -52,8 +55,8 @@ class LogModel:
     `gba_hvd.checkpoint_step`. A model that cannot be written or logged is the event `model_not_logged`, which says
     what to do; the training and its records are not affected.
 
-    Raises BadInput for an alias without a registered model and a name that MLflow refuses. Registering the callback
-    raises it where no builder or no request can be made.
+    Raises BadInput for an alias without a registered model, and a name or alias that MLflow refuses. Registering the
+    callback raises it where no builder or no request can be made.
     """
 
     name: str
@@ -73,6 +76,11 @@ class LogModel:
             raise BadInput(f"LogModel: name={self.name!r}: MLflow takes names without / : . % and quotes")
         if self.alias and not self.registered_model_name:
             raise BadInput(f"LogModel: alias={self.alias!r} needs registered_model_name, whose version it names")
+        if self.alias and not _ALIAS.fullmatch(self.alias):
+            raise BadInput(
+                f"LogModel: alias={self.alias!r}: MLflow takes letters, digits, _ and -, but neither 'latest' nor a v "
+                "with a number, which it has for versions"
+            )
         if isinstance(self.requirements, str):
             raise BadInput("LogModel: requirements must be a list, such as ['my-models==1.2']")
 

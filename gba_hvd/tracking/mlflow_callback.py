@@ -393,7 +393,8 @@ class MLflowCallback(Callback):
             remove(path)
         if delivered.done or delivered.recorded:
             if self._job.is_chief:
-                drawn = "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
+                drawn = f"The model is {delivered.served_as}. " if delivered.served_as else ""
+                drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
                 if not delivered.done and model_path(path).exists():
                     drawn = "Everything else is recorded. "
                     still = (

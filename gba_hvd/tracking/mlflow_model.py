@@ -27,6 +27,8 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
     """Log the model of a folder with a run; returns its URI, `models:/ID`."""
     facts = read_facts(folder)
     mlflow.set_tracking_uri(uri)
+    # MLflow puts a logged model into the experiment that is set, not into that of the run.
+    mlflow.set_experiment(experiment_id=MlflowClient(tracking_uri=uri).get_run(run_id).info.experiment_id)
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of MLflow's own imports; of whole numbers, which `predict` checks itself

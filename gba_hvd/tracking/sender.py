@@ -230,9 +230,10 @@ class Sender:
                 f"the model is logged as {uri} and was not registered: call mlflow.register_model({uri!r}, name)"
             )
             return
-        self._set(model_problem=None)
-        as_version = f", version {version}" if version else ""
         facts = read_facts(folder)
+        served_as = f"models:/{facts['registered_model_name']}/{version}" if version else uri
+        self._set(model_problem=None, served_as=served_as)
+        as_version = f", version {version}" if version else ""
         name = facts["registered_model_name"] if version else facts["name"]
         self._report_event(
             "model_logged", f"the model is logged as {uri}{as_version}", "info", name=name, version=version

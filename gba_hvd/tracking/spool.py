@@ -45,6 +45,7 @@ class SpoolStatus:
     stopped: bool = False  # waiting will not help
     recorded: bool = False  # every record and the run's final status are there; pictures, or a model, may be missing
     model_uri: str | None = None  # of the logged model, which is then to be registered
+    served_as: str | None = None  # the URI of its version in the registry; without a registry, that of the logged model
     model_problem: str | None = None  # why it was not logged or not registered, and what to do
     keeps_model: bool = False  # it was not taken, and its folder stays
     done: bool = False

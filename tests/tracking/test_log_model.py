@@ -102,13 +102,15 @@ def predicted(uri: str, model_uri: str, one: gba_hvd.Batch, folder: Path) -> np.
 
 
 def test_the_model_is_logged_registered_and_predicts_without_horovod(
-    trained: Trained, database: str, tmp_path: Path
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, one = trained(), batch(30)
     how = {"registered_model_name": "ctr", "alias": "champion", "requirements": ["my-models==1.2"]}
     callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model(**how))
     run_job(callback, model, "logs")
-    assert only_run(database, "logs").info.status == "FINISHED"
+    run = only_run(database, "logs")
+    assert run.info.status == "FINISHED"
+    assert "The model is models:/ctr/1. " in capsys.readouterr().out
     registered = client(database).get_model_version_by_alias("ctr", "champion")
     assert registered.tags["gba_hvd.checkpoint_checksum"] == SAVED["checksum"]
     assert registered.tags["gba_hvd.checkpoint"] == f"{SAVED['url']}/{SAVED['manifest']}"
@@ -116,6 +118,7 @@ def test_the_model_is_logged_registered_and_predicts_without_horovod(
     assert not (tmp_path / "spool").exists()
     assert np.array_equal(predicted(database, "models:/ctr@champion", one, tmp_path), evaluated(model, one).numpy())
     (logged,) = logged_models(database, "logs")
+    assert logged.experiment_id == run.info.experiment_id != "0"
     files = Path(logged.artifact_location.removeprefix("file://"))
     signature = yaml.safe_load((files / "MLmodel").read_text())["signature"]
     assert [one["name"] for one in json.loads(signature["inputs"])] == ["user", "item", "history", "dense"]
@@ -389,6 +392,9 @@ def test_an_alias_that_fails_at_first_leaves_one_version(
     [
         ({"name": "a/b"}, "MLflow takes names without"),
         ({"alias": "best"}, "alias='best' needs registered_model_name"),
+        ({"alias": "V1", "registered_model_name": "ctr"}, "alias='V1': MLflow takes letters.* a v with a number"),
+        ({"alias": "latest", "registered_model_name": "ctr"}, "alias='latest'.*neither 'latest'"),
+        ({"alias": "a/b", "registered_model_name": "ctr"}, "alias='a/b'"),
         ({"requirements": "my-models"}, "requirements must be a list"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ..checkpoint.store_argument import options_of, store_of
 from ..checkpoint.terminal_report import print_table, progress
 
 if TYPE_CHECKING:
+    from gba_hvd.serving.follower import Update
     from gba_hvd.serving.load import OpenModel
     from gba_hvd.serving.manifest import ModelManifest
     from recovery.storage.store import Store
@@ -161,7 +163,7 @@ def run_predict(args: argparse.Namespace) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
     from gba_hvd.serving.follower import Follower
-    from gba_hvd.serving.http_server import app_of, bound, serve
+    from gba_hvd.serving.http_server import app_of, bound, healthy_unless, serve
 
     if args.follow_option and args.follow is None:
         raise BadInput("--follow-option is for the store of --follow, which is not given")
@@ -171,7 +173,9 @@ def run_serve(args: argparse.Namespace) -> int:
         model = _open_model(args)
         app = app_of(model)
         if args.follow is not None:
-            stack.enter_context(Follower(model, args.follow, **options_of(args.follow_option)))
+            of_store = options_of(args.follow_option)
+            follower = stack.enter_context(Follower(model, args.follow, on_update=_show_update, **of_store))
+            app = healthy_unless(app, lambda: follower.problem)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if args.json:
@@ -181,6 +185,15 @@ def run_serve(args: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):  # of the signal that ended it
             serve(app, listening)
     return 0
+
+
+def _show_update(update: Update) -> None:
+    """One line, beside the output of `--json`."""
+    print(
+        f"step {update.step:,}: {update.n_rows:,} rows, {update.n_bytes / 1e6:.1f} MB in {update.seconds:.2f} s, "
+        f"{update.lag_s:.1f} s after it was saved",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def run_verify(args: argparse.Namespace) -> int:

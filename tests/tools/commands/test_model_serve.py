@@ -73,6 +73,16 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def health(self) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=100) as found:
+                return found.status, found.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def errors(self) -> str:
+        return self._log.read_text()
+
     def scores(self, frame: pd.DataFrame) -> np.ndarray:
         status, found = self.ask(request_of(frame))
         assert status == 200, found
@@ -115,6 +125,9 @@ def test_answers_are_the_models_and_mistakes_are_named(
     ):
         status, found = here.ask(request_of(wrong))
         assert status == 400 and words in found["message"], found
+    one_null = json.loads(frame.iloc[:1].to_json(orient="records"))[0] | {"dense": [None, 0.5]}
+    status, found = here.ask({"dataframe_records": [one_null]})
+    assert status == 400 and "field 'dense': NaN, and the example" in found["message"], found
     status, found = here.ask({"inputs": [[1.0, 2.0]]})
     assert status == 400 and "expected columns by name" in found["message"]
     assert np.array_equal(here.scores(frame), evaluated(model, one).numpy())
@@ -147,7 +160,26 @@ def test_a_served_model_follows_its_job(trained: Trained, tmp_path: Path, served
         assert deadline > 0, "no update"
         arrived.wait(0.2)
         deadline -= 0.2
+    assert here.health() == (200, "\n")
     assert here.end() == 0
+    assert " s after it was saved" in here.errors()
+
+
+def test_a_model_that_is_not_updated_any_more_is_not_healthy(
+    trained: Trained, tmp_path: Path, served: Callable[..., Served]
+) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(2))
+    other = trained(hashed=True)
+    checkpoint(other, other.tables, tmp_path / "c")
+    here = served(tmp_path / "m", "--follow", tmp_path / "c")
+    arrived, deadline = threading.Event(), 100.0
+    while here.health()[0] != 503:
+        assert deadline > 0, "still healthy"
+        arrived.wait(0.2)
+        deadline -= 0.2
+    assert here.health()[1].startswith("BadInput: ")
+    assert len(here.scores(frame_of(batch(5)))) == 5
+    assert here.end() == 1
 
 
 def test_what_cannot_be_served_is_said(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
