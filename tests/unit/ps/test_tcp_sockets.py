@@ -443,6 +443,7 @@ def test_what_is_sent_with_tls_cannot_be_read_or_altered_on_the_way(caplog: pyte
     dealer.send_multipart([b"x" * 1000])
     altered = bytearray()
     while len(altered) < 1000:
+        assert time.monotonic() < deadline, f"{len(altered)} bytes came"
         turn(dealer)
         with contextlib.suppress(BlockingIOError):
             altered += here.recv(1 << 16)
