@@ -71,7 +71,13 @@ class Builder:
         return cls(record.target, record.arguments, data)
 
     def put(self, store: Store) -> BuilderRecord:
-        if local := self._local_imports():
+        imported = self._imports()
+        if "horovod" in imported:
+            log.warning(
+                "%s imports horovod, which a machine that opens the model needs then, too: put the model into a file "
+                "of its own, or import horovod in the functions that train", self,
+            )  # fmt: skip
+        if local := sorted(imported - sys.stdlib_module_names - packages_distributions().keys()):
             log.warning(
                 "%s imports %s, of no installed package: only the file itself is copied with the model, so where it is "
                 "opened their folder must be on PYTHONPATH. Or put the code in the file, or in a package",
@@ -113,17 +119,17 @@ class Builder:
     def __str__(self) -> str:
         return self.target if self.code is None else f"{self.target} of the model's code file"
 
-    def _local_imports(self) -> list[str]:
-        """Modules that a file imports at its top and that no installed package has."""
-        if self.code is None:
-            return []
+    def _imports(self) -> set[str]:
+        """What a file imports at its top."""
         names = set[str]()
+        if self.code is None:
+            return names
         for node in ast.parse(self.code).body:
             if isinstance(node, ast.Import):
                 names |= {one.name.partition(".")[0] for one in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.partition(".")[0])
-        return sorted(names - sys.stdlib_module_names - packages_distributions().keys())
+        return names
 
     @contextlib.contextmanager
     def _naming_what_is_missing(self) -> Iterator[None]:

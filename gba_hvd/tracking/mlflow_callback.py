@@ -67,7 +67,8 @@ class MLflowCallback(Callback):
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
     params: nested values, logged as parameters together with the job's settings and `config`.
     config, data: the model's configuration and the data's description, kept as config.json and data.json; the
-        values of config are parameters too.
+        values of config are parameters too. Each mapping in data is a dataset of the run, under its key ("train", ...)
+        and at the URI in its entry "dir"; without mappings, data is one dataset.
     log_every_steps: a point per so many steps; its loss and throughput are means over them.
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
     spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.

@@ -38,3 +38,15 @@ def test_a_module_beside_the_file_is_named_when_it_is_saved(tmp_path: Path, capl
         open_store(tmp_path / "m")
     )
     assert not caplog.text
+
+
+def test_a_file_that_imports_horovod_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for code, is_one in (
+        ("import horovod.torch as hvd\n\ndef make(): ...", True),
+        ("from horovod import torch\n\ndef make(): ...", True),
+        ("def make(): ...\n\ndef train():\n    import horovod.torch", False),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="gba_hvd"):
+            Builder.of(a_file(tmp_path, code), {}, None).put(open_store(tmp_path / "m"))
+        assert ("imports horovod, which a machine that opens the model needs then, too" in caplog.text) is is_one
