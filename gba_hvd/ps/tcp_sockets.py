@@ -90,12 +90,8 @@ class Connection:
             from gba_hvd.ps.tls import TlsLink
 
             link = TlsLink(tcp, tls, is_server)
-            self.tcp, self._recv_into, self._send, self._handshake = (
-                link.socket,
-                link.recv_into,
-                link.send,
-                link.handshake,
-            )
+            self.tcp, self._handshake = link.socket, link.handshake
+            self._recv_into, self._send = link.recv_into, link.send
         self.peer = b""
         self.is_proven = False
         self.outgoing: deque[Outgoing] = deque()
@@ -474,7 +470,11 @@ class TcpDealer:
             raise OSError(failed, os.strerror(failed))
         tcp, self._tcp = self._tcp, None
         self._epoll.unregister(tcp)  # TLS puts another socket in its place
-        self._connection = Connection(tcp, self._key, False, self._most_bytes, self._tls)
+        try:
+            self._connection = Connection(tcp, self._key, False, self._most_bytes, self._tls)
+        except OSError:
+            tcp.close()
+            raise
         self._tcp = self._connection.tcp
         self._epoll.register(self._tcp, select.EPOLLIN)
 

@@ -348,6 +348,26 @@ def test_a_connection_that_is_lost_wakes_nobody_although_a_forked_child_has_it_o
     os.close(of_child)
 
 
+def test_a_connection_that_breaks_before_its_proof_leaves_nothing_open(
+    with_tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, port = a_router(with_tls=with_tls)
+    n_open, failed = len(os.listdir("/proc/self/fd")), list[sockets.socket]()
+
+    def breaks(tcp: sockets.socket, *_: Any) -> None:
+        failed.append(tcp)
+        raise ConnectionResetError("planned")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_sockets, "Connection", breaks)
+        dealer = a_dealer(port, with_tls=with_tls)
+        until(lambda: failed, dealer)
+        assert dealer.why_not == "planned" and failed[0].fileno() == -1
+        dealer.close()
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    router.close()
+
+
 def test_what_is_sent_before_there_is_a_server_waits_up_to_a_limit(with_tls: bool) -> None:
     with sockets.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
