@@ -96,6 +96,8 @@ def test_the_headline_has_medians_and_what_of_the_speed_is_lost() -> None:
     noisy = follower.headline([*rows, {"variant": "alone", "samples_per_s": 104.0}])
     assert noisy["goals"]["cost, followed"]["is_met"] is None
     assert follower.headline(rows[:3])["goals"] == {}
+    of_one = follower.headline(rows[2:4])["goals"]["cost, followed"]
+    assert of_one["is_met"] is None and of_one["noise"] is None
 
 
 def test_processor_time_of_saving_is_that_of_the_server_and_what_workers_take_more() -> None:

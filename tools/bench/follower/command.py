@@ -343,15 +343,15 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def spread_of(rows: Sequence[Row], column: str) -> float:
-    """By what share equal launches differ: those of the job alone."""
+def spread_of(rows: Sequence[Row], column: str) -> float | None:
+    """By what share equal launches differ: those of the job alone; None: there is only one."""
     values: list[float] = [row[column] for row in rows if row["variant"] == "alone"]
-    return (max(values) - min(values)) / median(values)
+    return None if len(values) < 2 else (max(values) - min(values)) / median(values)
 
 
-def goal(value: float, most: float, noise: float = 0.0) -> dict[str, Any]:
-    """noise: by how much equal runs differ; is_met is None where that is more than what the goal is away."""
-    is_met = None if noise > abs(value - most) else value <= most
+def goal(value: float, most: float, noise: float | None = 0.0) -> dict[str, Any]:
+    """noise: by how much equal runs differ, None: not known; is_met is None where that may decide."""
+    is_met = None if noise is None or noise > abs(value - most) else value <= most
     return {"value": value, "goal": most, "noise": noise, "is_met": is_met}
 
 
@@ -371,7 +371,8 @@ def show(found: Mapping[str, Any], killed: Mapping[str, Any]) -> None:
             f"saving: the server takes {took['server']:.2%} of the cores, a sample {took['workers']:+.1%} of a worker's"
         )
     for name, one in found["goals"].items():
-        verdict = {True: "met", False: "missed", None: f"not decided, equal runs differ by {one['noise']:.0%}"}
+        differ = "with one run" if one["noise"] is None else f"equal runs differ by {one['noise']:.0%}"
+        verdict = {True: "met", False: "missed", None: f"not decided, {differ}"}
         print(f"{name}: {one['value']:.3f}, goal {one['goal']:g}: {verdict[one['is_met']]}")
     if killed:
         victims, fresh = [one["victim"] for one in killed["kills"]], [one["fresh_s"] for one in killed["kills"]]
