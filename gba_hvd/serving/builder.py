@@ -33,11 +33,12 @@ _HOW = "'package.module:callable', or 'file.py:callable', which is copied with t
 
 @dataclass(frozen=True)
 class Builder:
-    """target: of `BuilderRecord`; code: the text of the file, None: the target is imported."""
+    """target: of `BuilderRecord`; code: the text of the file, None: the target is imported. what: it builds, in words"""
 
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     code: bytes | None = None
+    what: str = "the model"
 
     @classmethod
     def of(cls, build: str | None, arguments: Mapping[str, Any] | None, model: nn.Module | None) -> Builder:
@@ -117,7 +118,7 @@ class Builder:
         return found
 
     def __str__(self) -> str:
-        return self.target if self.code is None else f"{self.target} of the model's code file"
+        return self.target if self.code is None else f"{self.target} of {self.what}'s code file"
 
     def _imports(self) -> set[str]:
         """What a file imports at its top."""
@@ -140,14 +141,14 @@ class Builder:
             raise
         except ModuleNotFoundError as error:
             raise BadInput(
-                f"the model is built by {self}, which needs {error.name or error}, and that is not installed here: "
-                f"install it for {sys.executable}, or put the folder that has it on PYTHONPATH, or save the model with "
-                f"build='file.py:callable' of a file that does not need it. It was looked for in {', '.join(sys.path)}"
+                f"{self.what} is built by {self}, which needs {error.name or error}, and that is not installed here: "
+                f"install it for {sys.executable}, or put the folder that has it on PYTHONPATH, or name a "
+                f"'file.py:callable' that does not need it. It was looked for in {', '.join(sys.path)}"
             ) from error
         except ImportError as error:
             raise BadInput(
-                f"the model is built by {self}, which imports what is not there: {error}. Another version of that "
-                f"package is installed for {sys.executable} than where the model was saved"
+                f"{self.what} is built by {self}, which imports what is not there: {error}. Another version of that "
+                f"package is installed for {sys.executable} than where it was written"
             ) from error
 
     def _callable(self) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,6 +20,7 @@ from recovery.errors import Damaged
 from recovery.storage.store import Store
 
 _READERS = 4
+_SHOWN = 5  # values of a part of a manifest
 
 
 def verify_model(
@@ -151,5 +154,18 @@ def _tensors(stores: _Stores, old: ModelManifest, new: ModelManifest) -> dict[st
 
 def _other(old: ModelManifest, new: ModelManifest) -> Iterator[str]:
     for what in ("builder", "input", "activation", "converted", "versions"):
-        if getattr(old, what) != getattr(new, what):
-            yield f"{what} differs"
+        before, after = (dict(_leaves(what, msgspec.to_builtins(getattr(one, what)))) for one in (old, new))
+        changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+        for path in changed[:_SHOWN]:
+            yield f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
+        if len(changed) > _SHOWN:
+            yield f"{what}: {len(changed) - _SHOWN} more values differ"
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings and lists, each with its path: input.ids.user.dtype"""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not isinstance(value, (dict, list)):
+        yield path, value
+    for name, part in parts:
+        yield from _leaves(f"{path}.{name}", part)

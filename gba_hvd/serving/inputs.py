@@ -261,7 +261,9 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
     if array.size and array.dtype.kind not in good:
         hint = ""
         if array.dtype.kind in "OUS" and good == "iu":
-            hint = " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
+            first = str(array.reshape(-1)[0])
+            hint = f" (a number without quotes: {first})" if first.lstrip("-").isdecimal() else ""
+            hint = hint or " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
         if array.dtype.kind == "f":
             hint = " (a column of whole numbers with missing values becomes one of floats)" * bool(
                 np.isnan(array).any()

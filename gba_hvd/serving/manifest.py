@@ -267,7 +267,7 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
     if document["format"] not in (FORMAT, _TWO_HASHES):
         raise BadInput(
-            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: install "
+            f"{name} is in format {document['format']}, and this program reads formats up to {_TWO_HASHES}: install "
             "the version of gba-hvd that saved it, or save the model again with this one"
         )
     try:

@@ -144,7 +144,7 @@ def from_json(data: bytes, name: str) -> Manifest:
     # Only now: a flipped bit can look like a newer version.
     if document["format"] not in (FORMAT, _TWO_HASHES):
         raise BadInput(
-            f"{name} has format version {document['format']}, this program reads versions to {_TWO_HASHES}: "
+            f"{name} is in format {document['format']}, and this program reads formats up to {_TWO_HASHES}: "
             "update gba-hvd to the version that saved it, or a later one"
         )
     try:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,6 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
-    from gba_hvd.serving.builder import Builder
     from gba_hvd.serving.save import export_model
     from recovery.restore.open_checkpoint import open_checkpoint
 
@@ -124,7 +124,7 @@ def run_export(args: argparse.Namespace) -> int:
     if args.dense_program is not None and args.example is None:
         raise BadInput("--dense-program needs --example, by which the model is traced")
     formats = () if args.dense_program is None else args.dense_program or ("torch",)
-    example = None if args.example is None else Builder.of(args.example, {}, None).call()
+    example = None if args.example is None else _example(args.example)
     opened = open_checkpoint(
         store_of(_checkpoints_of(args.source, args.tracking_uri), args.source_option),
         "newest" if args.step is None else args.step,
@@ -143,6 +143,17 @@ def run_export(args: argparse.Namespace) -> int:
         f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
     )
     return 0
+
+
+def _example(callable_: str) -> Any:
+    """An input of the model. Of a file, modules beside it are found, as when Python runs it: it is not stored."""
+    from gba_hvd.serving.builder import Builder
+
+    builder = replace(Builder.of(callable_, {}, None), what="the example")
+    folder = str(Path(callable_.rpartition(":")[0]).resolve().parent)
+    if builder.code is not None and folder not in sys.path:
+        sys.path.append(folder)
+    return builder.call()
 
 
 def run_predict(args: argparse.Namespace) -> int:

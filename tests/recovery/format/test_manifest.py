@@ -136,7 +136,7 @@ def test_a_manifest_in_the_place_of_another_is_reported() -> None:
 
 
 def test_a_newer_format_asks_for_an_update() -> None:
-    with pytest.raises(BadInput, match=r"format version 3, this program reads versions to 2: update gba-hvd"):
+    with pytest.raises(BadInput, match=r"is in format 3, and this program reads formats up to 2: update gba-hvd"):
         from_json(with_checksum({"format": 3, "manifest": {"something": "new"}}), NAME)
 
 

@@ -64,6 +64,25 @@ def test_an_export_has_the_dense_program_that_is_asked_for(
     assert len(list((tmp_path / "m").rglob("*.pt2"))) == 1
 
 
+def test_an_example_may_import_what_is_beside_its_file(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    place, _, name = EXAMPLE.rpartition(":")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own_samples.py").write_bytes(Path(place).read_bytes())
+    (tmp_path / "own" / "example.py").write_text(
+        f"def make():\n    import own_samples\n    return own_samples.{name}()\n"
+    )
+    how = ["export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--example"]
+    assert "version 1" in said(capsys, *how, f"{tmp_path}/own/example.py:make")
+    (tmp_path / "own" / "example.py").write_text("import no_such_package\n")
+    text = said(capsys, *how, f"{tmp_path}/own/example.py:make", status=1)
+    assert "the example is built by make of the example's code file, which needs no_such_package" in text
+
+
 def test_each_store_of_an_export_has_its_own_options(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +324,15 @@ def test_diff_counts_rows_and_names_tensors(exported: Any, capsys: pytest.Captur
     text = said(capsys, "diff", url, 1, 2)
     assert "version 1 to 2" in text and "mlp.0.bias: changed" in text
     assert "has no version 7" in said(capsys, "diff", url, 7, status=1)
+
+
+def test_diff_says_how_inputs_differ(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, url = exported
+    one = batch(2)
+    one.dense[0, 0] = float("nan")
+    gba_hvd.save_model(model, url, build=CODE, input_example=one, activation="sigmoid")
+    found = as_json(capsys, "diff", url, 1)["other"]
+    assert found == ["input.dense.has_nan: False before, True now", "activation: none before, sigmoid now"]
 
 
 def test_diff_of_versions_at_two_urls(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

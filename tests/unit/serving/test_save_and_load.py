@@ -485,7 +485,7 @@ def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 3)
         gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
-    with pytest.raises(BadInput, match="has format version 3, this program reads versions to 2: install"):
+    with pytest.raises(BadInput, match="is in format 3, and this program reads formats up to 2: install"):
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
