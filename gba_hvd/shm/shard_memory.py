@@ -489,7 +489,10 @@ def _map(file: BinaryIO, layout: Layout) -> mmap.mmap:
             f"{file.name} has {size:,} bytes, expected {layout.n_bytes:,}: something has cut it short, and its rows "
             "are lost; end the job, remove its folder, and start it again"
         )
-    return mmap.mmap(file.fileno(), layout.n_bytes)
+    mapped = mmap.mmap(file.fileno(), layout.n_bytes)
+    with contextlib.suppress(OSError):  # (a kernel that was built without huge pages)
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MiB, where the folder is a tmpfs mounted with huge=advise
+    return mapped
 
 
 def _owner_of(folder: Path) -> str:

@@ -34,6 +34,7 @@ from tests.unit.conftest import Training
 from tests.unit.shm.test_shard_memory import a_layout, until
 
 NOBODY = 65534
+ROOT = Path(__file__).parents[3]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
 
@@ -348,8 +349,7 @@ def test_a_full_file_system_is_a_sentence_and_no_signal() -> None:
     """Looking at the marks of a memory that has none yet takes a page each; so does the head of the tracker's file."""
     mount = 'mount -t tmpfs -o size=256k tmpfs /mnt && exec "$@"'  # gone with the namespace
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", IN_A_FULL_FILE_SYSTEM]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
     said = done.stdout.splitlines()
     ends = [line.split()[1] for line in said if line.split()[0] in ("marks", "dropped", "tracker", "begun")]
     assert ends == ["0"] * 4, f"the statuses of the attempts are {ends}: {done.stderr}"
@@ -358,6 +358,33 @@ def test_a_full_file_system_is_a_sentence_and_no_signal() -> None:
     assert said[2] == "[0 0 0 0]"
     assert said[4].startswith("what was saved of the rows (4 bytes each) has no room in /mnt: 4,096 bytes")
     assert said[6] == "False" and said[7].startswith("what was saved of the rows")
+
+
+IN_HUGE_PAGES = """
+import re
+from pathlib import Path
+from gba_hvd.shm.layout import Layout, SlotSpec
+from gba_hvd.shm.shard_memory import ShardMemory
+
+layout = Layout.of({"user": (200_000, 16)}, (SlotSpec("sum", per_row=True),), 2, 0, init_std=0.01)
+memory = ShardMemory.create_or_open(Path("/mnt"), "job", layout, 0.0)
+memory.init_shards([0, 1], 0)
+_, _, ours = Path("/proc/self/smaps").read_text().partition(str(memory.folder / "shards"))
+print(re.search(r"ShmemPmdMapped: *([0-9]+) kB", ours)[1], layout.n_bytes // 1024)
+memory.close()
+"""
+
+
+@as_root
+@pytest.mark.parametrize("option", ["advise", "never"])
+def test_rows_are_in_huge_pages_where_the_file_system_has_them(option: str) -> None:
+    mount = f'mount -t tmpfs -o huge={option} tmpfs /mnt || exit 77; exec "$@"'  # gone with the namespace
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", IN_HUGE_PAGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
+    if done.returncode == 77:
+        pytest.skip(f"this kernel's tmpfs has no huge pages: {done.stderr}")
+    huge_kib, kib = map(int, done.stdout.split())
+    assert huge_kib > kib // 2 if option == "advise" else huge_kib == 0, done.stderr
 
 
 def test_another_machine_is_refused_when_memory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
