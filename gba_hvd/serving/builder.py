@@ -33,7 +33,7 @@ _HOW = "'package.module:callable', or 'file.py:callable', which is copied with t
 
 @dataclass(frozen=True)
 class Builder:
-    """target: of `BuilderRecord`; code: the text of the file, None: the target is imported. what: it builds, in words"""
+    """target: of `BuilderRecord`; code: the text of the file, None: it is imported. what: it builds, in words."""
 
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -262,8 +262,9 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
         hint = ""
         if array.dtype.kind in "OUS" and good == "iu":
             first = str(array.reshape(-1)[0])
-            hint = f" (a number without quotes: {first})" if first.lstrip("-").isdecimal() else ""
-            hint = hint or " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
+            hint = " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
+            if first.lstrip("-").isdecimal():
+                hint = f" (a number without quotes: {first})"
         if array.dtype.kind == "f":
             hint = " (a column of whole numbers with missing values becomes one of floats)" * bool(
                 np.isnan(array).any()
