@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryError, StateMismatch
+from gba_hvd.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from gba_hvd import elastic
@@ -114,16 +115,21 @@ _IN = {
 _MODULE = {name: module for module, names in _IN.items() for name in names}
 
 
+def _imported(module: str) -> ModuleType:
+    with gc_paused():
+        return import_module(f"gba_hvd.{module}")
+
+
 class _Package(ModuleType):
     """This package. A function and a module are called `batches`, others `hogwild`: the attribute is the function."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _MODULE:
-            found = getattr(import_module(f"gba_hvd.{_MODULE[name]}"), name)
+            found = getattr(_imported(_MODULE[name]), name)
             setattr(self, name, found)
             return found
         if not name.startswith("_") and find_spec(f"gba_hvd.{name}") is not None:
-            return import_module(f"gba_hvd.{name}")
+            return _imported(name)
         raise AttributeError(f"module 'gba_hvd' has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

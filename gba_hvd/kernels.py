@@ -11,13 +11,17 @@ start; `record` the words of one row with its slots and counter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
+
+from gba_hvd.gc_pause import gc_paused
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,15 +63,36 @@ class KernelFile:
     def load(self) -> None:
         """Compile all, in the order of the file, or read them from the cache. From any thread; again does nothing."""
         with self._lock:
-            if not self._python:
-                return
-            import numba  # not before a kernel is needed
+            if self._python:
+                with gc_paused():
+                    self._load()
+                self._python.clear()
 
+    def _load(self) -> None:
+        import numba  # not before a kernel is needed
+
+        with _scipy_is_not_imported():
             for make in self._operations:
                 self._names[make.__name__] = make()
             for function, signatures, options in self._python:
                 self._names[function.__name__] = numba.njit(list(signatures), cache=True, **options)(function)
-            self._python.clear()
+
+
+@contextlib.contextmanager
+def _scipy_is_not_imported() -> Iterator[None]:
+    """Numba imports scipy.linalg with its first function, to see that there is one: a third of a second a process.
+
+    A function that calls np.dot and its like imports it when it is compiled, as always.
+    """
+    from numba.np import linalg
+
+    ensure = linalg.ensure_blas
+    if importlib.util.find_spec("scipy") is not None:
+        linalg.ensure_blas = lambda: None
+    try:
+        yield
+    finally:
+        linalg.ensure_blas = ensure
 
 
 _ROWS_AHEAD = 32  # rows that are looked for before the first of them is copied

@@ -31,6 +31,7 @@ import zmq
 
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
+from gba_hvd.gc_pause import gc_paused
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.coordinator.failure_detector import FailureDetector
 from gba_hvd.ps.coordinator.peers import Peers
@@ -122,11 +123,12 @@ class Server:
     def _import_optimizers(self) -> None:
         """The first step of a torch optimizer imports for seconds, as numba does: done beside the first answers."""
         try:
-            kernels.load()
-            compression_kernels.load()
-            if any(group.hashed is not None for group in self._memory.layout.groups):
-                vocabulary_kernels.load()
-            torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
+            with gc_paused():
+                kernels.load()
+                compression_kernels.load()
+                if any(group.hashed is not None for group in self._memory.layout.groups):
+                    vocabulary_kernels.load()
+                torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
         finally:
             self._reporting.warming = False
 
