@@ -98,11 +98,15 @@ def _scipy_is_not_imported() -> Iterator[None]:
 _ROWS_AHEAD = 32  # rows that are looked for before the first of them is copied
 _PREFETCHED = 8  # rows that are on their way to the cache while one is read
 _LINE = 16  # float32 of a cache line
+_PAIRS = 256  # of normal numbers, computed together
+_LOG_2 = math.log(2.0)
+_ONE, _SQRT_HALF = 0x3FF0000000000000, 0x3FE6A09E667F3BCD  # bits of 1 and sqrt(1/2)
 
 _FILE = KernelFile(globals())
 load = _FILE.load
 _inlined = functools.partial(_FILE.add, inline="always")
-_compiled = functools.partial(_FILE.add, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+_exact = functools.partial(_FILE.add, nogil=True, error_model="numpy")
+_compiled = functools.partial(_exact, fastmath={"contract", "reassoc", "nsz"})
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -150,7 +154,78 @@ def _mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(31))
 
 
-@_compiled("void(float32[::1], int64, int64, int64, int64, int64, int64, uint64, float32)")
+@_exact("void(uint64[::1], int64, float64, float32[::1], float32[::1], float64[::1], float64[::1])")
+def _normals(bits: Any, n: int, std: float, first: Any, second: Any, radius: Any, mantissa: Any) -> None:
+    """first[i], second[i] = normal(0, std) of the two halves of bits[i], for i < n (Box-Muller). The others: scratch.
+
+    Logarithm, sine and cosine are series to the last bits of float64, without branches: a processor computes several at
+    once. Where it rounds to float32, that is what the functions of C give.
+    """
+    exponents, mantissas = radius.view(np.int64), mantissa.view(np.int64)
+    for i in range(n):  # u1 * 2**32, of the upper half; as an int32, which a processor converts at once
+        upper = np.int32(np.int64(bits[i] >> np.uint64(32)) - np.int64(1 << 31))
+        radius[i] = np.float64(upper) + (2147483648.0 + 0.5)
+    for i in range(n):  # = 2**exponent * mantissa, from sqrt(1/2) to sqrt(2)
+        number = exponents[i] - _SQRT_HALF + _ONE
+        mantissas[i] = (number & np.int64((1 << 52) - 1)) + _SQRT_HALF
+        exponents[i] = number >> np.int64(52)
+    for i in range(n):  # log(mantissa) = 2 atanh(s)
+        exponent = np.float64(np.int32(exponents[i])) - (1023.0 + 32.0)
+        s = (mantissa[i] - 1.0) / (mantissa[i] + 1.0)
+        z = s * s
+        odd = 1 / 15 + z * (1 / 17 + z * (1 / 19 + z * (1 / 21 + z * (1 / 23))))
+        odd = 1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * odd)))))
+        log = exponent * _LOG_2 + (2.0 * s + 2.0 * s * (z * odd))
+        radius[i] = std * math.sqrt(-2.0 * log)
+    for i in range(n):  # u2, the lower half, of a turn: whole quarters, and an angle of an eighth at most
+        turn = np.int32(bits[i] & np.uint64(0xFFFFFFFF))
+        quarters = (turn + np.int32(1 << 29)) >> np.int32(30)
+        a = np.float64(np.int32(turn - (quarters << np.int32(30)))) * (2.0 * math.pi / 4294967296.0)
+        z = a * a
+        sine = -1 / 5040 + z * (1 / 362880 + z * (-1 / 39916800 + z * (1 / 6227020800 + z * (-1 / 1307674368000))))
+        sine = a + a * z * (-1 / 6 + z * (1 / 120 + z * sine))
+        cosine = 1 / 40320 + z * (-1 / 3628800 + z * (1 / 479001600 + z * (-1 / 87178291200 + z / 20922789888000)))
+        cosine = 1.0 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * cosine)))
+        is_odd = (quarters & 1) != 0
+        x, y = (sine, cosine) if is_odd else (cosine, sine)
+        first[i] = radius[i] * (-x if ((quarters + 1) & 2) != 0 else x)
+        second[i] = radius[i] * (-y if (quarters & 2) != 0 else y)
+
+
+@_exact("void(float32[::1], uint64[::1], int64[::1], int64, uint64, float32)")
+def init_rows_at(flat: Any, starts: Any, ids: Any, dim: int, seed: np.uint64, std: np.float32) -> None:
+    """Write the initial weights of some rows at these words: normal(0, std), a function of (seed, id, column) only.
+
+    `seed` already carries the table's name.
+    """
+    n_pairs = (dim + 1) // 2
+    n_rows = max(1, min(len(ids), _PAIRS // n_pairs))  # that are computed together
+    bits, first, second, radius, mantissa = (
+        np.empty(n_rows * n_pairs, np.uint64),
+        np.empty(n_rows * n_pairs, np.float32),
+        np.empty(n_rows * n_pairs, np.float32),
+        np.empty(n_rows * n_pairs, np.float64),
+        np.empty(n_rows * n_pairs, np.float64),
+    )
+    for begin in range(0, len(ids), n_rows):
+        end, i = min(len(ids), begin + n_rows), 0
+        for row in range(begin, end):
+            state = _mix(seed ^ _mix(np.uint64(ids[row])))
+            for pair in range(n_pairs):
+                bits[i + pair] = _mix(state + np.uint64(2 * pair))
+            i += n_pairs
+        _normals(bits, i, np.float64(std), first, second, radius, mantissa)
+        i = 0
+        for row in range(begin, end):
+            base = np.int64(starts[row])
+            for pair in range(dim // 2):
+                flat[base + 2 * pair], flat[base + 2 * pair + 1] = first[i + pair], second[i + pair]
+            if dim % 2:
+                flat[base + dim - 1] = first[i + dim // 2]
+            i += n_pairs
+
+
+@_exact("void(float32[::1], int64, int64, int64, int64, int64, int64, uint64, float32)")
 def init_rows(
     flat: Any,
     start: int,
@@ -162,22 +237,15 @@ def init_rows(
     seed: np.uint64,
     std: np.float32,
 ) -> None:
-    """Write the initial rows of one table in one shard: normal(0, std), a function of (seed, row, column) only.
-
-    `start` is the word where the table's records of this shard begin, `seed` already carries the table's name.
-    Two normals come from two uniforms (Box-Muller).
-    """
-    for local, row in enumerate(range(shard, n_rows, n_shards)):
-        state = _mix(seed ^ _mix(np.uint64(row)))
-        base = start + local * record
-        for j in range(0, dim, 2):
-            bits = _mix(state + np.uint64(j))
-            u1 = (np.float64(bits >> np.uint64(32)) + 0.5) / 4294967296.0
-            u2 = np.float64(bits & np.uint64(0xFFFFFFFF)) / 4294967296.0
-            radius = std * math.sqrt(-2.0 * math.log(u1))
-            flat[base + j] = radius * math.cos(2.0 * math.pi * u2)
-            if j + 1 < dim:
-                flat[base + j + 1] = radius * math.sin(2.0 * math.pi * u2)
+    """`init_rows_at` for one table in one shard, whose records begin at the word `start`."""
+    n_local = max(0, (n_rows - shard + n_shards - 1) // n_shards)
+    starts, ids = np.empty(_PAIRS, np.uint64), np.empty(_PAIRS, np.int64)
+    for begin in range(0, n_local, _PAIRS):
+        n = min(_PAIRS, n_local - begin)
+        for i in range(n):
+            starts[i] = np.uint64(start + (begin + i) * record)
+            ids[i] = shard + (begin + i) * n_shards
+        init_rows_at(flat, starts[:n], ids[:n], dim, seed, std)
 
 
 @_compiled("void(int64, int64, uint64, int64[::1])")

@@ -178,11 +178,8 @@ def key_buckets(keys: np.ndarray, bits: int) -> np.ndarray:
 def initial_rows(initial: Initial, rows: np.ndarray, dim: int) -> np.ndarray:
     """float32 [n, dim]: what rows (int64 [n]) are before they are trained, as the kernel of a job makes them."""
     out, seed, std = np.empty((len(rows), dim), np.float32), np.uint64(initial.seed), np.float32(initial.std)
-    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        kernels.init_rows(out.reshape(-1), 0, dim, int(rows[-1]) + 1, int(rows[0]), 1, dim, seed, std)
-        return out
-    for at, row in enumerate(rows.tolist()):
-        kernels.init_rows(out[at], 0, dim, row + 1, row, 1, dim, seed, std)
+    starts = np.arange(len(rows), dtype=np.uint64) * np.uint64(dim)
+    kernels.init_rows_at(out.reshape(-1), starts, np.ascontiguousarray(rows, np.int64), dim, seed, std)
     return out
 
 

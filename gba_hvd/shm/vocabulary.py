@@ -213,9 +213,8 @@ class Vocabulary:
         )  # fmt: skip
         new, entries = new[:n], entries[:n]
         starts, ids = self._layout.record_starts(entries, self._group), ids_of(new)
-        vocabulary_kernels.init_records(
-            self._flat, self._words, starts, ids, self._group.record, self._group.dim, self._seed, self._std
-        )
+        kernels.init_rows_at(self._flat, starts, ids, self._group.dim, self._seed, self._std)
+        vocabulary_kernels.clear_slots(self._flat, self._words, starts, self._group.record, self._group.dim)
         if spec.init and n:
             self._write_weights(starts, self._computed(ids))
         # Last: a reader that finds a key finds a complete record.

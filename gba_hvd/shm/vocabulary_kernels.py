@@ -12,7 +12,6 @@ one replaces.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -222,27 +221,13 @@ def choose_entries(
     return n_chosen
 
 
-@_compiled("void(float32[::1], uint32[::1], uint64[::1], int64[::1], int64, int64, uint64, float32)")
-def init_records(
-    flat: Any, words: Any, starts: Any, ids: Any, record: int, dim: int, seed: np.uint64, std: np.float32
-) -> None:
-    """The initial weights of some ids' rows, as `kernels.init_rows` has them for rows of these numbers; slots of zeros.
-
-    Each counts as changed.
-    """
+@_compiled("void(float32[::1], uint32[::1], uint64[::1], int64, int64)")
+def clear_slots(flat: Any, words: Any, starts: Any, record: int, dim: int) -> None:
+    """Zeros in the slots of records whose weights are new. Each record counts as changed."""
     for i in range(len(starts)):
-        base, state = starts[i], _mix(seed ^ _mix(np.uint64(ids[i])))
-        for j in range(0, dim, 2):
-            bits = _mix(state + np.uint64(j))
-            u1 = (np.float64(bits >> np.uint64(32)) + 0.5) / 4294967296.0
-            u2 = np.float64(bits & np.uint64(0xFFFFFFFF)) / 4294967296.0
-            radius = std * math.sqrt(-2.0 * math.log(u1))
-            flat[base + np.uint64(j)] = radius * math.cos(2.0 * math.pi * u2)
-            if j + 1 < dim:
-                flat[base + np.uint64(j + 1)] = radius * math.sin(2.0 * math.pi * u2)
         for j in range(dim, record - 1):
-            flat[base + np.uint64(j)] = 0.0
-        words[base + np.uint64(record - 1)] += np.uint32(1)
+            flat[starts[i] + np.uint64(j)] = 0.0
+        words[starts[i] + np.uint64(record - 1)] += np.uint32(1)
 
 
 @_compiled("void(int64[::1], int64[::1], int64[::1], int64, int64, int64, int64)")

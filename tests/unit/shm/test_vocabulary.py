@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -290,22 +291,27 @@ def test_nine_tenths_of_the_capacity_are_reached_nearly_without_a_loss() -> None
 
 # --- readers, and kills ----------------------------------------------------------------------------------------------
 
-_STORES = ["choose_entries", "init_records", "publish_keys", "age_entries"]
+_STORES = ["choose_entries", "init_rows_at", "clear_slots", "publish_keys", "age_entries"]
+
+
+def module_of(store: str) -> ModuleType:
+    return kernels if store == "init_rows_at" else vocabulary_kernels
 
 
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], None]:
     """Does something before the writer of a shard comes to one of its stores."""
     vocabulary_kernels.load()
+    kernels.load()
 
     def patch(name: str, act: Callable[[], None]) -> None:
-        stored = getattr(vocabulary_kernels, name)
+        stored = getattr(module_of(name), name)
 
         def acted(*args: Any) -> Any:
             act()
             return stored(*args)
 
-        monkeypatch.setattr(vocabulary_kernels, name, acted)
+        monkeypatch.setattr(module_of(name), name, acted)
 
     return patch
 
@@ -347,7 +353,7 @@ def test_a_kill_between_stores_leaves_free_entries_and_no_id_twice(store: str, b
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary_kernels, store, lambda *_: die())
+        patch.setattr(module_of(store), store, lambda *_: die())
         with pytest.raises(Killed):
             look_up(found, dict.fromkeys(range(20, 30), 2), 2)
     there = set(found.ids([0]).tolist())
