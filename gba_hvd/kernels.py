@@ -11,12 +11,12 @@ start; `record` the words of one row with its slots and counter.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -71,28 +71,32 @@ class KernelFile:
     def _load(self) -> None:
         import numba  # not before a kernel is needed
 
-        with _scipy_is_not_imported():
-            for make in self._operations:
-                self._names[make.__name__] = make()
-            for function, signatures, options in self._python:
-                self._names[function.__name__] = numba.njit(list(signatures), cache=True, **options)(function)
+        _import_numba_without_scipy()
+        for make in self._operations:
+            self._names[make.__name__] = make()
+        for function, signatures, options in self._python:
+            self._names[function.__name__] = numba.njit(list(signatures), cache=True, **options)(function)
 
 
-@contextlib.contextmanager
-def _scipy_is_not_imported() -> Iterator[None]:
-    """Numba imports scipy.linalg with its first function, to see that there is one: a third of a second a process.
+_IMPORTING = threading.Lock()
+
+
+def _import_numba_without_scipy() -> None:
+    """Import the part of numba that imports scipy.linalg, to see that there is one: a third of a second a process.
 
     A function that calls np.dot and its like imports it when it is compiled, as always.
     """
-    from numba.np import linalg
+    with _IMPORTING:
+        if "numba.np.arraymath" in sys.modules or importlib.util.find_spec("scipy") is None:
+            return
+        from numba.np import linalg
 
-    ensure = linalg.ensure_blas
-    if importlib.util.find_spec("scipy") is not None:
-        linalg.ensure_blas = lambda: None
-    try:
-        yield
-    finally:
-        linalg.ensure_blas = ensure
+        ensure, linalg.ensure_blas = linalg.ensure_blas, lambda: None
+        try:
+            arraymath: Any = importlib.import_module("numba.np.arraymath")
+        finally:
+            linalg.ensure_blas = ensure
+        arraymath.ensure_blas = ensure
 
 
 _ROWS_AHEAD = 32  # rows that are looked for before the first of them is copied
@@ -105,7 +109,7 @@ _ONE, _SQRT_HALF = 0x3FF0000000000000, 0x3FE6A09E667F3BCD  # bits of 1 and sqrt(
 _FILE = KernelFile(globals())
 load = _FILE.load
 _inlined = functools.partial(_FILE.add, inline="always")
-_exact = functools.partial(_FILE.add, nogil=True, error_model="numpy")
+_exact = functools.partial(_FILE.add, nogil=True, error_model="numpy")  # the same bits on every processor
 _compiled = functools.partial(_exact, fastmath={"contract", "reassoc", "nsz"})
 
 
@@ -156,13 +160,14 @@ def _mix(x: np.uint64) -> np.uint64:
 
 @_exact("void(uint64[::1], int64, float64, float32[::1], float32[::1], float64[::1], float64[::1])")
 def _normals(bits: Any, n: int, std: float, first: Any, second: Any, radius: Any, mantissa: Any) -> None:
-    """first[i], second[i] = normal(0, std) of the two halves of bits[i], for i < n (Box-Muller). The others: scratch.
+    """first[i], second[i] = normal(0, std) of the two halves of bits[i], for i < n (Box-Muller).
 
-    Logarithm, sine and cosine are series to the last bits of float64, without branches: a processor computes several at
-    once. Where it rounds to float32, that is what the functions of C give.
+    radius, mantissa: float64 [n], overwritten. Logarithm, sine and cosine are series without branches, so that a
+    processor computes several at once. The result differs from that of C's functions by the last bit of float32, in
+    about one number of 10^7.
     """
     exponents, mantissas = radius.view(np.int64), mantissa.view(np.int64)
-    for i in range(n):  # u1 * 2**32, of the upper half; as an int32, which a processor converts at once
+    for i in range(n):  # u1 * 2**32, of the upper half; by way of int32: AVX2 cannot convert int64 to float64
         upper = np.int32(np.int64(bits[i] >> np.uint64(32)) - np.int64(1 << 31))
         radius[i] = np.float64(upper) + (2147483648.0 + 0.5)
     for i in range(n):  # = 2**exponent * mantissa, from sqrt(1/2) to sqrt(2)

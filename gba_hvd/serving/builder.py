@@ -55,15 +55,24 @@ class Builder:
                 what = "no build=" if model is None else f"{kind.__qualname__} is defined in {kind.__module__!r}"
                 raise BadInput(f"{what}, so nothing can build the model elsewhere: build={_HOW}")
             build = f"{kind.__module__}:{kind.__qualname__}"
-        place, colon, name = build.rpartition(":")
+        return cls._named("build", build, _HOW, arguments, "the model")
+
+    @classmethod
+    def of_example(cls, named: str) -> Builder:
+        """What makes an input of the model: 'package.module:callable' or 'file.py:callable'. Raises BadInput."""
+        return cls._named("example", named, "'package.module:callable' or 'file.py:callable'", {}, "the example")
+
+    @classmethod
+    def _named(cls, option: str, named: str, how: str, arguments: dict[str, Any], what: str) -> Builder:
+        place, colon, name = named.rpartition(":")
         if not colon or not place or not name:
-            raise BadInput(f"build={build!r}: expected {_HOW}")
+            raise BadInput(f"{option}={named!r}: expected {how}")
         if not place.endswith(".py"):
-            return cls(build, arguments)
+            return cls(named, arguments, None, what)
         try:
-            return cls(name, arguments, Path(place).read_bytes())
+            return cls(name, arguments, Path(place).read_bytes(), what)
         except OSError as error:
-            raise BadInput(f"build={build!r}: {place} cannot be read: {error.strerror}") from error
+            raise BadInput(f"{option}={named!r}: {place} cannot be read: {error.strerror}") from error
 
     @classmethod
     def stored(cls, store: Store, record: BuilderRecord) -> Builder:
@@ -112,13 +121,18 @@ class Builder:
         except TypeError as error:
             given = ", ".join(self.arguments) or "none"
             raise BadInput(
-                f"{self} cannot be called with arguments= of {given}: {error}. A builder makes the whole model, tables "
-                "included, of plain JSON"
+                f"{self} cannot be called with arguments= of {given}: {error}"
+                + ". A builder makes the whole model, tables included, of plain JSON" * (self.what == "the model")
             ) from error
         return found
 
     def __str__(self) -> str:
         return self.target if self.code is None else f"{self.target} of {self.what}'s code file"
+
+    @property
+    def module_name(self) -> str:
+        """Of a file, where Python finds it once it ran."""
+        return f"gba_hvd_model_{sha256_of([self.code or b''])[:16]}"
 
     def _imports(self) -> set[str]:
         """What a file imports at its top."""
@@ -148,7 +162,7 @@ class Builder:
         except ImportError as error:
             raise BadInput(
                 f"{self.what} is built by {self}, which imports what is not there: {error}. Another version of that "
-                f"package is installed for {sys.executable} than where it was written"
+                f"package is installed for {sys.executable} than that code was written for"
             ) from error
 
     def _callable(self) -> Callable[..., Any]:
@@ -163,7 +177,7 @@ class Builder:
     def _module(self) -> ModuleType:
         if self.code is None:
             return importlib.import_module(self.target.rpartition(":")[0])
-        name = f"gba_hvd_model_{sha256_of([self.code])[:16]}"
+        name = self.module_name
         if name not in sys.modules:
             module = ModuleType(name)
             sys.modules[name] = module  # (dataclasses look their module up while it runs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from recovery.storage.store import Store
 
 _READERS = 4
 _SHOWN = 5  # values of a part of a manifest
+_Path = tuple[str, ...]
 
 
 def verify_model(
@@ -153,19 +156,26 @@ def _tensors(stores: _Stores, old: ModelManifest, new: ModelManifest) -> dict[st
 
 
 def _other(old: ModelManifest, new: ModelManifest) -> Iterator[str]:
-    for what in ("builder", "input", "activation", "converted", "versions"):
-        before, after = (dict(_leaves(what, msgspec.to_builtins(getattr(one, what)))) for one in (old, new))
-        changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-        for path in changed[:_SHOWN]:
-            yield f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
-        if len(changed) > _SHOWN:
-            yield f"{what}: {len(changed) - _SHOWN} more values differ"
+    before, after = old.builder.code, new.builder.code
+    if (before and before.sha256) != (after and after.sha256):
+        yield "builder: another code file"
+    for what in ("builder.target", "builder.arguments", "input", "activation", "converted", "versions"):
+        get = operator.attrgetter(what)
+        yield from _changes(what, *(dict(_leaves((what,), msgspec.to_builtins(get(one)))) for one in (old, new)))
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings and lists, each with its path: input.ids.user.dtype"""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not isinstance(value, (dict, list)):
-        yield path, value
+def _changes(what: str, before: dict[_Path, str], after: dict[_Path, str]) -> Iterator[str]:
+    changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    for path in changed[:_SHOWN]:
+        yield f"{'.'.join(path)}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
+    if len(changed) > _SHOWN:
+        yield f"{what}: {len(changed) - _SHOWN} more values differ"
+
+
+def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, str]]:
+    """The values of nested mappings and lists in words, each with where it stands."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    if not parts or not value:
+        yield path, reprlib.repr(value)
     for name, part in parts:
-        yield from _leaves(f"{path}.{name}", part)
+        yield from _leaves((*path, str(name)), part)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -261,10 +262,10 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
     if array.size and array.dtype.kind not in good:
         hint = ""
         if array.dtype.kind in "OUS" and good == "iu":
-            first = str(array.reshape(-1)[0])
-            hint = " (strings of a hashed table as hashes: gba_hvd.data.hashing.hash_strings(...).view(numpy.int64))"
-            if first.lstrip("-").isdecimal():
-                hint = f" (a number without quotes: {first})"
+            hashes = "gba_hvd.data.hashing.hash_strings(...).view(numpy.int64)"
+            hint = f" (strings of a hashed table as hashes: {hashes})"
+            if all(isinstance(one, str) and re.fullmatch("-?[0-9]+", one) for one in array.reshape(-1).tolist()):
+                hint = f" (numbers without quotes; or, where they were strings in the training, their hashes: {hashes})"
         if array.dtype.kind == "f":
             hint = " (a column of whole numbers with missing values becomes one of floats)" * bool(
                 np.isnan(array).any()

@@ -214,7 +214,7 @@ class Vocabulary:
         new, entries = new[:n], entries[:n]
         starts, ids = self._layout.record_starts(entries, self._group), ids_of(new)
         kernels.init_rows_at(self._flat, starts, ids, self._group.dim, self._seed, self._std)
-        vocabulary_kernels.clear_slots(self._flat, self._words, starts, self._group.record, self._group.dim)
+        vocabulary_kernels.clear_slots_and_count(self._flat, self._words, starts, self._group.record, self._group.dim)
         if spec.init and n:
             self._write_weights(starts, self._computed(ids))
         # Last: a reader that finds a key finds a complete record.

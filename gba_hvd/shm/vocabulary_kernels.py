@@ -222,8 +222,8 @@ def choose_entries(
 
 
 @_compiled("void(float32[::1], uint32[::1], uint64[::1], int64, int64)")
-def clear_slots(flat: Any, words: Any, starts: Any, record: int, dim: int) -> None:
-    """Zeros in the slots of records whose weights are new. Each record counts as changed."""
+def clear_slots_and_count(flat: Any, words: Any, starts: Any, record: int, dim: int) -> None:
+    """Zeros in the slots of records whose weights are new; each counter of changes goes up by one."""
     for i in range(len(starts)):
         for j in range(dim, record - 1):
             flat[starts[i] + np.uint64(j)] = 0.0

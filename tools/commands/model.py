@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--source-option", action="append", default=[], metavar="KEY=VALUE", help=option)
     export.add_argument("--build", required=True, metavar="WHAT", help="package.module:callable, or file.py:callable")
     export.add_argument("--arguments", default="{}", metavar="JSON", help="what it is called with, as one JSON object")
-    export.add_argument("--example", metavar="WHAT", help="a callable as in --build that returns an input of the model")
+    export.add_argument(
+        "--example",
+        metavar="WHAT",
+        help="a callable as in --build that returns an input of the model; finds modules beside its file",
+    )
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
     export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
@@ -145,15 +148,26 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _example(callable_: str) -> Any:
-    """An input of the model. Of a file, modules beside it are found, as when Python runs it: it is not stored."""
+def _example(named: str) -> Any:
+    """An input of the model. Of a file, modules beside it are found, as when Python runs it: it is not stored.
+
+    Nothing stays that the model could import then, which has to be built without.
+    """
     from gba_hvd.serving.builder import Builder
 
-    builder = replace(Builder.of(callable_, {}, None), what="the example")
-    folder = str(Path(callable_.rpartition(":")[0]).resolve().parent)
-    if builder.code is not None and folder not in sys.path:
-        sys.path.append(folder)
-    return builder.call()
+    builder = Builder.of_example(named)
+    if builder.code is None:
+        return builder.call()
+    folder, known = Path(named.rpartition(":")[0]).resolve().parent, set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        return builder.call()
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if name == builder.module_name or (file and Path(file).is_relative_to(folder)):
+                del sys.modules[name]
 
 
 def run_predict(args: argparse.Namespace) -> int:

@@ -123,11 +123,11 @@ class Server:
     def _import_optimizers(self) -> None:
         """The first step of a torch optimizer imports for seconds, as numba does: done beside the first answers."""
         try:
+            kernels.load()
+            compression_kernels.load()
+            if any(group.hashed is not None for group in self._memory.layout.groups):
+                vocabulary_kernels.load()
             with gc_paused():
-                kernels.load()
-                compression_kernels.load()
-                if any(group.hashed is not None for group in self._memory.layout.groups):
-                    vocabulary_kernels.load()
                 torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
         finally:
             self._reporting.warming = False

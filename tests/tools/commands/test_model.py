@@ -81,6 +81,22 @@ def test_an_example_may_import_what_is_beside_its_file(
     (tmp_path / "own" / "example.py").write_text("import no_such_package\n")
     text = said(capsys, *how, f"{tmp_path}/own/example.py:make", status=1)
     assert "the example is built by make of the example's code file, which needs no_such_package" in text
+    assert "example='nowhere.py:make': nowhere.py cannot be read" in said(capsys, *how, "nowhere.py:make", status=1)
+
+
+def test_a_model_may_not_import_what_is_beside_its_example(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    place, _, name = EXAMPLE.rpartition(":")
+    (tmp_path / "beside.py").write_bytes(Path(place).read_bytes())
+    imports = "def {0}():\n    import beside\n    return beside.{0}()\n"
+    (tmp_path / "both.py").write_text(imports.format("make_model") + imports.format(name))
+    both = [f"--build={tmp_path}/both.py:make_model", f"--example={tmp_path}/both.py:{name}"]
+    text = said(capsys, "export", tmp_path / "c", tmp_path / "m", *both, status=1)
+    assert "which needs beside, and that is not installed here" in text
+    assert str(tmp_path) not in sys.path and "beside" not in sys.modules
 
 
 def test_each_store_of_an_export_has_its_own_options(
@@ -332,7 +348,7 @@ def test_diff_says_how_inputs_differ(exported: Any, capsys: pytest.CaptureFixtur
     one.dense[0, 0] = float("nan")
     gba_hvd.save_model(model, url, build=CODE, input_example=one, activation="sigmoid")
     found = as_json(capsys, "diff", url, 1)["other"]
-    assert found == ["input.dense.has_nan: False before, True now", "activation: none before, sigmoid now"]
+    assert found == ["input.dense.has_nan: False before, True now", "activation: 'none' before, 'sigmoid' now"]
 
 
 def test_diff_of_versions_at_two_urls(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

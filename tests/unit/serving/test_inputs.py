@@ -92,7 +92,11 @@ GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.
             {"user": ["a", "b"]},
             "field 'user': expected int64, got <U1 .strings of a hashed table as hashes: gba_hvd.data",
         ),
-        ({"user": ["7", "8"]}, "field 'user': expected int64, got <U1 .a number without quotes: 7"),
+        (
+            {"user": ["7", "8"]},
+            "got <U1 .numbers without quotes; or, where they were strings in the training, their hashes",
+        ),
+        ({"user": ["7", "a"]}, "got <U1 .strings of a hashed table as hashes"),
         ({"user": [1, 2, 3]}, "need one number of samples, got"),
         ({"user": [[1, 2], [3, 4]]}, r"field 'user': expected \[B\] of int64, got \[2, 2\]"),
         ({"user": np.array([1, 2**63], np.uint64)}, "does not fit into int64 .view hashes of a hashed table as int64"),

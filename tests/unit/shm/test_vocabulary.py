@@ -291,7 +291,7 @@ def test_nine_tenths_of_the_capacity_are_reached_nearly_without_a_loss() -> None
 
 # --- readers, and kills ----------------------------------------------------------------------------------------------
 
-_STORES = ["choose_entries", "init_rows_at", "clear_slots", "publish_keys", "age_entries"]
+_STORES = ["choose_entries", "init_rows_at", "clear_slots_and_count", "publish_keys", "age_entries"]
 
 
 def module_of(store: str) -> ModuleType:
