@@ -9,9 +9,9 @@ VENV       := .venv
 MODELS     := .peers/models
 PY         := $(VENV)/bin/python
 PYTHON     ?= $(shell command -v python3.11 || command -v python3)
-# Tests that start processes mostly wait for them: two at a time for each core.
+# Tests that start processes mostly wait for them: two at a time for each core (nproc prints OMP_NUM_THREADS, if it is set).
 PYTEST     := $(PY) -m pytest --dist worksteal --maxprocesses 16
-PER_CORE   := -n $(shell echo $$((2 * $$(nproc))))
+PER_CORE   := -n $(shell echo $$((2 * $$(env -u OMP_NUM_THREADS nproc))))
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are cached, also where the environment forbids it: compiling the tests again for each run and the
