@@ -22,7 +22,6 @@ crash leaves the fingerprint of a job that has ended; the next one writes its ow
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import logging
@@ -30,7 +29,6 @@ import mmap
 import os
 import platform
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +49,6 @@ from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
 _OPEN_TRIES = 5
-_TMPFS = 0x01021994  # the kind of a file system, as statfs(2) has it
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
@@ -492,17 +489,7 @@ def _map(file: BinaryIO, layout: Layout) -> mmap.mmap:
             f"{file.name} has {size:,} bytes, expected {layout.n_bytes:,}: something has cut it short, and its rows "
             "are lost; end the job, remove its folder, and start it again"
         )
-    mapped = mmap.mmap(file.fileno(), layout.n_bytes)
-    if _is_tmpfs(file.name):  # elsewhere it would change what is read ahead
-        with contextlib.suppress(OSError, AttributeError):  # (a kernel, or a Python, that was built without)
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MiB, where it is mounted with huge=advise
-    return mapped
-
-
-def _is_tmpfs(path: str) -> bool:
-    found = ctypes.create_string_buffer(256)  # struct statfs
-    ctypes.CDLL(None).statfs(os.fsencode(path), found)
-    return int.from_bytes(found.raw[:8], sys.byteorder) == _TMPFS
+    return mmap.mmap(file.fileno(), layout.n_bytes)
 
 
 def _owner_of(folder: Path) -> str:

@@ -159,15 +159,24 @@ def _example(named: str) -> Any:
     if builder.code is None:
         return builder.call()
     folder, known = Path(named.rpartition(":")[0]).resolve().parent, set(sys.modules)
+    if str(folder) in sys.path:  # what is there can be imported in any case
+        return builder.call()
     sys.path.insert(0, str(folder))
     try:
         return builder.call()
     finally:
         sys.path.remove(str(folder))
-        for name in set(sys.modules) - known:
-            file = getattr(sys.modules[name], "__file__", None)
-            if name == builder.module_name or (file and Path(file).is_relative_to(folder)):
+        new = set(sys.modules) - known
+        beside = {name for name in new if _is_beside(folder, name)} | {builder.module_name}
+        for name in new:
+            if name.partition(".")[0] in beside:
                 del sys.modules[name]
+
+
+def _is_beside(folder: Path, name: str) -> bool:
+    """Whether an imported module is FOLDER/NAME.py or the package FOLDER/NAME; not one of an environment in there."""
+    file = getattr(sys.modules[name], "__file__", None)
+    return file is not None and Path(file).parent in (folder, folder / name)
 
 
 def run_predict(args: argparse.Namespace) -> int:

@@ -84,6 +84,26 @@ def test_an_example_may_import_what_is_beside_its_file(
     assert "example='nowhere.py:make': nowhere.py cannot be read" in said(capsys, *how, "nowhere.py:make", status=1)
 
 
+def test_installed_modules_stay_also_where_the_environment_is_beside_the_example(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    place, _, name = EXAMPLE.rpartition(":")
+    site = tmp_path / ".venv" / "site-packages"
+    (site / "an_installed_package").mkdir(parents=True)
+    (site / "an_installed_package" / "__init__.py").touch()
+    (tmp_path / "a_package_beside").mkdir()
+    (tmp_path / "a_package_beside" / "__init__.py").write_text("from a_package_beside import part")
+    (tmp_path / "a_package_beside" / "part.py").write_bytes(Path(place).read_bytes())
+    imports = f"import an_installed_package\nfrom a_package_beside.part import {name}\n"
+    (tmp_path / "example.py").write_text(imports)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    said(capsys, "export", tmp_path / "c", tmp_path / "m", "--build", CODE, f"--example={tmp_path}/example.py:{name}")
+    assert sys.modules.pop("an_installed_package")
+    assert not [one for one in sys.modules if one.startswith("a_package_beside")]
+
+
 def test_a_model_may_not_import_what_is_beside_its_example(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
