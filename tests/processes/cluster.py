@@ -95,6 +95,7 @@ class Cluster:
         environ |= {
             "TEST_PLAN": str(self.plan_file),
             "OMP_NUM_THREADS": "1",
+            "HOROVOD_CYCLE_TIME": os.environ["HOROVOD_CYCLE_TIME"],
             "GBA_HVD_GRACE_S": str(GRACE_S),
             "GBA_HVD_SERVER_S": "60",  # a server that was killed may take long to start on a busy machine
             "PYTHONUNBUFFERED": "1",

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ while True:
     time.sleep(0.1)
 """
 
+_ENDS = """
+import atexit, sys, threading, time
+def slow(): time.sleep(0.3); print("thread")
+print("first")
+threading.Thread(target=slow).start()
+atexit.register(print, "atexit")
+"""
+
 
 def start(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
     file = folder / "script.py"
@@ -76,6 +85,23 @@ def test_a_worker_starts_servers_by_a_fork_and_everything_else_by_the_interprete
         said, _ = client.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["['-c', '0'] True", "['-c', '0'] False"]
     assert client.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "end", ["", "sys.exit()", "sys.exit(7)", "sys.exit('why')", "raise ValueError('why')", "raise KeyboardInterrupt"]
+)
+def test_a_worker_ends_as_with_the_interpreter(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(_ENDS + end)
+    forked, started = (
+        subprocess.run([*command, str(file)], check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+        for command in (prefork.python(), [sys.executable])
+    )
+    assert forked.stdout == started.stdout == "first\nthread\natexit\n"
+    assert (forked.returncode, *forked.stderr.splitlines()[-1:]) == (
+        started.returncode,
+        *started.stderr.splitlines()[-1:],
+    )
 
 
 def test_a_signal_to_the_client_reaches_the_worker(tmp_path: Path) -> None:
