@@ -27,7 +27,9 @@ import torch
 import zmq
 
 import gba_hvd
-from gba_hvd import torch_optimizers
+from gba_hvd import Compression, torch_optimizers
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.compression.spec import Spec
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import launch as companion
@@ -128,13 +130,14 @@ def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
 class Ours:
     """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
 
-    def __init__(self, base: str, session: PsSession, worker: int, pids: Sequence[int]) -> None:
-        self._base, self._session, self.pids = base, session, pids
+    def __init__(self, base: str, session: PsSession, worker: int, pids: Sequence[int], rows: Spec) -> None:
+        self._base, self._session, self.pids, self._rows = base, session, pids, rows
         tables = tables_in(base)
         parameter = torch.zeros(1, requires_grad=True)
         self._mode = PsWorker(
-            session, worker, worker - 1, ELSEWHERE, os.getpid(), tables, DenseGradients([parameter], 1), 60.0
-        )
+            session, worker, worker - 1, ELSEWHERE, os.getpid(), tables, DenseGradients([parameter], 1), 60.0,
+            row_coder=None if rows.is_none else RowCoder(rows, [DIM]),
+        )  # fmt: skip
         self._mode.start()
         self._leases = LeasePrefetcher(self._ask)
 
@@ -156,7 +159,7 @@ class Ours:
         """Time of a lease while another process pulls and pushes n rows, one request after the other."""
         spawn = mp.get_context("spawn")
         here, there = spawn.Pipe()
-        loads = spawn.Process(target=load, args=(self._base, self._session, n, there), daemon=True)
+        loads = spawn.Process(target=load, args=(self._base, self._session, n, there, self._rows), daemon=True)
         loads.start()
         here.recv()
         few, zeros = np.arange(16), np.zeros((16, DIM), np.float32)
@@ -177,9 +180,9 @@ class Ours:
         self._mode.close()
 
 
-def load(base: str, session: PsSession, n: int, asked: Connection) -> None:
+def load(base: str, session: PsSession, n: int, asked: Connection, rows: Spec) -> None:
     """A process that pulls and pushes until a message ends it."""
-    endpoint, rng = Ours(base, session, 2, ()), np.random.default_rng(n)
+    endpoint, rng = Ours(base, session, 2, (), rows), np.random.default_rng(n)
     ids, grads = np.sort(rng.choice(N_ROWS, n, replace=False)), rng.standard_normal((n, DIM), dtype=np.float32)
     asked.send(None)
     while not asked.poll():
@@ -195,7 +198,7 @@ def tables_in(base: str) -> gba_hvd.EmbeddingTables:
 
 
 @contextmanager
-def ours(servers: int, wire: messages.Wire = "curve") -> Iterator[ServerAddress]:
+def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.none) -> Iterator[ServerAddress]:
     key = transport.new_key()
     # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as base:
@@ -222,7 +225,7 @@ def ours(servers: int, wire: messages.Wire = "curve") -> Iterator[ServerAddress]
             client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
         client.close()
         pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
-        endpoint = Ours(base, session, 1, [pid for pid in pids if pid is not None])
+        endpoint = Ours(base, session, 1, [pid for pid in pids if pid is not None], rows)
         try:
             yield endpoint
         finally:
@@ -239,6 +242,18 @@ def ours_tls(servers: int) -> Iterator[ServerAddress]:
 @contextmanager
 def ours_plain(servers: int) -> Iterator[ServerAddress]:
     with ours(servers, "plain") as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def ours_bf16(servers: int) -> Iterator[ServerAddress]:
+    with ours(servers, "curve", Compression.bf16.always()) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def ours_tls_bf16(servers: int) -> Iterator[ServerAddress]:
+    with ours(servers, "tls", Compression.bf16.always()) as endpoint:
         yield endpoint
 
 
@@ -506,6 +521,8 @@ def torch_rpc(servers: int) -> Iterator[ServerAddress]:
 OPEN = {
     "ours": ours,
     "ours_tls": ours_tls,
+    "ours_bf16": ours_bf16,
+    "ours_tls_bf16": ours_tls_bf16,
     "ours_plain": ours_plain,
     "rpc": torch_rpc,
     "zmq": zmq_echo,

@@ -23,7 +23,9 @@ from ..harness.measure import Row, Subparsers, Variant
 CONTESTANTS = {
     "ours": "the companion servers, through TCP on the loopback interface, encrypted: wire curve",
     "ours_tls": "the same with TLS: wire tls",
-    "ours_plain": "the same, not encrypted: wire plain",
+    "ours_bf16": "wire curve, rows and their gradients as bfloat16 (row_compression=bf16)",
+    "ours_tls_bf16": "wire tls, rows and their gradients as bfloat16",
+    "ours_plain": "the same as ours, not encrypted: wire plain",
     "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
     "zmq": "ZeroMQ DEALER and ROUTER over TCP: as many bytes there and back, no table",
     "zmq_curve": "the same with CURVE encryption, as with wire curve",
@@ -33,8 +35,8 @@ CONTESTANTS = {
 }
 WIRES = ("curve", "tls", "plain")
 OF_WIRE = {
-    "ours": "curve", "zmq_curve": "curve", "ours_tls": "tls", "tls_echo": "tls", "ours_plain": "plain",
-    "plain_echo": "plain",
+    "ours": "curve", "ours_bf16": "curve", "zmq_curve": "curve", "ours_tls": "tls", "ours_tls_bf16": "tls",
+    "tls_echo": "tls", "ours_plain": "plain", "plain_echo": "plain",
 }  # fmt: skip
 SERVERS = (1, 2)
 N_ROWS, DIM = 1_000_000, 16
