@@ -23,6 +23,10 @@ settings.load_profile("every test")
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

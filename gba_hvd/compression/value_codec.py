@@ -161,7 +161,7 @@ def n_bytes(kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> int:
 def to_half(values: torch.Tensor, kind: torch.dtype, n_added: int = 1) -> torch.Tensor:
     """Rounded to half precision; so that the sum of n_added such tensors cannot leave its range. Infinity stays."""
     most = torch.finfo(kind).max / n_added
-    least, largest = torch.aminmax(values) if len(values) else (0, 0)
+    least, largest = torch.aminmax(values) if values.numel() else (0, 0)
     if -most <= least and largest <= most:  # as usual; not so if there is a NaN
         return values.to(kind)
     return torch.where(values.isinf(), values, values.clamp(-most, most)).to(kind)

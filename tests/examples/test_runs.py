@@ -221,6 +221,7 @@ def demo_command(folder: Path, *settings: str) -> list[str]:
     return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), "mlflow=false", *settings]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_demo_reports_its_story_and_ends_well(tmp_path: Path) -> None:
     # Five epochs: on a busy machine the job would be over before all replacements have started.

@@ -17,7 +17,9 @@ BIN = Path(sys.executable).parent
 def environment(folder: Path) -> dict[str, str]:
     (folder / "shards").mkdir(exist_ok=True)
     own = {"GBA_HVD_SHARD_DIR": str(folder / "shards"), "GBA_HVD_GRACE_S": "1", "OMP_NUM_THREADS": "1"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GBA_HVD_", "MLFLOW_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GBA_HVD_", "HOROVOD_", "MLFLOW_"))
+    }
     return kept | own
 
 

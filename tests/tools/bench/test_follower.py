@@ -147,6 +147,7 @@ def test_what_would_fail_after_minutes_is_refused_at_once(
 
 
 @pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_what_is_served_was_published_through_kills_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

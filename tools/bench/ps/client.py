@@ -15,7 +15,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,30 +232,6 @@ def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.n
         finally:
             endpoint.close()
             memory.close()
-
-
-@contextmanager
-def ours_tls(servers: int) -> Iterator[ServerAddress]:
-    with ours(servers, "tls") as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def ours_plain(servers: int) -> Iterator[ServerAddress]:
-    with ours(servers, "plain") as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def ours_bf16(servers: int) -> Iterator[ServerAddress]:
-    with ours(servers, "curve", Compression.bf16.always()) as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def ours_tls_bf16(servers: int) -> Iterator[ServerAddress]:
-    with ours(servers, "tls", Compression.bf16.always()) as endpoint:
-        yield endpoint
 
 
 # --- local memory ----------------------------------------------------------------------------------------------------
@@ -518,12 +495,12 @@ def torch_rpc(servers: int) -> Iterator[ServerAddress]:
         process.join(10)
 
 
-OPEN = {
+OPEN: dict[str, Callable[[int], AbstractContextManager[ServerAddress]]] = {
     "ours": ours,
-    "ours_tls": ours_tls,
-    "ours_bf16": ours_bf16,
-    "ours_tls_bf16": ours_tls_bf16,
-    "ours_plain": ours_plain,
+    "ours_tls": partial(ours, wire="tls"),
+    "ours_bf16": partial(ours, rows=Compression.bf16.always()),
+    "ours_tls_bf16": partial(ours, wire="tls", rows=Compression.bf16.always()),
+    "ours_plain": partial(ours, wire="plain"),
     "rpc": torch_rpc,
     "zmq": zmq_echo,
     "zmq_curve": zmq_curve,

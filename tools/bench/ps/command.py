@@ -23,7 +23,7 @@ from ..harness.measure import Row, Subparsers, Variant
 CONTESTANTS = {
     "ours": "the companion servers, through TCP on the loopback interface, encrypted: wire curve",
     "ours_tls": "the same with TLS: wire tls",
-    "ours_bf16": "wire curve, rows and their gradients as bfloat16 (row_compression=bf16)",
+    "ours_bf16": "wire curve, rows and their gradients as bfloat16, never bypassed (row_compression=bf16.always())",
     "ours_tls_bf16": "wire tls, rows and their gradients as bfloat16",
     "ours_plain": "the same as ours, not encrypted: wire plain",
     "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
