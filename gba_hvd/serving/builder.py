@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions
@@ -87,7 +90,7 @@ class Builder:
                 "%s imports horovod, which a machine that opens the model needs then, too: put the model into a file "
                 "of its own, or import horovod in the functions that train", self,
             )  # fmt: skip
-        if local := sorted(imported - sys.stdlib_module_names - packages_distributions().keys()):
+        if local := sorted(_of_no_package(imported)):
             log.warning(
                 "%s imports %s, of no installed package: only the file itself is copied with the model, so where it is "
                 "opened their folder must be on PYTHONPATH. Or put the code in the file, or in a package",
@@ -187,3 +190,18 @@ class Builder:
                 del sys.modules[name]
                 raise
         return sys.modules[name]
+
+
+def _of_no_package(modules: set[str]) -> set[str]:
+    """Those that neither Python has nor an installed package."""
+    unknown = {name for name in modules - sys.stdlib_module_names if not _is_in_site_packages(name)}
+    return unknown - packages_distributions().keys() if unknown else unknown  # (which reads the lists of all packages)
+
+
+def _is_in_site_packages(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # made at run time
+        return False
+    folders = (os.path.join(sysconfig.get_path(kind), "") for kind in ("purelib", "platlib"))
+    return spec is not None and spec.origin is not None and spec.origin.startswith(tuple(folders))

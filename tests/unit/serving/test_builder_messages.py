@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gba_hvd import BadInput
+from gba_hvd.serving import builder
 from gba_hvd.serving.builder import Builder
 from recovery.storage.open import open_store
 
@@ -38,6 +39,15 @@ def test_a_module_beside_the_file_is_named_when_it_is_saved(tmp_path: Path, capl
         open_store(tmp_path / "m")
     )
     assert not caplog.text
+
+
+def test_the_lists_of_all_packages_are_not_read_for_one_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "packages_distributions", None)  # (they take most of a second)
+    store = open_store(tmp_path / "m")
+    Builder.of("torch.nn:Linear", {"in_features": 1, "out_features": 1}, None).put(store)
+    Builder.of(a_file(tmp_path, "import json, torch\nfrom numpy import array\n\ndef make(): ..."), {}, None).put(store)
 
 
 def test_a_file_that_imports_horovod_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
