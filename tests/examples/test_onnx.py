@@ -24,6 +24,7 @@ from tests.unit.conftest import _no_keeper as _no_keeper
 from tests.unit.serving.conftest import evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
 
+N_POSITIONS = 6  # of a history; a DIEN's program has a step for each
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 
 
@@ -60,7 +61,7 @@ def part_of(batch: Batch, samples: int, positions: int) -> Batch:
 
 
 class Programs:
-    """Both forms of the dense part of a model with random values, from an example of 4 samples of 20 positions."""
+    """Both forms of the dense part of a model with random values, from an example of 4 samples of `N_POSITIONS`."""
 
     def __init__(self, name: str, job_memory: Callable[..., None], *overrides: str) -> None:
         torch.manual_seed(7)
@@ -71,7 +72,7 @@ class Programs:
                 one.uniform_(0.1, 0.5)
         for ids in (self.batch.ids["history"], self.batch.ids["history_category"]):
             ids[1] = PADDING  # who has not clicked yet
-        made = exported_dense_part(model, part_of(self.batch, 4, 20), ("torch", "onnx"))
+        made = exported_dense_part(model, part_of(self.batch, 4, N_POSITIONS), ("torch", "onnx"))
         assert made.torch is not None and made.onnx is not None
         self.features, self.onnx = [one.feature for one in made.lookups], made.onnx
         self.program: Any = torch.export.load(io.BytesIO(made.torch)).module()
@@ -98,26 +99,22 @@ class Programs:
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["din", "din model.activation=prelu", "dien"])
-def test_models_of_histories_for_any_number_of_samples(name: str, job_memory: Callable[..., None]) -> None:
-    programs = Programs(*name.split()[:1], job_memory, *name.split()[1:])
-    for n in (1, 2, 5, 64):
-        batch = part_of(programs.batch, n, 20)
+@pytest.mark.parametrize("activation", ["dice", "prelu"])
+def test_a_din_takes_any_number_of_samples_and_positions(activation: str, job_memory: Callable[..., None]) -> None:
+    programs = Programs("din", job_memory, f"model.activation={activation}")
+    for samples, positions in ((1, N_POSITIONS), (2, 1), (5, 7), (64, 33)):
+        batch = part_of(programs.batch, samples, positions)
         programs.assert_scores(batch, evaluated(programs.model, batch))
 
 
-def test_a_din_takes_any_number_of_positions(job_memory: Callable[..., None]) -> None:
-    programs = Programs("din", job_memory)
-    for positions in (1, 7, 33):
-        batch = part_of(programs.batch, 9, positions)
-        programs.assert_scores(batch, evaluated(programs.model, batch))
-
-
-def test_a_dien_takes_the_positions_of_its_example_and_padding_changes_nothing(job_memory: Callable[..., None]) -> None:
+def test_a_dien_takes_any_number_of_samples_and_the_positions_of_its_example(job_memory: Callable[..., None]) -> None:
     programs = Programs("dien", job_memory)
-    short = part_of(programs.batch, 9, 7)
-    with pytest.raises(Exception, match=r"history.*size\(\)\[1\] == 20"):
+    for samples in (1, 2, 5, 64):
+        batch = part_of(programs.batch, samples, N_POSITIONS)
+        programs.assert_scores(batch, evaluated(programs.model, batch))
+    short = part_of(programs.batch, 9, 3)
+    with pytest.raises(Exception, match=rf"history.*size\(\)\[1\] == {N_POSITIONS}"):
         programs.of_torch(short)
-    with pytest.raises(Exception, match="Got: 7 Expected: 20"):
+    with pytest.raises(Exception, match=f"Got: 3 Expected: {N_POSITIONS}"):
         programs.of_onnx(short)
-    programs.assert_scores(part_of(short, 9, 20), evaluated(programs.model, short))
+    programs.assert_scores(part_of(short, 9, N_POSITIONS), evaluated(programs.model, short))

@@ -47,7 +47,9 @@ def test_the_lists_of_all_packages_are_not_read_for_one_that_is_found(
     monkeypatch.setattr(builder, "packages_distributions", None)  # (they take most of a second)
     store = open_store(tmp_path / "m")
     Builder.of("torch.nn:Linear", {"in_features": 1, "out_features": 1}, None).put(store)
-    Builder.of(a_file(tmp_path, "import json, torch\nfrom numpy import array\n\ndef make(): ..."), {}, None).put(store)
+    Builder.of(a_file(tmp_path, "import json, torch\nfrom gba_hvd import Batch\n\ndef make(): ..."), {}, None).put(
+        store
+    )
 
 
 def test_a_file_that_imports_horovod_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
