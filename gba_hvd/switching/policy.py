@@ -28,6 +28,7 @@ BROKEN = 0.25  # a mode so much slower than the other is left before `min_stay`:
 _LEAST = 1e-9  # micro-batches/s of a mode in which all would be dropped
 COMPARED = 16  # steps before a switch that must be alike to learn from it: of fewer, chance is several percent
 _ALIKE = 0.2  # so far the newest steps may be from all of these: a worker that has just become slow is further
+_CHANGED = 2.0  # so many times as slow or fast as right after a switch: what comes then is not its doing
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,12 @@ class Left:
     """What was known when the mode before was left, from the same last steps in it.
 
     achieved: its micro-batches/s. predicted: those of the mode that was entered, without a correction
+    seconds:  per micro-batch, by worker, when the new mode was first compared with it; (): it was not yet
     """
 
     achieved: float
     predicted: float
+    seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class Stance:
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Stance:
         """From `dataclasses.asdict` of one; of an older version, in which nothing was learned yet, too."""
-        left = Left(**state["left"]) if state.get("left") else None
+        left = (
+            Left(**{**state["left"], "seconds": tuple(state["left"].get("seconds", ()))}) if state.get("left") else None
+        )
         records = {mode: Record(**state[mode]) for mode in ("allreduce", "gba") if mode in state}
         return cls(**{**state, **records, "left": left})
 
@@ -249,15 +254,23 @@ def is_compared(stance: Stance, step: int, options: Options) -> bool:
 
 
 def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
-    """The stance, with what the last switch shows of predictions. rates: by all steps since."""
+    """The stance, with what the last switch shows of predictions. rates: by all steps since.
+
+    No more is learned once a worker is much slower or faster than right after the switch.
+    """
     left, here, other = stance.left, stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
     if left is None or rates.achieved is None or not is_compared(stance, step, options):
         return stance
+    first = left.seconds or rates.seconds_per_micro
+    if len(first) != len(rates.seconds_per_micro) or any(
+        not 1 / _CHANGED < now / then < _CHANGED for now, then in zip(rates.seconds_per_micro, first, strict=True)
+    ):
+        return replace(stance, left=None)
     useful = _useful(stance, rates)
     assert useful is not None
     found = {here: useful / left.predicted, other: left.achieved / _plain(rates)[other]}
     records = {mode: Record(ratio, rates.at_s) for mode, ratio in found.items()}
-    return replace(stance, allreduce=records["allreduce"], gba=records["gba"])
+    return replace(stance, left=replace(left, seconds=first), allreduce=records["allreduce"], gba=records["gba"])
 
 
 def leaving(entered: Stance, before: Stance, newest: Rates, alike: Rates, n_alike: int) -> Stance:

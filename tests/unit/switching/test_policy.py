@@ -260,6 +260,17 @@ def test_what_comes_long_after_a_switch_is_not_its_doing() -> None:
     assert late.gba == late.allreduce == Record()
 
 
+def test_a_worker_that_becomes_slow_after_a_switch_spoils_no_prediction() -> None:
+    options, usual = Options(), in_gba(1.1)
+    stance = learned(entered_gba(), 105, usual, options)
+    assert stance.left is not None
+    known = stance.allreduce
+    slow = replace(usual, seconds_per_micro=(*usual.seconds_per_micro[:-1], 3 * usual.seconds_per_micro[-1]))
+    stance = learned(stance, 110, slow, options)
+    assert (stance.allreduce, stance.left) == (known, None)
+    assert learned(stance, 120, usual, options) == stance, "the times are mixed for a while"
+
+
 def test_with_other_workers_ratios_are_a_guess() -> None:
     stance = learned(entered_gba(), 120, in_gba(0.9), Options()).with_other_workers()
     assert stance.left is None and stance.gba.at_s is None and stance.gba.ratio < 1
