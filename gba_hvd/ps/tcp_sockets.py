@@ -391,6 +391,7 @@ class TcpDealer:
         self._epoll = select.epoll()
         self._connection: Connection | None = None
         self._tcp: socket.socket | None = None
+        self._watched = 0  # what the epoll set waits for, once the connection is there
         self._waiting: deque[list[Any]] = deque()  # messages, until the connection is there
         self._deadline_s, self._retry_s, self._pause_s = 0.0, 0.0, _RECONNECT_S
         self.why_not = ""  # what kept the newest connection from being made
@@ -476,12 +477,15 @@ class TcpDealer:
             tcp.close()
             raise
         self._tcp = self._connection.tcp
-        self._epoll.register(self._tcp, select.EPOLLIN)
+        self._watched = select.EPOLLIN
+        self._epoll.register(self._tcp, self._watched)
 
     def _watch(self) -> None:
         assert self._connection is not None
         wanted = select.EPOLLIN | (select.EPOLLOUT if self._connection.outgoing else 0)
-        self._epoll.modify(self._connection.tcp, wanted)
+        if wanted != self._watched:
+            self._epoll.modify(self._connection.tcp, wanted)
+            self._watched = wanted
 
     def _lost(self, why: Exception) -> None:
         if self._connection is None or not self._connection.is_proven:

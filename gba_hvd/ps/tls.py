@@ -113,12 +113,23 @@ class TlsLink:
         """
         if self._n_records >= _MOST_RECORDS:
             raise ConnectionResetError("as many records were sent as one key may encrypt")
+        data = _record(views)
+        is_several = len(data) > _RECORD_BYTES
+        if is_several:  # OpenSSL gives the kernel one after the other: they are to travel together
+            self._cork(True)
         try:
-            n = self.socket.send(_record(views))
+            n = self.socket.send(data)
             self._n_records += -(-n // _RECORD_BYTES)
             return n
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
+        finally:
+            if is_several:
+                self._cork(False)
+
+    def _cork(self, on: bool) -> None:
+        """Whether the kernel waits until a packet is full."""
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
 
 def _record(views: Sequence[memoryview]) -> Any:

@@ -154,6 +154,26 @@ def test_a_message_to_a_peer_that_does_not_read_waits_and_others_are_served(ends
     until(lambda: sent.done, router)
 
 
+def test_what_tls_holds_back_to_fill_a_packet_goes_out_with_the_message() -> None:
+    router, port = a_router(with_tls=True)
+    dealer = a_dealer(port, with_tls=True)
+    dealer.send_multipart([b"hello"])
+    peer, _ = at_router(router, dealer)
+    tcp = router._peers[peer].tcp
+
+    def is_corked() -> bool:
+        return bool(tcp.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_CORK))
+
+    router.send_multipart([peer, bytes(LIMIT)])
+    assert not is_corked(), "it was sent"
+    while not router._peers[peer].outgoing:
+        router.send_multipart([peer, bytes(LIMIT)])
+    assert not is_corked(), "the kernel took no more"
+    assert len(until(lambda: turn(dealer), router)[0]) == LIMIT
+    dealer.close()
+    router.close()
+
+
 def test_a_message_to_a_peer_that_is_gone_is_lost(ends: Ends) -> None:
     router, dealer = ends
     dealer.send_multipart([b"hello"])
