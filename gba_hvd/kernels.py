@@ -361,6 +361,53 @@ def number_distinct_parts(keys: Any, ends: Any, slots: Any, distinct: Any, numbe
     return count
 
 
+@_compiled("int64(int64[::1], int64, int32[::1], int64[::1], int64[::1])")
+def keys_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, out: Any) -> int:
+    """Stable counting sort of keys by the owner of each key's shard. Returns how many have one.
+
+    owner: int32 [n_shards], -1: none, its keys are left out; start: int64 [n_owners + 1], filled
+    out: int64 [n], filled so far
+    """
+    start[:] = 0
+    owners = np.empty(len(keys), np.int32)
+    for i in range(len(keys)):
+        owners[i] = owner[keys[i] % n_shards]
+        if owners[i] >= 0:
+            start[owners[i] + 1] += 1
+    for r in range(1, len(start)):
+        start[r] += start[r - 1]
+    place = start.copy()
+    for i in range(len(keys)):
+        if owners[i] >= 0:
+            out[place[owners[i]]] = keys[i]
+            place[owners[i]] += 1
+    return int(start[len(start) - 1])
+
+
+@_compiled("void(int64[::1], int64[::1], int32[::1], int64[::1])")
+def find_distinct_parts(keys: Any, start: Any, slots: Any, distinct: Any) -> None:
+    """The distinct keys of each part, in order of first appearance, one part after the other; no two parts have a key
+    in common.
+
+    start: int64 [parts + 1], where parts begin: of `keys` before, of `distinct` afterwards
+    slots: as `number_distinct` takes and leaves it
+    """
+    mask, count = np.uint64(len(slots) - 1), 0
+    for part in range(len(start) - 1):
+        lo, hi = start[part], start[part + 1]
+        start[part] = count
+        for i in range(lo, hi):
+            key = keys[i]
+            at = _mix(np.uint64(key)) & mask
+            while slots[at] >= 0 and distinct[slots[at]] != key:
+                at = (at + np.uint64(1)) & mask
+            if slots[at] < 0:
+                slots[at] = count
+                distinct[count] = key
+                count += 1
+    start[len(start) - 1] = count
+
+
 @_compiled("void(int32[::1], uint32[::1])")
 def count_numbers(number: Any, counts: Any) -> None:
     """counts[k] += how many of the numbers are k"""

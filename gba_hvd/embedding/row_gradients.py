@@ -73,6 +73,25 @@ def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return found[:count], number, slots
 
 
+def distinct_by_owner(
+    keys: np.ndarray, owner: np.ndarray, n_owners: int, ascending: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(distinct keys [d], where those of each owner begin int64 [n_owners + 1], the hash slots).
+
+    owner: int32 [S], of each shard; keys of shards with owner -1 are left out
+    ascending: those of one owner, as unsigned numbers; otherwise they are in order of first appearance
+    """
+    keys = np.require(keys, np.int64, ("C", "A", "W"))
+    start, grouped = np.empty(n_owners + 1, np.int64), np.empty_like(keys)
+    grouped = grouped[: kernels.keys_by_owner(keys, len(owner), owner, start, grouped)]
+    if ascending:
+        for i in range(n_owners):
+            grouped[start[i] : start[i + 1]].view(np.uint64).sort()
+    slots, found = hash_slots(len(grouped)), np.empty_like(grouped)
+    kernels.find_distinct_parts(grouped, start, slots, found)
+    return found[: start[-1]], start, slots
+
+
 def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     """Weighted sum of row gradients, one entry per distinct row. Accesses are added up without weights."""
     if len(parts) == 1 and parts[0][1] == 1.0:
@@ -213,23 +232,39 @@ class Packed:
             for grad, start, order in zip(self._grads, self._starts, self._orders, strict=True)
         ]
 
+    def of_owner(self, rank: int) -> list[RowGrad]:
+        """Per group of tables, the rows of one owner by themselves; the gradient itself where all are."""
+        return [one.grad if len(one.rows) == len(one.grad.keys) else copied(one) for one in self.picked(rank)]
+
+    def message(self, rank: int) -> np.ndarray:
+        """The message of one owner, float32 [words of it]."""
+        message = np.empty(int(self.words[rank]), np.float32)
+        self._write_one(rank, message)
+        return message
+
     def write(self, message: np.ndarray) -> None:
         """All messages, in the order of the owners. message: float32 [sum of words]"""
         at = 0
-        for rank in range(len(self.words)):
-            if rank == self.kept:
-                continue
-            for grad, start, order in zip(self._grads, self._starts, self._orders, strict=True):
-                picked, dim = order[start[rank] : start[rank + 1]], grad.values.shape[1]
-                n = len(picked)
-                message[at : at + 2].view(np.int64)[0] = n
-                keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
-                values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
-                kernels.take_rows(grad.keys, grad.values, picked, keys, values)
-                at += 2 + (2 + dim) * n
-                if grad.accesses is not None:
-                    message[at : at + n].view(np.uint32)[:] = grad.accesses[picked]
-                    at += n
+        for rank, words in enumerate(self.words.tolist()):
+            if rank != self.kept:
+                self._write_one(rank, message[at : at + words])
+            at += words
+
+    def _write_one(self, rank: int, message: np.ndarray) -> None:
+        at = 0
+        for one in self.picked(rank):
+            grad, n, dim = one.grad, len(one.rows), one.grad.values.shape[1]
+            message[at : at + 2].view(np.int64)[0] = n
+            keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
+            values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
+            if n == len(grad.keys):  # (all of them, in their order)
+                keys[:], values[:] = grad.keys, grad.values
+            else:
+                kernels.take_rows(grad.keys, grad.values, one.rows, keys, values)
+            at += 2 + (2 + dim) * n
+            if grad.accesses is not None:
+                message[at : at + n].view(np.uint32)[:] = grad.accesses[one.rows]
+                at += n
 
 
 def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import DensePush, Frame
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.embedding.row_gradients import RowGrad, merge, pack_by_owner, unpack, with_contributors
+from gba_hvd.embedding.row_gradients import Packed, RowGrad, merge, pack_by_owner, with_contributors
 from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Ok
@@ -86,32 +86,27 @@ class PushEncoder:
             if parts:
                 grad = merge([(part, 1.0) for part in parts])
             grads.append(with_contributors(grad) if contributors else grad)
-        message, words = pack_by_owner(grads, self._shard_server, len(self._session.servers))
-        messages: list[tuple[Any, bool]] = [(part, False) for part in np.split(message, np.cumsum(words)[:-1])]
-        coder, widths = self._row_coder, [grad.values.shape[1] for grad in grads]
+        packed, coder = Packed.of(grads, self._shard_server, len(self._session.servers)), self._row_coder
+        coded: dict[int, tuple[Any, bool]] = {}
         if coder is not None and coder.spec.pools:  # as they came: activations have no other way back
             for s in self._with_residuals:
                 borrowed = [None if one is None else one.borrowed.get(s) for one in pulled]
                 if borrowed and all(one is not None for one in borrowed):
                     mine = [one for one in borrowed if one is not None]
                     dims = [group.dim for group in self._layout.groups]
-                    own = unpack(messages[s][0], widths, self._session.accesses)
-                    messages[s] = activation_codec.pack(own, mine, coder.spec, dims), True
+                    coded[s] = activation_codec.pack(packed.of_owner(s), mine, coder.spec, dims), True
         elif coder is not None:
             with self._row_coding:  # threads that share a replica share its residuals
                 coder.begin()
                 for s in self._with_residuals:
                     is_coded = self._rows_are_coded(s)
-                    if not is_coded and not coder.has_residuals:
-                        continue
-                    own = unpack(messages[s][0], widths, self._session.accesses)
                     if is_coded:
-                        messages[s] = row_push.pack(own, coder), True
-                    else:
-                        whole, _ = pack_by_owner(coder.whole(own), np.zeros_like(self._shard_server), 1)
-                        messages[s] = whole, False
+                        coded[s] = row_push.pack(packed.of_owner(s), coder), True
+                    elif coder.has_residuals:
+                        own = coder.whole(packed.of_owner(s))
+                        coded[s] = pack_by_owner(own, np.zeros_like(self._shard_server), 1)[0], False
                 coder.settle()  # as with dense gradients: what is sent is final, even if the push is lost
-        return messages
+        return [coded[s] if s in coded else (packed.message(s), False) for s in range(len(packed.words))]
 
     def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:
         """A dense frame, just now: from its answer is learned how long it takes until the server has it."""

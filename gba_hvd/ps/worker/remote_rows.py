@@ -16,10 +16,10 @@ import numpy as np
 from gba_hvd.comm.collectives import worker_lost
 from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.bypass import Bypass, StepTiming
-from gba_hvd.compression.row_codec import RowCoder, ascending, write_keys
+from gba_hvd.compression.row_codec import RowCoder, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest, split
-from gba_hvd.embedding.row_gradients import distinct
+from gba_hvd.embedding.row_gradients import distinct, distinct_by_owner
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import PullRows
@@ -41,6 +41,7 @@ class RemoteRows:
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
         is_remote = session.remote_servers(host)
         is_local = ~np.array(is_remote)[self._shard_server]
+        self._remote_server = np.where(is_local, np.int32(-1), self._shard_server)
         self.are_there = not bool(is_local.all())
         self._coder = coder if self.are_there else None
         self._ways = [
@@ -65,23 +66,17 @@ class RemoteRows:
         assert self._tables.local is not None
         if bags is not None and not whole:
             return self._fetch_activations(keys, bags)
-        layout, local = self._tables.layout, self._tables.local
-        remote = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
-        wanted, slots = [w for w, _, _ in remote], [s for _, _, s in remote]
-        if not whole and any(map(self.are_coded, range(len(self._ways)))):  # compressed keys are ascending
-            wanted = [ascending(w) for w in wanted]
-            slots = [distinct(w)[2] for w in wanted]
-        owners = [self._shard_server[w % layout.n_shards] for w in wanted]
+        layout, n_servers = self._tables.layout, len(self._session.servers)
+        ascend = not whole and any(map(self.are_coded, range(n_servers)))  # compressed keys do
+        wanted = [distinct_by_owner(k, self._remote_server, n_servers, ascend) for k in keys]
         asked = []
-        for s in range(len(self._session.servers)):
-            mine = [np.ascontiguousarray(w[o == s]) for w, o in zip(wanted, owners, strict=True)]
+        for s in range(n_servers):
+            mine = [found[start[s] : start[s + 1]] for found, start, _ in wanted]
             if any(map(len, mine)):
                 asked.append(self._ask(s, mine, whole))
-        rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
-        for one in asked:
-            for number, part in enumerate(self._take(one, layout)):
-                rows[number][owners[number] == one.server] = part
-        return [PulledRows(*found) for found in zip(wanted, slots, rows, strict=True)]
+        parts = [self._take(one, layout) for one in asked]
+        rows = [_joined([some[number] for some in parts], group.dim) for number, group in enumerate(layout.groups)]
+        return [PulledRows(found, slots, values) for (found, _, slots), values in zip(wanted, rows, strict=True)]
 
     def _fetch_activations(self, keys: Sequence[np.ndarray], bags: BagLookups) -> list[PulledRows | None]:
         """Compressed ones as activations, by `activation_codec`; those of servers that are bypassed as they are."""
@@ -169,6 +164,9 @@ class RemoteRows:
         if asked.way is not None:
             wire_s = asked.wire_s or began_s - asked.sent_s  # a waiting thread may be notified before `came` is called
             asked.way.took(asked.is_coded, wire_s, asked.codec_s + time.perf_counter() - began_s)
+        for values, keys in zip(found, asked.keys, strict=True):
+            if len(values) != len(keys):
+                raise worker_lost(f"server {asked.server} sent {len(values)} rows, {len(keys)} were asked for")
         return found
 
     def _opened(self, asked: _PendingPull, frames: Sequence[Any], layout: Layout) -> list[np.ndarray]:
@@ -185,6 +183,13 @@ class RemoteRows:
             asked.indices.append(indices)
             found.append(values)
         return found
+
+
+def _joined(parts: Sequence[np.ndarray], dim: int) -> np.ndarray:
+    """float32 [n, dim], which is not a copy where it came from one server."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.empty((0, dim), np.float32), *parts])
 
 
 class _PendingPull:

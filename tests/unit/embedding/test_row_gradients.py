@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gba_hvd import kernels
 from gba_hvd.embedding.row_gradients import (
     Packed,
     PickedRows,
@@ -16,6 +17,7 @@ from gba_hvd.embedding.row_gradients import (
     RowSum,
     add_in_order,
     distinct,
+    distinct_by_owner,
     distinct_parts,
     merge,
     pack_by_owner,
@@ -44,6 +46,35 @@ def test_keys_of_several_tables_are_numbered_as_all_of_them_at_once(parts: list[
     expected, numbers, _ = distinct(keys)
     assert found.tolist() == expected.tolist()
     assert number.tolist() == numbers.tolist()
+
+
+@pytest.mark.parametrize("ascending", [False, True])
+@given(
+    keys=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 40), max_size=200),
+    owner=st.lists(st.integers(-1, 2), min_size=1, max_size=9),
+)
+def test_keys_are_distinct_and_together_by_owner(keys: list[int], owner: list[int], ascending: bool) -> None:
+    array, of_shard = np.array(keys, dtype=np.int64), np.array(owner, np.int32)
+    found, start, slots = distinct_by_owner(array, of_shard, 3, ascending)
+    assert start[0] == 0
+    assert start[-1] == len(found)
+    for who in range(3):
+        expected = list(dict.fromkeys(key for key in keys if owner[key % len(owner)] == who))
+        if ascending:
+            expected.sort(key=lambda key: key % 2**64)
+        assert found[start[who] : start[who + 1]].tolist() == expected
+    number = np.empty(len(found), np.int32)
+    assert kernels.find_keys(found[::-1].copy(), slots, found, number) < 0
+    assert number.tolist() == list(range(len(found)))[::-1]
+    strangers = array[of_shard[array % len(owner)] < 0]
+    assert kernels.find_keys(strangers, slots, found, np.empty(len(strangers), np.int32)) == min(0, len(strangers) - 1)
+
+
+def test_keys_that_may_not_be_written_are_grouped_as_well() -> None:
+    keys = np.arange(6)
+    keys.flags.writeable = False
+    found, start, _ = distinct_by_owner(keys, np.array([1, 0], np.int32), 2)
+    assert (found.tolist(), start.tolist()) == ([1, 3, 5, 0, 2, 4], [0, 3, 6])
 
 
 def test_a_gradient_with_a_row_twice_is_added_up_as_well() -> None:
@@ -130,6 +161,12 @@ def test_every_owner_gets_its_rows_and_only_those(
             mine = owner[sent.keys % n_shards] == rank
             assert np.array_equal(received.keys, sent.keys[mine])
             assert np.array_equal(received.values, sent.values[mine])
+    packed = Packed.of(grads, owner, n_owners)
+    for rank, part in enumerate(np.split(message, np.cumsum(words)[:-1])):
+        assert packed.message(rank).tobytes() == part.tobytes()
+        for sent, received in zip(packed.of_owner(rank), unpack(part, [dim for dim, _ in groups]), strict=True):
+            assert np.array_equal(sent.keys, received.keys)
+            assert np.array_equal(sent.values, received.values)
 
 
 def test_a_row_that_is_not_finite_is_found() -> None:
