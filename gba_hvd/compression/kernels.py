@@ -11,6 +11,7 @@ import numpy as np
 from gba_hvd.kernels import KernelFile
 
 _BLOCK = 4096
+_DIGIT_BITS = 11
 _MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is still a number
 
 
@@ -198,7 +199,64 @@ def read_varints(data: Any, most: np.uint64, keys: Any) -> int:
     return found if shift == 0 else -1
 
 
+@_compiled("boolean(int64[::1], int32[::1])")
+def sort_keys(keys: Any, order: Any) -> bool:
+    """order = the positions of the keys, ascending as unsigned numbers, equal ones in their order (a radix sort).
+
+    True: the keys are ascending as they are, and order was not written.
+    """
+    n, bits, differ, n_falls = len(keys), np.uint64(_DIGIT_BITS), np.uint64(0), 0
+    for i in range(1, n):
+        differ |= np.uint64(keys[i]) ^ np.uint64(keys[0])
+        n_falls += 1 if np.uint64(keys[i]) < np.uint64(keys[i - 1]) else 0
+    if n_falls == 0:
+        return True
+    here, there = np.empty(n, np.int32), np.empty(n, np.int32)
+    for i in range(n):
+        here[i] = i
+    starts, mask = np.empty(1 << _DIGIT_BITS, np.int64), np.uint64((1 << _DIGIT_BITS) - 1)
+    for shift in range(np.uint64(0), np.uint64(64), bits):
+        if (differ >> shift) & mask == np.uint64(0):
+            continue
+        starts[:] = 0
+        for i in range(n):
+            starts[(np.uint64(keys[i]) >> shift) & mask] += 1
+        total = 0
+        for digit in range(len(starts)):
+            total, starts[digit] = total + starts[digit], total
+        for i in range(n):
+            its = (np.uint64(keys[here[i]]) >> shift) & mask
+            there[starts[its]] = here[i]
+            starts[its] += 1
+        here, there = there, here
+    order[:] = here
+    return False
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
+
+
+@_compiled("void(float32[::1], uint16[::1])")
+def to_bf16(values: Any, out: Any) -> None:
+    """The upper half of each number, rounded to the nearest, of two to the even one. What is beyond the largest becomes
+    that; infinity stays, and NaN is one.
+    """
+    bits = values.view(np.int32)
+    for i in range(len(out)):  # (each result named int32: several at once)
+        b = bits[i]
+        size = np.int32(b & np.int32(0x7FFFFFFF))
+        is_odd = np.int32(np.int32(size >> np.int32(16)) & np.int32(1))
+        kept = min(np.int32(size + np.int32(0x7FFF) + is_odd), np.int32(0x7F7FFFFF))
+        kept = kept if size < np.int32(0x7F800000) else size
+        kept = np.int32(0x7FC00000) if size > np.int32(0x7F800000) else kept
+        out[i] = np.uint16(np.int32(np.int32(b & np.int32(-0x80000000)) | kept) >> np.int32(16))
+
+
+@_compiled("void(uint16[::1], float32[::1])")
+def from_bf16(codes: Any, out: Any) -> None:
+    bits = out.view(np.uint32)
+    for i in range(len(codes)):
+        bits[i] = np.uint32(codes[i]) << np.uint32(16)
 
 
 @_compiled("void(float32[::1], int64, float32[::1], int8[::1])")

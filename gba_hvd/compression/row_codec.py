@@ -37,6 +37,13 @@ def ascending(keys: np.ndarray) -> np.ndarray:
     return np.sort(keys.view(np.uint64)).view(np.int64)
 
 
+def in_order(grad: RowGrad) -> RowGrad:
+    """The rows of a gradient with their keys `ascending`; itself if they are."""
+    order = np.empty(len(grad.keys), np.int32)
+    is_sorted = kernels.sort_keys(np.require(grad.keys, requirements=("C", "A", "W")), order)
+    return grad if is_sorted else grad.select(order)
+
+
 def write_keys(keys: np.ndarray) -> bytes:
     """int64 [n], distinct and `ascending`."""
     out = np.empty(10 * len(keys), np.uint8)
@@ -196,6 +203,8 @@ def read(data: Any, keys: np.ndarray, dim: int, extra: int) -> RowGrad:
     """What `RowCoder.write` wrote about these rows (int64 [n]). extra: columns beyond dim. Raises BadMessage."""
     n = len(keys)
     got = sparse_message.read(data, n * dim, n * extra)
+    if not extra:
+        return RowGrad(keys, got.whole().reshape(n, dim))
     values = np.hstack([got.whole().reshape(n, dim), got.plain.reshape(n, extra)])
     return RowGrad(keys, np.ascontiguousarray(values))
 

@@ -22,8 +22,7 @@ def pack(grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
     """Row gradients for one server, by group. Between `coder.begin` and `coder.settle`."""
     parts = []
     for group, grad in enumerate(grads):
-        order = np.argsort(grad.keys.view(np.uint64))
-        ascending = with_access_column(grad.select(order))
+        ascending = with_access_column(coding.in_order(grad))
         parts += [coding.write_keys(ascending.keys), coder.write(group, ascending)]
     return coding.sections(parts)
 

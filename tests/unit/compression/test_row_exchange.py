@@ -52,6 +52,18 @@ def test_near_keys_take_a_byte_or_two() -> None:
     assert len(coding.write_keys(keys)) < 1.2 * len(keys)
 
 
+@given(st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5000), max_size=80), st.booleans())
+def test_rows_of_a_gradient_are_put_in_the_order_of_their_keys(keys: set[int], are_sorted: bool) -> None:
+    expected = sorted(keys, key=lambda key: key % 2**64)
+    given_keys = np.array(expected if are_sorted else list(keys), np.int64)
+    grad = RowGrad(given_keys, given_keys.astype(np.float32)[:, None] * np.ones(3, np.float32), given_keys.view("u8"))
+    found = coding.in_order(grad)
+    assert found.keys.tolist() == expected
+    assert np.array_equal(found.values[:, 1], found.keys.astype(np.float32))
+    assert found.accesses is not None
+    assert np.array_equal(found.accesses, found.keys.view("u8"))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize(("n", "dim"), [(0, 8), (1, 8), (50, 8), (33, 6)])
 def test_rows_arrive_whole_or_as_three_levels(spec: Any, n: int, dim: int) -> None:
