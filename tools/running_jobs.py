@@ -206,7 +206,7 @@ def ask_switch(folder: Path, mode: str, reason: str, timeout_s: float) -> None:
     from gba_hvd.ps.messages import SwitchTo
 
     with _a_job_that_ends(folder), connection(folder, timeout_s) as client:
-        client.call(0, SwitchTo(mode, reason))
+        client.call(0, SwitchTo(mode, reason, pin=True))
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class WorkerSaves:
         switching = switching_of(engine)
         last = None if switching is None else switching.last
         reason = {} if last is None else {"last_decision": last.reason}
-        return {**status, "account": asdict(engine.progress.account), **reason}
+        asked = {} if switching is None else {"setting": switching.mode}
+        return {**status, "account": asdict(engine.progress.account), **reason, **asked}
 
     def close(self) -> None:
         """At the end of the job. May be called twice."""

@@ -51,6 +51,7 @@ class ModeRequests(StepParticipant):
         self.waiting: list[str] = []
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
+        self._noted = "", ""  # what was asked of the coordinator, and needs no switch
         self._pushes = PushReadings()
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
@@ -105,12 +106,14 @@ class ModeRequests(StepParticipant):
         if agreed[_TO_AUTO]:  # asked for at one host; it is the chief's callback that decides
             callback.pin("auto")
         self.measures_micro_batches = bool(agreed[_TO_AUTO] or agreed[_BY_MEASUREMENTS])
+        is_ordered = any(agreed[len(MODE_NUMBERS) : _WAITS])
         for mode, code in MODE_NUMBERS.items():
-            ordered = bool(agreed[len(MODE_NUMBERS) + code])
-            if not ordered and not agreed[code]:
+            if not agreed[len(MODE_NUMBERS) + code if is_ordered else code]:
                 continue
             reason = own[1] if own is not None and own[0] == mode else "the log of another worker has the reason"
-            if ordered:
+            if is_ordered and mode == engine.mode.name:
+                self._hold(mode, reason)
+            elif is_ordered:
                 callback.pin(mode)
             if mode == engine.mode.name:
                 engine.signals.requested_mode = None
@@ -119,6 +122,14 @@ class ModeRequests(StepParticipant):
                 callback.asked.obstacle = "the companion servers were not up"
             else:
                 engine.signals.requested_mode = (mode, reason)
+
+    def _hold(self, mode: str, reason: str) -> None:
+        """An operator asks for the mode that the job is in: it stays, where measurements decided before."""
+        if self.callback.mode != mode:
+            text = f"mode {mode} stays until an operator asks for another (gba-hvd switch auto: measurements): {reason}"
+            data = {"mode": mode, "reason": reason}
+            self._engine.emit(Event("mode_held", self._engine.progress.step, text, data))
+        self.callback.pin(mode)
 
     def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int, together: int) -> None:
         is_sample = together != self._engine.model.together
@@ -132,7 +143,7 @@ class ModeRequests(StepParticipant):
 
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
-        self._asked_s, self._pushes = 0.0, PushReadings()
+        self._asked_s, self._pushes, self._noted = 0.0, PushReadings(), ("", "")
 
     def paused(self) -> None:
         """In allreduce no step contains a pause, so no reading of pushes does."""
@@ -144,6 +155,7 @@ class ModeRequests(StepParticipant):
         self._report_rounds(servers)
         if (order := self.operator_request()) is not None:  # given to this host's server, which does not coordinate
             servers.client.send(0, SwitchTo(*order, pin=True))
+        self._note_what_needs_no_switch(servers)
         if engine.world.rank != 0:
             return
         step, position = engine.progress.step, servers.position
@@ -154,14 +166,24 @@ class ModeRequests(StepParticipant):
                 self._measure_pushes(servers, waited_s)
                 self._report_decision()
             self._report_unstable_rate(servers, waited_s)
-        if position.requested_mode == "auto" and callback.mode != "auto":
-            callback.pin("auto")
         request = callback.mode_request(step, servers.name)
         self._report_if_late()
         now = time.perf_counter()
-        if request is not None and position.requested_mode in ("", "auto") and now - self._asked_s > _ASK_AGAIN_S:
+        is_free = position.requested_mode in ("", "auto", servers.name)
+        if request is not None and is_free and now - self._asked_s > _ASK_AGAIN_S:
             self._asked_s = now  # the next positions have it; until then it is not sent again
-            servers.client.send(0, SwitchTo(*request))
+            servers.client.send(0, SwitchTo(*request, pin=callback.mode != "auto"))
+
+    def _note_what_needs_no_switch(self, servers: PsWorker) -> None:
+        """On all workers, once for each request of an operator: for "auto", or for the mode that the job is in."""
+        mode, reason = asked = servers.position.requested_mode, servers.position.reason
+        if asked == self._noted or mode not in ("auto", servers.name):
+            return
+        self._noted = asked
+        if mode == servers.name:
+            self._hold(mode, reason)
+        elif self.callback.mode != "auto":
+            self.callback.pin("auto")
 
     def _rates_of_modes(self) -> dict[str, float]:
         """By the last decision: samples/s in allreduce and in gba; of the mode that the job is in as achieved."""

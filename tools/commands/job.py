@@ -91,18 +91,18 @@ def run_switch(args: argparse.Namespace) -> int:
     folder = find_job(bases_of(args), args.job)
     _refuse_without_callback(folder)
     before = ask_status(folder, args.timeout)
-    if before["mode"] == mode and not before.get("wanted"):
-        print(f"job {before['job']} is in {mode} already")
-        return 0
     ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
-    print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} now")
+    stays = before["mode"] == mode
+    print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
     if mode == "auto" or args.wait <= 0:
         return 0
     after = _wait_for(folder, mode, args.wait, args.timeout)
     if after is None:
         print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
         return 1
-    print(f"job {before['job']}: in {mode}" + (f" at step {after['step']:,}" if "step" in after else ""))
+    at = f" at step {after['step']:,}" if "step" in after else ""
+    held = ", and stays there until another mode or auto is asked for" if stays else ""
+    print(f"job {before['job']}: in {mode}{at}{held}")
     return 0
 
 
@@ -129,7 +129,7 @@ def _wait_for(folder: Path, mode: str, wait_s: float, timeout_s: float) -> dict[
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         report = ask_status(folder, timeout_s)
-        if report["mode"] == mode:
+        if report["mode"] == mode and report.get("setting", mode) == mode:  # where the workers report it
             return report
         time.sleep(_LOOK_AGAIN_S)
     return None

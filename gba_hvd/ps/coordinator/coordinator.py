@@ -141,7 +141,7 @@ class Coordinator:
         if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
-            if self.requested_mode not in ("", "auto"):
+            if self.requested_mode not in ("", "auto", ledger.discipline.name):
                 return LeaseReply(self.position(at, steps_done=0), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before, self._lags_before = self.staleness(), self.lags()
@@ -324,9 +324,14 @@ class Coordinator:
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
-        """Another mode is requested: stop at the next step boundary."""
+        """Another mode is requested: stop at the next step boundary. "auto" and this mode are for the workers to note.
+
+        pin: by an operator or a plan, which a decision by measurements that comes later does not replace.
+        """
+        if self.pin and not pin and self.requested_mode not in ("", "auto"):
+            return  # the chief had not learned of it
         self.requested_mode, self.reason, self.pin = mode, reason, pin
-        if mode != "auto":  # the chief decides again, that is all
+        if mode not in ("auto", self.ledger.discipline.name):
             self.ledger.hold()
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,22 @@ def test_a_switch_is_asked_for_and_waited_for(
     ]
 
 
-def test_a_mode_the_job_is_in_is_not_asked_for(asked: list[tuple[str, str]], tmp_path: Path) -> None:
-    assert cli.main(["switch", "allreduce", "--dir", str(tmp_path)]) == 0
-    assert asked == []
+def test_a_mode_the_job_is_in_is_asked_for_too_and_the_answer_says_that_it_stays(
+    asked: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["switch", "allreduce", "--dir", str(tmp_path), "--reason", "a demonstration"]) == 0
+    assert asked == [("allreduce", "a demonstration")]
+    assert capsys.readouterr().out.splitlines() == [
+        "job ctr: asked for allreduce; it is in allreduce already",
+        "job ctr: in allreduce at step 7, and stays there until another mode or auto is asked for",
+    ]
+
+
+def test_it_is_held_once_the_workers_report_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = ["auto", "auto", "allreduce"]
+    monkeypatch.setattr(job, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(job, "ask_status", lambda *_: {"mode": "allreduce", "setting": settings.pop(0)})
+    assert job._wait_for(tmp_path, "allreduce", 60.0, 1.0) == {"mode": "allreduce", "setting": "allreduce"}
 
 
 def test_a_misspelt_mode_suggests_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +256,46 @@ def test_a_job_in_gba_mode_reports_its_rates_and_leaves_when_asked(tmp_path: Pat
         ("gba", "allreduce"),
     ]
     assert operator.switches[1].data["reason"] == "enough seen"
+
+
+class Holds(gba_hvd.Callback):
+    """Asks for a mode once the job is in it, and again for "auto" later; the modes it was in, and what was held."""
+
+    def __init__(self, base: Path, mode: str, callback: gba_hvd.GBACallback) -> None:
+        self.base, self.mode, self.callback = base, mode, callback
+        self.settings, self.events, self.asked = list[str](), list[Event](), list[str]()
+
+    def on_step(self, record: StepRecord) -> None:
+        self.settings.append(self.callback.mode)
+        if record.mode != self.mode:
+            return
+        wanted = self.mode if not self.asked else "auto" if self.asked == [self.mode] and self.events else ""
+        if wanted:
+            self.asked.append(wanted)
+            folder = running_jobs.find_job([self.base], None)
+            running_jobs.ask_switch(folder, wanted, "for the demonstration", 60.0)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "mode_held":
+            self.events.append(event)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_the_mode_that_auto_is_in_is_held_until_auto_is_asked_for(mode: str, tmp_path: Path) -> None:
+    plan = {1: "gba", 2: "auto"} if mode == "gba" else None
+    callback = gba_hvd.GBACallback(mode="auto", switch_at=plan, min_stay=10_000, wait_s=120)
+    operator, training = Holds(tmp_path, mode, callback), Training(tmp_path)
+    training.state.register_callbacks([operator, callback])
+    deadline = time.monotonic() + 120
+    while operator.settings[-1:] != ["auto"] or len(operator.asked) < 2:
+        assert time.monotonic() < deadline, (operator.asked, operator.settings)
+        training.epoch(Clicks(96))
+    training.state.close()
+    assert operator.asked == [mode, "auto"] and mode in operator.settings
+    (held,) = operator.events
+    assert held.data == {"mode": mode, "reason": "for the demonstration"}
+    assert training.state.engine.mode is None or training.state.engine.mode.name == mode
 
 
 # --- jobs without servers --------------------------------------------------------------------------------------------

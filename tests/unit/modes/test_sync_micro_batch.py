@@ -144,6 +144,19 @@ def test_an_operator_s_auto_reaches_the_chief_from_any_host_and_all_workers_meas
         assert [len(rows) for rows in own.taken] == [8, 8, 8, 8, 4, 4, 8]
 
 
+def test_an_operator_s_request_counts_more_than_rank_0_s_in_the_same_commit(training: Any) -> None:
+    job, callback = training(), GBACallback(mode="auto")
+    job.state.register_callbacks([callback])
+    job.state.sync()
+    requests = job.state.engine.participant(ModeRequests)
+    callback.mode_request = lambda step, current: ("gba", "measured")
+    requests.operator_request = lambda: ("allreduce", "a demonstration")
+    fields = torch.zeros(requests.n_fields())
+    requests.before_commit(fields)
+    requests.after_commit(fields.tolist())
+    assert callback.mode == "allreduce" and job.state.engine.signals.requested_mode is None
+
+
 def test_emulated_times_and_the_parallelism_are_those_of_all_its_micro_batches(
     training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,20 @@ def test_a_successor_goes_on_exactly() -> None:
     )
 
 
+def test_a_request_for_the_mode_that_is_on_stops_nothing_and_measurements_do_not_replace_it() -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1))
+    mode = coordinator.ledger.discipline.name
+    coordinator.request_mode(mode, "an operator asked", True)
+    coordinator.request_mode("allreduce", "decided before rank 0 learned of it", False)
+    lease(coordinator, 1, 1)
+    assert not coordinator.state()["ledger"]["held"]
+    position = coordinator.position()
+    assert (position.requested_mode, position.reason, position.pinned) == (mode, "an operator asked", True)
+    coordinator.request_mode("allreduce", "an operator asked again", True)
+    assert coordinator.state()["ledger"]["held"]
+
+
 @pytest.mark.parametrize("lrs", [[], [0.5], [0.5, 0.1, 0.1], [float("nan"), 0.1], [0.5, float("inf")]])
 def test_learning_rates_that_would_destroy_parameters_are_refused(lrs: list[float]) -> None:
     coordinator = a_coordinator(Clock())
