@@ -90,6 +90,19 @@ def bases_of(args: argparse.Namespace) -> list[Path]:
     return [args.dir] if args.dir else list(dict.fromkeys([_shard_dir(args), *bases_in_use()]))
 
 
+def job_to_change(args: argparse.Namespace) -> Path:
+    """As `find_job`; but without --job none in a folder that was not named, and none where jobs run in several."""
+    from gba_hvd.errors import BadInput
+
+    first, *others = bases_of(args)
+    elsewhere = [path for base in others for path in _jobs(base)]
+    is_named = bool(os.environ.get("GBA_HVD_SHARD_DIR"))  # without others --dir is, too
+    if args.job is None and elsewhere and not (is_named and any(_jobs(first))):
+        listed = ", ".join(f"{with_name(path)} in {path.parent}" for path in (*_jobs(first), *elsewhere))
+        raise BadInput(f"name a job with --job, or its folder with --dir: {listed}")
+    return find_job([first, *others] if args.job is not None else [first], args.job)
+
+
 def _id_of(folder: Path) -> str:
     return folder.name.removeprefix(_PREFIX)
 

@@ -26,7 +26,7 @@ from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.retained_state import StateRetainer
-from gba_hvd.switching.requests import ModeRequests, switching_of
+from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
@@ -71,11 +71,9 @@ class WorkerSaves:
     def _status(self) -> dict[str, Any]:
         engine = self._engine
         status = {"step": engine.progress.step, "epoch": engine.progress.cursor.epoch, "workers": engine.world.size}
-        switching = switching_of(engine)
-        last = None if switching is None else switching.last
-        reason = {} if last is None else {"last_decision": last.reason}
-        asked = {} if switching is None else {"setting": switching.mode}
-        return {**status, "account": asdict(engine.progress.account), **reason, **asked}
+        requests = engine.participant(ModeRequests)
+        decided = {} if requests is None else requests.for_people()
+        return {**status, "account": asdict(engine.progress.account), **decided}
 
     def close(self) -> None:
         """At the end of the job. May be called twice."""

@@ -320,7 +320,7 @@ class PushDone(Struct, tag="Done"):
 
 
 class HeartbeatMsg(Struct, tag="Beat"):
-    """I live. In allreduce mode the chief also reports the training's position, for `gba-hvd status`."""
+    """I live. The chief also reports the last decision, in allreduce mode the training's position, too, for people."""
 
     worker: int
     rank: int

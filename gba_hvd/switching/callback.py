@@ -447,7 +447,7 @@ class GBACallback(Callback):
         if decision.mode != current:
             if self._request is None or self._request[0] != decision.mode:
                 self._warned = self._warning(rates, "gba") if decision.mode == "gba" else ""
-            self._request = decision.mode, decision.reason + self._warned  # the stance changes when the switch is done
+            self._request = decision.mode, decision.why + self._warned  # the stance changes when the switch is done
             n_alike = N_RECENT if decision.is_trial else min(N_RECENT, self._stance.n_lost + 1)
             alike = self._rates(current, shared, n_micro, gain, n_alike)
             assert alike is not None

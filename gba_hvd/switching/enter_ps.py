@@ -199,7 +199,8 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
             if level == "warning":
                 text += f", of which {passed_s:.0f} s are over: {line.why_not_ready(to_enter=True)}"
             data = {"waiting": [f"mode {mode}"], "seconds": round(passed_s, 1)}
-            engine.emit(Event("server_missing", engine.progress.step, text, data, level=level), only_here=True)
+            kind = "server_missing" if level == "warning" else "server_awaited"
+            engine.emit(Event(kind, engine.progress.step, text, data, level=level), only_here=True)
         time.sleep(_LOOK_S)
 
 

@@ -86,6 +86,11 @@ class Decision:
     kind: str
 
     @property
+    def why(self) -> str:
+        """The reason, without the words that say to which mode."""
+        return self.reason.removeprefix(f"to {self.mode}").lstrip(": ")
+
+    @property
     def is_switch(self) -> bool:
         return self.kind in ("switch", "trial")
 
@@ -215,14 +220,14 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
     finding = f"{_slowest(rates)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
     if now.in_favour < options.patience:
-        return stay("patience", f"{finding} for {now.in_favour} of {options.patience} steps")
+        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} steps")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
         return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far")
     if stayed < options.min_stay and not is_broken:
         return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} steps in {here}")
     if other == "gba" and step < options.warm_up_steps:
         return stay("warm_up", f"{finding}, but the warm-up takes {options.warm_up_steps} steps, this is {step}")
-    return switch("switch", f": {finding} for {now.in_favour} steps{_broken(stance, rate)}")
+    return switch("switch", f": {finding}, for {now.in_favour} steps{_broken(stance, rate)}")
 
 
 def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, float], options: Options) -> float | None:
@@ -332,8 +337,8 @@ def _prediction(other: str, gain: float, rates: Rates, options: Options) -> str:
     """With the limit that it passed."""
     drops = f" with {rates.dropped_share:.1%} dropped as stale" if rates.dropped_share else ""
     if other == "gba":
-        return f"predicted {gain:.2f}x faster{drops}"
-    return f"{_multiple('gba', gain, rates)}{drops}, below the {options.leave_gain:.2f}x it is kept for,"
+        return f"predicted {gain:.2f}x as fast{drops}, above the {options.enter_gain:.2f}x it is entered for"
+    return f"{_multiple('gba', gain, rates)}{drops}, below the {options.leave_gain:.2f}x it is kept for"
 
 
 def _correction(stance: Stance, other: str) -> str:

@@ -67,6 +67,11 @@ class ModeRequests(StepParticipant):
     def missing_mode(self, mode: str) -> str:
         return self.callback.asked.missing(mode)
 
+    def for_people(self) -> dict[str, str]:
+        """What `gba-hvd status` shows of decisions: the mode that is set, which may be "auto", and the newest one."""
+        last = self.callback.last
+        return {"setting": self.callback.mode} | ({} if last is None else {"last_decision": last.reason})
+
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def n_fields(self) -> int:
@@ -167,6 +172,7 @@ class ModeRequests(StepParticipant):
                 self._report_decision()
             self._report_unstable_rate(servers, waited_s)
         request = callback.mode_request(step, servers.name)
+        servers.contact.report = self.for_people()
         self._report_if_late()
         now = time.perf_counter()
         is_free = position.requested_mode in ("", "auto", servers.name)

@@ -24,7 +24,7 @@ log = logging.getLogger("gba_hvd")
 
 # Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
 # start, or is started again.
-_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing", "device_rows"})
+_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "device_rows"})
 
 
 class Reports:
@@ -263,7 +263,8 @@ class Reports:
                 callback.on_metrics(step, {"hot_rows_hit_share": share})
         if n_bytes or data["all_workers"]:
             sent, received = traffic.sent_received(self._progress.traffic)
-            text = f"{traffic.words(n_bytes) or 'nothing here'}; {traffic.words_of_all(sent, received)}"
+            here = traffic.words(n_bytes) or "this worker has sent nothing over the network since the last line"
+            text = f"{here}; {traffic.words_of_all(sent, received)}"
             self.emit(Event("traffic", step, text, data))
             metrics = {f"bytes_{name}": float(n) for name, n in n_bytes.items()}
             metrics |= {"job/bytes_sent": float(sent), "job/bytes_received": float(received)}

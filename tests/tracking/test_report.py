@@ -25,6 +25,7 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
+from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline
 from gba_hvd.tracking.report.page import page
@@ -216,6 +217,31 @@ def test_a_run_without_asynchronous_modes_has_no_word_of_them():
 def event_record(kind: str) -> Record:
     one = event(kind, 0)
     return {"event": one.kind, "step": one.step, "message": one.message, "data": {}, "unix_s": one.unix_s}
+
+
+def test_each_switch_of_auto_has_what_was_predicted_and_what_was_achieved():
+    def decision(step: int, mode: str, reason: str) -> Record:
+        data = {"mode": mode, "kind": "switch", "gba_samples_per_s": 2400.0, "allreduce_samples_per_s": 1000.0}
+        return {"event": "decision", "step": step, "message": f"to {mode}: {reason}", "data": data}
+
+    def switch(step: int, mode: str, reason: str) -> Record:
+        return {"event": "switch", "step": step, "message": reason, "data": {"to": mode, "reason": reason}}
+
+    events = (
+        decision(20, "gba", "slow"), switch(20, "gba", "slow; a warning"), switch(60, "allreduce", "an operator's"),
+        decision(90, "gba", "slow again"), switch(91, "gba", "slow again"),
+    )  # fmt: skip
+    name = g.RATES["gba_samples_per_s"]
+    rates = [Point(name, value, 0, step) for step, value in ((20, 9.0), (30, 1800.0), (40, 1920.0), (50, 2000.0))]
+    story = RunHistory("one", "here", "j", "RUNNING", "", 0, None, {}, {name: rates}, events)
+    shown = timeline.switches(story)
+    assert shown is not None
+    columns = [shown.headings.index(heading) for heading in ("predicted", "achieved")]
+    assert [tuple(row[at].text for at in columns) for row in shown.rows] == [
+        ("2,400", "1,920 (0.80x)"),
+        ("-", "-"),
+        ("2,400", "-"),
+    ]
 
 
 def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

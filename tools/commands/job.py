@@ -19,6 +19,7 @@ from ..running_jobs import (
     ask_switch,
     bases_of,
     find_job,
+    job_to_change,
     report_of,
     running_jobs,
     user_name,
@@ -50,9 +51,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "switch",
         help="ask a running job for another mode",
         description="Ask a job for another mode. It changes at its next step boundary, keeps its hyper-parameters and "
-        "loses no sample. `auto` lets it decide by its measurements.",
+        "loses no sample. It stays there until another mode is asked for: `auto` lets it decide by its measurements. "
+        "Without --job only the place where shards lie is searched; where other jobs run elsewhere, one must be "
+        "named.",
     )
-    switch.add_argument("mode", metavar="MODE", help="allreduce, gba, bsp, async, hop_bs, hop_bw or auto")
+    switch.add_argument(
+        "mode", metavar="MODE", help="allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs, hop_bw or auto"
+    )
     switch.add_argument("--reason", default="", help="kept in the log and in MLflow")
     switch.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (60; 0: only ask)"
@@ -60,7 +65,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     switch.set_defaults(run=run_switch)
     for parser in (status, switch):
         parser.add_argument("--job", metavar="JOB", help="its id or its name; default: the only job on this host")
-        parser.add_argument("--dir", type=Path, help="where shards lie (default: GBA_HVD_SHARD_DIR, else /dev/shm)")
+        parser.add_argument(
+            "--dir",
+            type=Path,
+            help="look only here (default: where shards lie, GBA_HVD_SHARD_DIR or else /dev/shm, then in all other "
+            "folders in use)",
+        )
         parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (10)")
 
 
@@ -88,7 +98,7 @@ def run_switch(args: argparse.Namespace) -> int:
     from gba_hvd.mode_names import known_mode
 
     mode = known_mode(args.mode)
-    folder = find_job(bases_of(args), args.job)
+    folder = job_to_change(args)
     _refuse_without_callback(folder)
     before = ask_status(folder, args.timeout)
     ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
@@ -159,7 +169,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "started_unix_s" in report:
         started = _moment(report["started_unix_s"])
         lines.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
-    if report.get("wanted"):
+    if report.get("wanted") not in (None, "", "auto", report.get("mode")):  # those two are no way to go
         why = f": {report['reason']}" if report.get("reason") else ""
         lines.append(("on the way to", f"{report['wanted']}{why}"))
     if "step" in report:

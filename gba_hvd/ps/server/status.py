@@ -53,7 +53,9 @@ class StatusService:
     def switch(self, request: SwitchTo) -> None:
         """Raises BadInput for a mode that there is not."""
         known_mode(request.mode)
-        self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], f"{request.mode}: {request.reason}"]
+        decided = f"{request.mode}: {request.reason}"
+        if self._decisions[-1:] != [decided]:  # it is asked again until the workers know
+            self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], decided]
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is not None:
             coordinator_service.request_mode(request)
@@ -66,7 +68,8 @@ class StatusService:
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
             return {**report, "mode": "allreduce", **self._reported}
-        return {**report, **_of_asynchronous(coordinator_service.coordinator)}
+        shown = {name: self._reported[name] for name in ("last_decision", "setting") if name in self._reported}
+        return {**report, **shown, **_of_asynchronous(coordinator_service.coordinator)}
 
 
 def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:

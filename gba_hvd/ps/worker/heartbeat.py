@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, Refused, SaveFacts, SaveStatus
@@ -19,6 +20,7 @@ class Heartbeat:
     position: the newest that was received. saved: status of the newest checkpoint.
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
+    report: from the chief, what `gba-hvd status` shows beside what the coordinator knows
     acknowledged_membership: the change of membership that this worker knew of when it last formed a world
     """
 
@@ -29,6 +31,7 @@ class Heartbeat:
         self.saved: SaveStatus | None = None
         self.hosts_updated = self.worker_leaves = self.leaving = False
         self.acknowledged_membership = 0
+        self.report: dict[str, Any] = {}
         self._server, self._saving_server = 0, 0  # process that answers heartbeats, and that was asked to save
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._reported_epoch: int | None = None  # the membership epoch when hosts_updated was first sent
@@ -41,8 +44,9 @@ class Heartbeat:
         elif self._reported_epoch is not None and self.position.membership_epoch > self._reported_epoch:
             self.hosts_updated, self._reported_epoch = False, None
         return HeartbeatMsg(
-            self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated, leaving=self.leaving
-        )
+            self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated,
+            leaving=self.leaving, report=self.report,
+        )  # fmt: skip
 
     def question(self) -> HeartbeatMsg:
         """To a server that is not the coordinator's, of no mode: its answer reports its part of a save."""

@@ -6,7 +6,9 @@ Events of steps that were done again, because the job resumed from a checkpoint,
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import gauges
@@ -25,16 +27,44 @@ _SUPERSEDED = "superseded: the job resumed from an earlier checkpoint; "
 
 def switches(story: RunHistory) -> Table | None:
     rows = []
+    done_at = [int(event.get("step", 0)) for event in story.events_of("switch")]
     for event in story.events_of("switch", "switch_failed"):
         data = event.get("data", {})
         done = event["event"] == "switch"
         seconds = f"{float(data['seconds']):.3f}" if "seconds" in data else "-"
         rows.append([
             f"{event.get('step', 0):,}", str(data.get("from", "allreduce")), str(data.get("to", "?")), seconds,
+            *(_predicted_and_achieved(story, event, done_at) if done else ("-", "-")),
             (_SUPERSEDED if is_event_superseded(event, story.resumes) else "")
             + (str(data.get("reason") or event.get("message", "")) if done else f"failed: {event.get('message', '')}"),
         ])  # fmt: skip
-    return table("Switches", ["step", "from", "to", "seconds", "reason"], rows, "rllrl")
+    note = "Predicted by the decision to switch; achieved: the median from there to the next switch, samples/s."
+    headings = ["step", "from", "to", "seconds", "predicted", "achieved", "reason"]
+    return table("Switches", headings, rows, "rllrrrl", note=note)
+
+
+def _predicted_and_achieved(story: RunHistory, switch: Record, done_at: Sequence[int]) -> tuple[str, str]:
+    """Samples/s of the mode that mode "auto" entered; "-" where it was not it that decided, or too little was seen."""
+    step, data = int(switch.get("step", 0)), switch.get("data", {})
+    to, reason = str(data.get("to", "")), str(data.get("reason", ""))
+    decided = [event for event in story.events_of("decision") if _asks_for(event, to, reason, step)]
+    if not decided or f"{to}_samples_per_s" not in gauges.RATES:
+        return "-", "-"
+    predicted = decided[-1].get("data", {}).get(f"{to}_samples_per_s")
+    end = min((at for at in done_at if at > step), default=math.inf)
+    points = story.history.get(gauges.RATES[f"{to}_samples_per_s"], ())
+    seen = [point.value for point in points if step < point.step <= end]
+    achieved = figure(median(seen), ",.0f") if seen else "-"
+    if seen and isinstance(predicted, int | float) and predicted > 0:
+        achieved += f" ({median(seen) / predicted:.2f}x)"
+    return figure(predicted, ",.0f"), achieved
+
+
+def _asks_for(decision: Record, mode: str, reason: str, until_step: int) -> bool:
+    """Whether it is the decision that a switch carried out."""
+    data, why = decision.get("data", {}), str(decision.get("message", "")).removeprefix(f"to {mode}").lstrip(": ")
+    is_switch = data.get("kind") in ("switch", "trial") and data.get("mode") == mode
+    return is_switch and int(decision.get("step", 0)) <= until_step and bool(why) and why in reason
 
 
 def decisions(story: RunHistory) -> Table | None:

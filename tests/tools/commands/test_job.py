@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from gba_hvd_tools.commands import job
 import gba_hvd
 from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import SETTINGS
 from gba_hvd.ps import launch
 from gba_hvd.ps.transport import new_key
 from gba_hvd.ps.worker.host_server import HostServer
@@ -102,6 +104,48 @@ def test_a_job_that_ends_while_it_is_asked_is_said_to_have_ended(start: Start) -
         running_jobs.ask_status(memory.folder, timeout_s=1.0)
 
 
+@pytest.fixture
+def places(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """(where this user's jobs lie, where the job "other" runs)"""
+    (mine := tmp_path / "mine").mkdir()
+    start("other")
+    monkeypatch.setattr(job_board, "bases_in_use", lambda: [tmp_path])
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(mine))
+    return mine, tmp_path
+
+
+def _to_change(*words: str) -> Path:
+    return running_jobs.job_to_change(cli.build_parser().parse_args(["switch", "gba", *words]))
+
+
+def test_no_job_is_switched_in_a_folder_that_was_not_named(places: tuple[Path, Path]) -> None:
+    mine, elsewhere = places
+    with pytest.raises(BadInput, match=rf"name a job with --job, or its folder with --dir: other in {elsewhere}$"):
+        _to_change()
+    assert _to_change("--job", "other") == _to_change("--dir", str(elsewhere)) == elsewhere / "gba-hvd-other"
+    with pytest.raises(BadInput, match=f"no job runs here: {mine} holds"):
+        _to_change("--dir", str(mine))
+    memory = ShardMemory.create_or_open(mine, "own", a_layout(), grace_s=0)
+    try:
+        assert _to_change() == mine / "gba-hvd-own"
+    finally:
+        memory.close()
+
+
+def test_where_no_folder_is_named_and_jobs_run_in_several_one_must_be_named(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, elsewhere = places
+    monkeypatch.delenv("GBA_HVD_SHARD_DIR")
+    monkeypatch.setattr(running_jobs, "_shard_dir", lambda args: mine)
+    memory = ShardMemory.create_or_open(mine, "own", a_layout(), grace_s=0)
+    try:
+        with pytest.raises(BadInput, match=rf"own in {mine}, other in {elsewhere}"):
+            _to_change()
+    finally:
+        memory.close()
+
+
 # --- what is shown -------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +164,19 @@ def test_a_report_reads_as_sentences() -> None:
 def test_a_switch_on_its_way_is_reported_with_its_reason() -> None:
     report = {"job": "ctr", "mode": "gba", "wanted": "allreduce", "reason": "worker 2 recovered"}
     assert ("on the way to", "allreduce: worker 2 recovered") in job.facts(report)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "gba"])
+def test_what_needs_no_switch_is_not_on_its_way(wanted: str) -> None:
+    facts = job.facts({"job": "ctr", "mode": "gba", "wanted": wanted, "reason": "asked for"})
+    assert "on the way to" not in dict(facts)
+
+
+def test_the_help_of_switch_names_every_mode() -> None:
+    parser = cli.build_parser()
+    (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (mode,) = (action for action in group.choices["switch"]._actions if action.dest == "mode")
+    assert set(str(mode.help).replace(" or ", ", ").split(", ")) == set(SETTINGS)
 
 
 def test_in_allreduce_the_last_decision_is_reported() -> None:

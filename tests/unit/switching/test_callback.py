@@ -671,7 +671,10 @@ class GbaChief:
         step = self.progress.step
         newest = [(0, 7, 3 * step, 0.1), (1, 9, step, 0.3)]
         position = JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], newest=newest)
-        servers: Any = SimpleNamespace(name="gba", position=position, drain_metrics=lambda: ({}, []))
+        self.contact = SimpleNamespace(report={})
+        servers: Any = SimpleNamespace(
+            name="gba", position=position, contact=self.contact, drain_metrics=lambda: ({}, [])
+        )
         self.requests.before_micro_batch(servers, 0.004)
 
 
@@ -682,6 +685,7 @@ def test_the_chief_measures_in_gba_what_all_workers_have_pushed(monkeypatch: pyt
     assert chief.callback.state_dict()["trained_s"] == pytest.approx(10 * 0.5)
     last = chief.callback.last
     assert last is not None
+    assert chief.contact.report == {"setting": "auto", "last_decision": last.reason}, "for people, with heartbeats"
     assert last.gba == pytest.approx(4 / 0.5), "four in each step after the first look"
     allreduce = 4 / (2 * 0.3)
     assert last.allreduce == pytest.approx(allreduce, rel=0.01), "by the newest times, not by their means"

@@ -43,12 +43,13 @@ def waited(monkeypatch: pytest.MonkeyPatch, up_after_s: float, wait_s: float) ->
 def test_a_wait_that_was_asked_for_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited(monkeypatch, 2.0, wait_s=60) == []
     (note,) = waited(monkeypatch, 40.0, wait_s=60)
-    assert (note.kind, note.level, note.data["waiting"]) == ("server_missing", "info", ["mode gba"])
+    assert (note.kind, note.level, note.data["waiting"]) == ("server_awaited", "info", ["mode gba"])
     assert note.message.endswith("to enter mode gba, for 60 s at most (wait_s)")
 
 
 def test_a_wait_that_is_nearly_over_is_a_warning_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     _, warning = waited(monkeypatch, 50.0, wait_s=60)
+    assert warning.kind == "server_missing"
     assert warning.message.endswith(
         "for 60 s at most (wait_s), of which 45 s are over: server 0 of this host has not answered yet"
     )

@@ -53,9 +53,13 @@ def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_th
     decisions, stance = run(Stance("allreduce", 0), [STRAGGLER] * 5, Options(1.2, 1.05, patience=5, min_stay=0))
     assert [d.mode for d in decisions] == ["allreduce"] * 4 + ["gba"]
     assert decisions[0].reason == (
-        "stay in allreduce: worker 2 takes 6.0x the median, predicted 4.61x faster for 1 of 5 steps"
+        "stay in allreduce: worker 2 takes 6.0x the median, "
+        "predicted 4.61x as fast, above the 1.20x it is entered for, for 1 of 5 steps"
     )
-    assert decisions[-1].reason == "to gba: worker 2 takes 6.0x the median, predicted 4.61x faster for 5 steps"
+    assert decisions[-1].why == (
+        "worker 2 takes 6.0x the median, predicted 4.61x as fast, above the 1.20x it is entered for, for 5 steps"
+    )
+    assert decisions[-1].reason == f"to gba: {decisions[-1].why}"
     assert decisions[-1].gain == pytest.approx(4.61, abs=0.01)
     assert stance == Stance("gba", since_step=5, promised=decisions[-1].gain)
 
@@ -70,7 +74,9 @@ def test_the_sentence_names_what_staleness_would_drop() -> None:
     decision, _ = decide(
         Stance("allreduce", 0), 9, replace(STRAGGLER, dropped_share=0.03), Options(1.2, 1.05, patience=1, min_stay=0)
     )
-    assert decision.reason.endswith("predicted 4.47x faster with 3.0% dropped as stale for 1 steps")
+    assert decision.reason.endswith(
+        "predicted 4.47x as fast with 3.0% dropped as stale, above the 1.20x it is entered for, for 1 steps"
+    )
 
 
 def test_the_job_returns_when_the_straggler_has_recovered() -> None:

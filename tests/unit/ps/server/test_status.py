@@ -5,7 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.server.status import StatusService
+
+
+def test_a_request_that_is_repeated_is_shown_once_and_the_newest_are_kept() -> None:
+    mode: Any = SimpleNamespace(active_coordinator=None)
+    service = StatusService("clicks", 0, mode, SimpleNamespace(url=""))  # type: ignore[arg-type]
+    for reason in ("first", "first", "second", "first"):
+        service.switch(SwitchTo("gba", reason))
+    assert service.status()["decisions"] == ["gba: first", "gba: second", "gba: first"]
 
 
 def test_the_status_shows_no_credentials_of_the_place_for_checkpoints() -> None:
