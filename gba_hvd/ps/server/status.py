@@ -68,8 +68,8 @@ class StatusService:
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
             return {**report, "mode": "allreduce", **self._reported}
-        shown = {name: self._reported[name] for name in ("last_decision", "setting") if name in self._reported}
-        return {**report, **shown, **_of_asynchronous(coordinator_service.coordinator)}
+        report |= {name: self._reported[name] for name in ("last_decision", "setting") if name in self._reported}
+        return {**report, **_of_asynchronous(coordinator_service.coordinator)}
 
 
 def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:

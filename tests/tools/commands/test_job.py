@@ -320,6 +320,7 @@ class Holds(gba_hvd.Callback):
 
     def __init__(self, base: Path, mode: str, callback: gba_hvd.GBACallback) -> None:
         self.base, self.mode, self.callback = base, mode, callback
+        self.held: dict[str, Any] | None = None
         self.settings, self.events, self.asked = list[str](), list[Event](), list[str]()
 
     def on_step(self, record: StepRecord) -> None:
@@ -330,6 +331,8 @@ class Holds(gba_hvd.Callback):
         if wanted:
             self.asked.append(wanted)
             folder = running_jobs.find_job([self.base], None)
+            if wanted == "auto":  # what `gba-hvd switch` waits for
+                self.held = job._wait_for(folder, self.mode, 60.0, 60.0)
             running_jobs.ask_switch(folder, wanted, "for the demonstration", 60.0)
 
     def on_event(self, event: Event) -> None:
@@ -350,6 +353,7 @@ def test_the_mode_that_auto_is_in_is_held_until_auto_is_asked_for(mode: str, tmp
         training.epoch(Clicks(96))
     training.state.close()
     assert operator.asked == [mode, "auto"] and mode in operator.settings
+    assert operator.held is not None and operator.held["setting"] == mode
     (held,) = operator.events
     assert held.data == {"mode": mode, "reason": "for the demonstration"}
     assert training.state.engine.mode is None or training.state.engine.mode.name == mode
