@@ -18,6 +18,7 @@ from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
+from gba_hvd.switching.drops import DropWatch
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
@@ -52,7 +53,7 @@ class ModeRequests(StepParticipant):
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
-        self._pushes = PushReadings()
+        self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"))
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
@@ -149,6 +150,7 @@ class ModeRequests(StepParticipant):
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
         self._asked_s, self._pushes, self._noted = 0.0, PushReadings(), ("", "")
+        self._drops.forget()
 
     def paused(self) -> None:
         """In allreduce no step contains a pause, so no reading of pushes does."""
@@ -166,8 +168,10 @@ class ModeRequests(StepParticipant):
         step, position = engine.progress.step, servers.position
         if step > self._seen_step:
             self._seen_step = step
-            self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
+            is_reported = self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
             if servers.name == "gba":
+                if is_reported and (event := self._drops.look(step, engine.progress.staleness, engine.progress.lags)):
+                    engine.emit(event)
                 self._measure_pushes(servers, waited_s)
                 self._report_decision()
             self._report_unstable_rate(servers, waited_s)
@@ -206,6 +210,7 @@ class ModeRequests(StepParticipant):
         self._pushes_s = now_s
         if self._pushes.members_changed:
             self.callback.members_changed()
+            self._drops.forget()
         of_step = engine.model.global_batch // engine.model.micro_batch
         self.callback.measured_async(
             step, seconds, of_step, waited_s, engine.model.together, n_pushed=n_pushed, elapsed_s=elapsed_s
@@ -253,11 +258,11 @@ class ModeRequests(StepParticipant):
                 )
             engine.emit(Event("rates", step, text, metrics))
 
-    def _report_rates(self, seconds: dict[str, float]) -> None:
-        """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""
+    def _report_rates(self, seconds: dict[str, float]) -> bool:
+        """Every few seconds, from the chief: how long the workers take, and where micro-batches went. Whether now."""
         progress, now = self._engine.progress, time.perf_counter()
         if now - self._rates_s < _RATES_EVERY_S:
-            return
+            return False
         self._rates_s = now
         words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
         counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.rejected}
@@ -271,6 +276,7 @@ class ModeRequests(StepParticipant):
         data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
         data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))
+        return True
 
     def _report_unstable_rate(self, servers: PsWorker, waited_s: float) -> None:
         """On the chief, where a curvature is known, once in a mode: the learning rate is predicted unstable in it."""

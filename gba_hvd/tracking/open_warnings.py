@@ -23,6 +23,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return by == "switch" and by_data.get("to") == data.get("to")
     if kind in _OF_CHECKPOINTS:
         return by == "checkpoint"
+    if kind == "many_dropped":  # reported again if it is so with other workers, too
+        return by in ("many_dropped_over", "switch", "membership", "resumed")
     if kind == "table_full":  # reported again if the table is still full
         return by == "resumed"
     return kind == "world_late" and not data.get("stands") and by in ("membership", "world_late")

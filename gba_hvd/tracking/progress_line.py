@@ -42,7 +42,7 @@ class ProgressLine(Callback):
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
     The closing summary takes the account of samples from the data of the last event that has it
     (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, and in asynchronous modes
-    `staleness`).
+    `staleness` and `lags`).
     """
 
     shows_events = True
@@ -119,7 +119,7 @@ class ProgressLine(Callback):
         if event.kind == gauges.EVENT:
             self._gauges |= self._readings.take(event.data)
             return
-        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
+        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness", "lags") if key in event.data}
         if event.kind == "resumed":
             self._resumed_step = event.step
             self._first_step_s = None  # the time that is left is reckoned from here
@@ -208,6 +208,9 @@ class ProgressLine(Callback):
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
+        by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"
+        if by_values and (ages := whole_numbers(self._account.get("lags"))):
+            lines.append(f"age of dense values, which decides what is dropped: {staleness_words(ages)}")
         lines += [warned.words for warned in self._warnings.values()]
         lines += [f"note: {_tagged(event)}" for event in self._notes.values()]
         if self._newest is not None:

@@ -110,6 +110,20 @@ def test_the_summary_accounts_for_every_sample():
     ]
 
 
+def test_the_summary_has_the_age_that_decides_what_is_dropped() -> None:
+    def summary(staleness_of: str) -> list[str]:
+        stream = io.StringIO()
+        progress = ProgressLine(stream=stream, clock=Clock())
+        run(progress, [job("j", staleness_of=staleness_of)], [step(1)])
+        progress.on_event(Event("finished", 1, "done", {"staleness": {"0": 9, "1": 1}, "lags": {"0": 3, "1": 7}}))
+        progress.on_end("FINISHED", None)
+        return lines_of(stream)
+
+    ages = "age of dense values, which decides what is dropped: mean 0.70, max 1 (0: 30%, 1: 70%)"
+    assert ages in summary("values")
+    assert not any("age of dense values" in line for line in summary("token"))
+
+
 def test_the_summary_has_the_name_that_the_job_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """As MLflow's run and `gba-hvd ps`: what TorchState was given, before the environment."""
     monkeypatch.setenv("GBA_HVD_JOB_NAME", "of-the-environment")

@@ -64,7 +64,8 @@ def _of_losses(story: RunHistory) -> list[NextStep]:
     account = story.account
     if account and account["dropped"] > _MANY_DROPPED * account["total"]:
         share = account["dropped"] / account["total"]
-        steps.append(NextStep(f"{share:.0%} of the samples were too stale and dropped: see the staleness below."))
+        below = "ages of dense values" if story.params.get("staleness_of") == "values" else "staleness"
+        steps.append(NextStep(f"{share:.0%} of the samples were too stale and dropped: see the {below} below."))
     return steps
 
 

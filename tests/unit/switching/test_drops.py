@@ -1,0 +1,101 @@
+"""When it is a warning that gba drops gradients as too stale, and when it is over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd.callbacks import Event
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.messages import JobPosition
+from gba_hvd.switching import requests
+from gba_hvd.switching.callback import GBACallback
+from gba_hvd.switching.drops import WINDOW, DropWatch
+from gba_hvd.training.job_state import Progress
+from gba_hvd.training.step_hooks import StepHooks
+
+
+class Watched:
+    """A `DropWatch` that is shown windows: how many micro-batches of each age come to those before."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.watch, self.by_values = DropWatch(Discipline(**rules)), rules.get("staleness_of") == "values"
+        self.so_far: dict[int, int] = {}
+        self.show({})
+
+    def show(self, window: dict[int, int]) -> Event | None:
+        for age, n in window.items():
+            self.so_far[age] = self.so_far.get(age, 0) + n
+        fresh = {0: sum(self.so_far.values())}
+        return self.watch.look(7, *((fresh, self.so_far) if self.by_values else (self.so_far, fresh)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "window", "is_said"),
+    [
+        ({"tolerance": 2}, {0: 80, 3: 20}, True),
+        ({"tolerance": 2}, {0: 90, 3: 10}, False),
+        ({"tolerance": 3}, {0: 80, 3: 20}, False),
+        ({"tolerance": 0, "staleness_of": "values"}, {0: 30, 1: 70}, True),
+        ({"tolerance": 2, "staleness": "linear"}, {0: 80, 3: 20}, True),
+        ({"staleness": "inverse"}, {0: 10, 30: 90}, False),
+        ({"tolerance": 2}, {3: WINDOW - 1}, False),
+    ],
+)
+def test_a_share_above_the_bound_is_a_warning(rules: dict[str, Any], window: dict[int, int], is_said: bool) -> None:
+    event = Watched(**rules).show(window)
+    assert (event is not None) is is_said
+    if event is not None:
+        assert (event.kind, event.level) == ("many_dropped", "warning")
+        assert f"tolerance={rules['tolerance']} " in event.message and "Raise the tolerance" in event.message
+
+
+def test_the_warning_names_the_age_that_decides() -> None:
+    by_values = Watched(tolerance=0, staleness_of="values").show({0: 30, 1: 60, 3: 10})
+    assert by_values is not None
+    assert by_values.message.startswith(
+        "70% of the newest 100 micro-batches were dropped as too stale, more than 10%: the dense values that they "
+        "came of were more than tolerance=0 steps old (staleness_of='values'), up to 3."
+    )
+    by_token = Watched(tolerance=0).show({0: 30, 1: 70})
+    assert by_token is not None and "their data was more than tolerance=0 steps late" in by_token.message
+
+
+def test_it_is_said_once_and_over_once_and_only_well_below_the_bound() -> None:
+    watched = Watched(tolerance=1)
+    kinds = [
+        None if (event := watched.show({0: 100 - late, 2: late})) is None else event.kind
+        for late in (20, 30, 8, 4, 4, 8, 11)
+    ]
+    assert kinds == ["many_dropped", None, None, "many_dropped_over", None, None, "many_dropped"]
+
+
+def test_windows_begin_anew_after_a_rollback_and_with_the_mode() -> None:
+    watched = Watched(tolerance=1)
+    watched.show({0: 100})
+    watched.so_far = {0: 90}
+    assert watched.show({2: 60}) is None, "the histogram is an older one: what it has is no window"
+    assert watched.show({2: 60}) is not None
+    watched.watch.forget()
+    assert watched.show({2: 60}) is None
+    assert watched.show({2: 60}) is not None
+
+
+def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_RATES_EVERY_S", 0.0)
+    progress, events = Progress(None, StepHooks()), list[Event]()
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, size=2), progress=progress, elp=12, emit=events.append,
+        model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
+    )  # fmt: skip
+    participant = requests.ModeRequests(engine, GBACallback(mode="gba", tolerance=0, staleness_of="values"))
+    participant.mode_entered()
+    for lags in ({0: 100}, {0: 120, 1: 80}, {0: 140, 1: 160}, {0: 300, 1: 160}):
+        progress.step, progress.lags, progress.staleness = progress.step + 1, lags, {0: sum(lags.values())}
+        position = JobPosition(step=progress.step, rates=[(0, 0.2), (1, 0.2)])
+        servers: Any = SimpleNamespace(name="gba", position=position, drain_metrics=lambda: ({}, []))
+        participant.before_micro_batch(servers, 0.004)
+    said = [(event.kind, event.step) for event in events if event.kind.startswith("many_dropped")]
+    assert said == [("many_dropped", 2), ("many_dropped_over", 4)]
