@@ -53,7 +53,7 @@ class Fault:
     """One planned fault. `kind` says which of the other fields count; those that do not keep their default.
 
     serve:                   an emulated accelerator: every micro-batch of every worker takes at least `seconds`
-    slow:                    micro-batches of `worker` take `factor` times as long
+    slow:                    micro-batches of `worker` take `factor` times as long, 1 or more
     gamma:                   `factor` times a draw from Gamma(shape, 1/shape), mean 1; worker None: all workers
       both while from_step <= step < to_step; to_step None: to the end
     kill, stop, raise:       SIGKILL to `worker`; SIGSTOP, and SIGCONT `seconds` later; an exception in it
@@ -85,6 +85,8 @@ class Fault:
                     raise BadInput(f"a fault of kind {self.kind!r} needs {name!r}")
             else:
                 _check(self.kind, name, value)
+        if self.kind == "slow" and self.factor < 1:
+            raise BadInput(f"slow: factor must be 1 or more, {self.factor:g} would make worker {self.worker} faster")
         if self.to_step is not None and self.to_step <= self.from_step:
             raise BadInput(f"{self.kind}: to_step {self.to_step} must be beyond from_step {self.from_step}")
 
@@ -114,6 +116,16 @@ class Fault:
     @property
     def fires_once(self) -> bool:
         return self.kind not in _LASTING
+
+    @property
+    def words(self) -> str:
+        """A lasting fault in a few words, such as `worker 2 takes 6 times as long from step 100 until 400`."""
+        if self.kind == "serve":
+            return f"every micro-batch takes at least {self.seconds:g} s"
+        who = "every worker" if self.worker is None else f"worker {self.worker}"
+        until = "to the end" if self.to_step is None else f"until {self.to_step:,}"
+        drawn = f", times draws from Gamma({self.shape:g})" if self.kind == "gamma" else ""
+        return f"{who} takes {self.factor:g} times as long{drawn} from step {self.from_step:,} {until}"
 
     def is_on(self, rank: int, step: int) -> bool:
         """Whether a lasting fault slows this worker at this step."""
@@ -271,8 +283,13 @@ class FaultSchedule(Callback):
 
     @property
     def planned(self) -> list[Fault]:
-        """The faults that fire once."""
+        """The faults that fire once; `lasting` has the others."""
         return [fault for fault in self.faults if fault.fires_once]
+
+    @property
+    def lasting(self) -> list[Fault]:
+        """`serve`, `slow` and `gamma`, which hold for many micro-batches and leave no record in `folder`."""
+        return [fault for fault in self.faults if not fault.fires_once]
 
     @property
     def fired(self) -> list[Fault]:

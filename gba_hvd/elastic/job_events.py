@@ -256,6 +256,9 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}{_why_from_step_0(engine, joined)}"
     )
     yield Event("started", step, text, {"workers": n_workers})
+    if engine.faults is not None and (lasting := engine.faults.lasting):
+        text = f"on purpose, as the FaultSchedule says: {'; '.join(fault.words for fault in lasting)}"
+        yield Event("faults_lasting", step, text, {"faults": [fault.entry() for fault in lasting]})
     if engine.model.untrained:
         text = (
             f"{names_in_words(engine.model.untrained)}: parameters of the model with requires_grad that are in no "

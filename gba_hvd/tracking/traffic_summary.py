@@ -16,11 +16,17 @@ from gba_hvd.tracking.recovery_records import events_in_force
 
 @dataclass(frozen=True)
 class TrafficSummary:
-    """A decision of a compressor: what it did from a step on, and why."""
+    """A decision of a compressor: what it did from a step on, and why.
+
+    of: "dense" or "rows"; empty in records of earlier versions. compress: anything; bypassed: tensors that are not
+    """
 
     step: int
     compressor: str
     reason: str
+    of: str = ""
+    compress: bool = True
+    bypassed: tuple[str, ...] = ()
 
 
 def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
@@ -34,12 +40,12 @@ def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, i
 
 
 def density(events: Iterable[Record]) -> dict[str, float]:
-    """The share of each dense tensor's elements that was sent last, of tensors that were compressed."""
+    """The share of each dense tensor's elements that was sent when it was last compressed."""
     return {str(name): float(share) for name, share in _newest_traffic(events).get("density", {}).items()}
 
 
 def row_density(events: Iterable[Record]) -> list[float]:
-    """The same for gradients of rows, by group of tables; empty where all of them was sent."""
+    """The same for gradients of rows, by group of tables; empty where none was selected."""
     shares = [float(share) for share in _newest_traffic(events).get("row_density", ())]
     return shares if any(shares) else []
 
@@ -47,9 +53,19 @@ def row_density(events: Iterable[Record]) -> list[float]:
 def decisions(events: Iterable[Record]) -> list[TrafficSummary]:
     """What compressors decided, the oldest first."""
     return [
-        TrafficSummary(int(e.get("step", 0)), str(e.get("data", {}).get("compressor", "")), str(e.get("message", "")))
+        TrafficSummary(
+            int(e.get("step", 0)), str(data.get("compressor", "")), str(e.get("message", "")), str(data.get("of", "")),
+            bool(data.get("compress", True)), tuple(data.get("bypassed", ())),
+        )
         for e in _of(events, "compression")
-    ]
+        for data in [e.get("data", {})]
+    ]  # fmt: skip
+
+
+def sent_whole(events: Iterable[Record], of: str) -> TrafficSummary | None:
+    """The newest decision of the compressor of "dense" gradients or of "rows", if something goes as it is by it."""
+    newest = [one for one in decisions(events) if one.of == of][-1:]
+    return newest[0] if newest and (not newest[0].compress or newest[0].bypassed) else None
 
 
 def _newest_traffic(events: Iterable[Record]) -> Mapping[str, Any]:

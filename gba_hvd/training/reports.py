@@ -24,7 +24,9 @@ log = logging.getLogger("gba_hvd")
 
 # Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
 # start, or is started again.
-_LOGGED = frozenset({"started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "device_rows"})
+_LOGGED = frozenset({
+    "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "device_rows", "faults_lasting",
+})  # fmt: skip
 
 
 class Reports:
@@ -240,7 +242,10 @@ class Reports:
                 continue
             while compressor.decisions:  # other threads add to them
                 d = compressor.decisions.pop(0)
-                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
+                of = "rows" if compressor is self._model.row_coder else "dense"
+                data = {
+                    "compressor": str(compressor.spec), "of": of, "compress": d.compress, "bypassed": d.bypassed
+                }  # fmt: skip
                 self.emit(Event("compression", self._progress.step, d.reason, data))
 
     def traffic(self) -> None:

@@ -499,8 +499,9 @@ def traffic(step: int, n_bytes: dict[str, int], unix_s: float = 0.0, **data: obj
     return {"event": "traffic", "step": step, "message": "", "data": data, "unix_s": unix_s or float(step)}
 
 
-def decided(step: int, reason: str) -> Record:
-    return {"event": "compression", "step": step, "message": reason, "data": {"compressor": "int8"}, "unix_s": step}
+def decided(step: int, reason: str, **data: object) -> Record:
+    data["compressor"] = "int8"
+    return {"event": "compression", "step": step, "message": reason, "data": data, "unix_s": step}
 
 
 def history_of(*events: Record) -> RunHistory:
@@ -548,6 +549,18 @@ def test_density_is_that_of_the_newest_end_of_an_epoch():
     ]
 
 
+def test_what_goes_uncompressed_by_the_newest_decision_is_sent_whole():
+    sent = traffic(30, {"sent_gba_dense": 1}, density={"w": 0.5, "v": 0.25}, row_density=[0.18])
+    whole = "all, uncompressed since step {}; before, while it was compressed, {}"
+    rows_whole = decided(12, "rows go as they are", of="rows", compress=False, bypassed={})
+    v_whole = decided(13, "1 of 2 tensors", of="dense", compress=True, bypassed={"v": "why"})
+    assert table(history_of(rows_whole, v_whole, sent), "Density") == [
+        ["w", "50.00%"], ["v", whole.format(13, "25.00%")], ["rows", whole.format(12, "18.00%")]
+    ]  # fmt: skip
+    again = decided(20, "rows go compressed", of="rows", compress=True, bypassed={})
+    assert table(history_of(rows_whole, again, sent), "Density")[2] == ["rows", "18.00%"]
+
+
 def test_many_tensors_are_counted_beyond_the_first():
     rows = table(history_of(traffic(10, {}, density={f"w{i}": 0.1 for i in range(203)})), "Density")
     assert (len(rows), rows[-1]) == (201, ["... and 3 more", ""])
@@ -578,7 +591,8 @@ def test_bytes_and_decisions_come_as_json(tmp_path: Path, capsys: pytest.Capture
     figures = json.loads(capsys.readouterr().out)
     assert figures["bytes"] == [{"mode": "gba", "kind": "rows", "sent": 7, "received": 0}]
     assert (figures["density"], figures["row_density"]) == ({"w": 0.5}, [])
-    assert figures["compression"] == [{"step": 11, "compressor": "int8", "reason": "why"}]
+    (decision,) = figures["compression"]
+    assert (decision["step"], decision["compressor"], decision["reason"]) == (11, "int8", "why")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

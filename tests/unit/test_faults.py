@@ -156,6 +156,7 @@ def test_a_file_says_only_what_matters(tmp_path: Path) -> None:
         ({"kind": "kill", "worker": 1, "at_step": 2.5}, "at_step must be a whole number"),
         ({"kind": "kill", "worker": True, "at_step": 2}, "worker must be a whole number"),
         ({"kind": "slow", "worker": 1, "factor": 0}, "factor must be a positive number"),
+        ({"kind": "slow", "worker": 1, "factor": 0.2}, "factor must be 1 or more, 0.2 would make worker 1 faster"),
         ({"kind": "slow", "worker": 1, "factor": "5"}, "factor must be a positive number"),
         ({"kind": "slow", "worker": 1, "factor": 5, "from_step": 5, "to_step": 5}, "beyond from_step"),
         ({"kind": "serve", "seconds": float("inf")}, "seconds must be a positive number"),
@@ -208,7 +209,17 @@ def test_a_schedule_is_a_callback() -> None:
 
 def test_planned_are_the_faults_that_fire_once() -> None:
     assert EVERYTHING.planned == list(EVERYTHING.faults[4:])
+    assert EVERYTHING.lasting == list(EVERYTHING.faults[:4])
     assert EVERYTHING.fired == []
+
+
+def test_lasting_faults_are_said_in_words() -> None:
+    faults = FaultSchedule().serve(0.02).slow(2, 6, 100, 4000).gamma(shape=50)
+    assert [fault.words for fault in faults.lasting] == [
+        "every micro-batch takes at least 0.02 s",
+        "worker 2 takes 6 times as long from step 100 until 4,000",
+        "every worker takes 1 times as long, times draws from Gamma(50) from step 0 to the end",
+    ]
 
 
 def test_a_fault_is_due_for_its_worker_from_its_step_on() -> None:

@@ -61,7 +61,7 @@ def reported(
     ))  # fmt: skip
     tables.optimizer = "rows"
     engine: Any = SimpleNamespace(
-        job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit,
+        job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit, faults=None,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),
         progress=SimpleNamespace(
             step=7, account=SampleAccount(total=500, applied=400), staleness={1: 3, 0: 8}, lags={2: 11},

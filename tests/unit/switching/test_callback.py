@@ -183,7 +183,7 @@ def test_without_a_rule_gba_looks_ahead_where_the_optimizer_has_momentum(
         ({"mode": "async"}, "async", "the default of mode async"),
         ({"mode": "bsp"}, "bsp", "the default of mode bsp"),
         ({"mode": "gba", "lookahead": 0}, "gba", "in lock-step, where no gradient comes late"),
-        ({"mode": "shadow"}, "shadow", "no gradient comes late"),
+        ({"mode": "shadow"}, "shadow", "no dense gradient comes late; those of rows do"),
         ({"mode": "gba", "rule": "none"}, "gba", "requested"),
         ({"mode": "auto", "rule": "none"}, "gba", "requested"),
     ],

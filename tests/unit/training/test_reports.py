@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gba_hvd
+from gba_hvd.compression.bypass import BypassDecision
 from tests.unit.thread_world import EventLog, Workers
 
 TABLES = {"user": (20, 4), "item": (7, 3), "shop": (50, 4), "word": gba_hvd.Table(dim=4, keys="hash64", capacity=64)}
@@ -29,6 +30,18 @@ def test_the_start_and_notes_are_one_line_of_the_log_or_of_the_progress(
     assert said.count("[memory not kept] step 21: it takes 0.4 ms") == 1
     assert "xyzzy" not in said
     assert ("[started]" in shown.getvalue()) == shows_progress
+
+
+def test_faults_that_last_are_said_once_at_the_start(training: Any, clicks: Any, caplog: Any) -> None:
+    job, log = training(), EventLog()
+    job.state.register_callbacks([log, gba_hvd.FaultSchedule().slow(worker=0, factor=2, to_step=1)])
+    with caplog.at_level("INFO", "gba_hvd"):
+        job.epoch(clicks())
+    (event,) = log.of("faults_lasting")
+    assert event.level == "info" and event.data["faults"] == [
+        {"kind": "slow", "worker": 0, "factor": 2, "to_step": 1}
+    ]
+    assert caplog.text.count("the FaultSchedule says: worker 0 takes 2 times as long from step 0 until 1") == 1
 
 
 def unused(log: EventLog) -> list[Any]:
@@ -79,3 +92,15 @@ def test_what_another_worker_looks_up_is_used(on_host: Any, workers: Workers, cl
 
 def ids_of(ids: list[int]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def test_a_decision_about_compressing_says_what_it_is_of(training: Any) -> None:
+    job, log = training(compression=gba_hvd.Compression.int8, row_compression=gba_hvd.Compression.fp16), EventLog()
+    job.state.register_callbacks([log])
+    job.state.sync()
+    model = job.state.engine.model
+    for compressor in (model.compression, model.row_coder):
+        compressor.decisions[:] = [BypassDecision(False, "why", True)]
+    job.state.engine.reports.compression()
+    said = [(event.data["compressor"], event.data["of"], event.data["compress"]) for event in log.of("compression")]
+    assert said == [("int8", "dense", False), ("fp16", "rows", False)]
