@@ -1,6 +1,6 @@
 """Several hosts on one Linux machine, for tests and benchmarks: each has its own network, name, processes and /dev/shm.
 
-    with Lab(folder, ("desk", "h1", "h2")) as lab:
+    with VirtualHosts(folder, ("desk", "h1", "h2")) as lab:
         lab.limit("100mbit")
         job = lab.popen("desk", ["horovodrun", "--network-interface", "eth0", "-np", "2", "-H", "h1:1,h2:1", ...])
         lab.cut("h2"); lab.heal("h2"); lab.kill("h2")

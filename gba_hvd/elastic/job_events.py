@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
+from recovery.callback import CheckpointCallback
 from recovery.redaction import redacted
 from recovery.restore import Report
 
@@ -228,10 +229,21 @@ def _settings(engine: Engine) -> dict[str, Any]:
         "row_average": engine.model.row_average,
         "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,
         "row_compression": engine.model.row_compression.exactly,
-        **({} if checkpoints is None else {"recovery": checkpoints.callback.recovery}),
+        **({} if checkpoints is None else _checkpoint_settings(checkpoints.callback)),
         **{name: value for name, value in of_the_mode.items() if value is not None},
         **({} if switching is None else {"rule_reason": switching.rule_reason}),
     }
+
+
+def _checkpoint_settings(callback: CheckpointCallback) -> dict[str, Any]:
+    """Of the plan, what it goes by; of an interval that was given, that. What is not set is left out."""
+    given = callback.given
+    found = {"recovery": callback.recovery, "policy": given.policy, "target_pls": given.target_pls}
+    found |= {"row_fraction": given.r, "total_samples": callback.total_samples}
+    found |= {"checkpoint_every_s": callback.every_s, "checkpoint_every_steps": callback.every_steps}
+    if callback.is_planned:
+        found |= {"mtbf_h": given.mtbf_h, "longest_s": given.longest_s}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -480,6 +492,22 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
             facts |= loss
             text += "" if joined.decision is None else f"; {joined.decision.reason}"
         yield Event("rows_lost", step, text, {**facts, "why": why}, level="warning")
+    if (above := _above_target(engine, loss)) is not None:
+        yield above
+
+
+def _above_target(engine: Engine, loss: Mapping[str, Any]) -> Event | None:
+    """A warning when this recovery has lost something, and all so far have lost more than is tolerable."""
+    if not loss.get("pls") or loss["pls_total"] <= loss["target_pls"]:
+        return None
+    text = (
+        f"the recoveries so far have a PLS of {loss['pls_total']:.3g}, above target_pls={loss['target_pls']:g}: save more "
+        "often (a shorter every_s, or fewer every_steps), or recover with recovery='full'"
+    )
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is not None and checkpoints.callback.total_samples is None:
+        text += "; CheckpointCallback(total_samples=...) is not given, so that this is of the samples so far, and too much"
+    return Event("pls_above_target", engine.progress.step, text, dict(loss), level="warning")
 
 
 def _portion_lost(engine: Engine, joined: JoinResult) -> tuple[dict[str, Any], str]:
@@ -499,7 +527,8 @@ def _portion_lost(engine: Engine, joined: JoinResult) -> tuple[dict[str, Any], s
     total = max(1, account.total, given or 0)
     what = "of the planned training" if given else "so far (CheckpointCallback(total_samples=...) is not given)"
     text = f"PLS {now / total:.3g}, {so_far / total:.3g} with all recoveries so far, of {total:,} samples {what}"
-    return {"pls": now / total, "pls_total": so_far / total, "total_samples": total}, text
+    target = checkpoints.callback.given.target_pls
+    return {"pls": now / total, "pls_total": so_far / total, "target_pls": target, "total_samples": total}, text
 
 
 def _place(engine: Engine, joined: JoinResult) -> str:

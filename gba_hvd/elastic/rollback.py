@@ -41,7 +41,8 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
         "seconds": back.seconds, "skipped": list(back.skipped), "from_step": max(step, earlier["from_step"]),
         "samples_redone": progress.account.redone - before.redone + earlier["samples_redone"],
         "samples_redone_total": progress.account.redone,
-        "pls": 0.0, "pls_total": back.samples_lost / total, "total_samples": total, **joined.decision.event_data(),
+        "pls": 0.0, "pls_total": back.samples_lost / total, "total_samples": total,
+        "target_pls": checkpoints.callback.given.target_pls, **joined.decision.event_data(),
     }  # fmt: skip
     engine.rollback.unreported = facts
     engine.rolled_back()

@@ -29,7 +29,7 @@ _OF_PLAN = {"interval_s": "checkpoint_interval_s", "overhead": "checkpoint_overh
 _OF_RECOVERY = ("rows_restored", "rows_lost", "pls", "pls_total", "samples_redone")
 # Of the choice between full and partial recovery: what each was expected to cost, as a share of training time.
 _OF_CHOICE = {"overhead_full": "recovery_overhead_full", "overhead_partial": "recovery_overhead_partial"}
-_LABEL_OF_CHOICE = ("strategy", "strategy_reason", *_OF_CHOICE)
+_LABEL_OF_CHOICE = ("strategy", "strategy_reason", *_OF_CHOICE, "pls_expected", "target_pls")
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
 
 
@@ -140,7 +140,8 @@ def pointers(events: Iterable[Record]) -> list[Record]:
 
 def recoveries(events: Iterable[Record]) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
-    one and of all so far, samples that are trained again; the choice between full and partial, where there was one.
+    one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,
+    where there was one.
     """
     found = []
     for event in events:

@@ -121,7 +121,7 @@ def plan(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = Non
     stored = job.n_bytes * objectives.kept_bases * longest
     puts_per_month = 30 * max(per_day / _PUT_BYTES, _DAY_S / (r * chosen.round_s))
     cost = stored / 1e9 * objectives.price_per_gb_month + puts_per_month / 1000 * objectives.price_per_1000_puts
-    reason = _reason(strategy, full, partial, objectives, margin)
+    reason = _reason(strategy, full, partial, objectives, margin, job.n_servers)
     if is_picked and r < 1:
         reason += f"; {r:.3g} of the rows a save, so that one comes every {r * chosen.round_s / 60:,.0f} min"
     return RecoveryPlan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
@@ -225,10 +225,14 @@ def _kept(job: JobProfile, objectives: Objectives, found: Estimate, old: Estimat
     return estimate(job, found.strategy, old.round_s, objectives) if near and possible else found
 
 
-def _reason(strategy: str, full: Estimate, partial: Estimate, objectives: Objectives, margin: float) -> str:
+def _reason(
+    strategy: str, full: Estimate, partial: Estimate, objectives: Objectives, margin: float, n_servers: int
+) -> str:
     costs = f"partial recovery costs {partial.overhead:.2%} of training time, full {full.overhead:.2%}"
     reason = f"{strategy}: {costs}"
-    if objectives.strategy != "auto":
+    if n_servers == 1 and strategy == "full":
+        reason += ", and the loss of the only server is the loss of the job"
+    elif objectives.strategy != "auto":
         reason += f", {strategy} was asked for"
     elif strategy == "full":
         reason += f", partial must cost {margin:.0%} less"

@@ -549,6 +549,14 @@ def test_density_is_that_of_the_newest_end_of_an_epoch():
     ]
 
 
+def test_a_recovery_stands_beside_what_was_expected_and_the_target():
+    data = {"rows_restored": 5, "pls": 0.03, "pls_total": 0.034, "pls_expected": 0.01, "target_pls": 0.02}
+    (row,) = table(history_of({"event": "rows_restored", "step": 9, "data": data, "unix_s": 9.0}), "Recoveries")
+    assert row[5:9] == ["0.03000", "0.03400", "0.01000", "0.02000"]
+    without = {"event": "rows_restored", "step": 9, "data": {"rows_restored": 5}, "unix_s": 9.0}
+    assert table(history_of(without), "Recoveries")[0][5:9] == ["-"] * 4
+
+
 def test_what_goes_uncompressed_by_the_newest_decision_is_sent_whole():
     sent = traffic(30, {"sent_gba_dense": 1}, density={"w": 0.5, "v": 0.25}, row_density=[0.18])
     whole = "all, uncompressed since step {}; before, while it was compressed, {}"

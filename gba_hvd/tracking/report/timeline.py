@@ -92,13 +92,16 @@ def recoveries(story: RunHistory) -> Table | None:
     rows = [
         [f"{one['step']:,}", _what_was_lost(one), figure(one["rows_restored"], ",.0f"),
          figure(one["rows_lost"], ",.0f"), figure(one["age"], ",.0f"), figure(one["pls"], ".5f"),
-         figure(one["pls_total"], ".5f"), figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
+         figure(one["pls_total"], ".5f"), figure(one["pls_expected"], ".5f"), figure(one["target_pls"], ".5f"),
+         figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
          str(one["strategy_reason"] or "")]
         for one in story.recoveries
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
-    note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer."
-    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrll", note=note)
+    headings += ["PLS expected", "target PLS"]
+    note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer. The target is for "
+    note += "the end of the job, and what is expected is of partial recovery at the present interval."
+    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrrrll", note=note)
 
 
 def _what_was_lost(recovery: Record) -> str:

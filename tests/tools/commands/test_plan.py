@@ -31,7 +31,10 @@ def test_the_table_has_both_strategies_and_the_reason_follows(capsys):
 
 def test_one_server_is_recovered_in_full(capsys):
     assert cli.main(["plan", *FIGURES, "--json", "--servers", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["strategy"] == "full"
+    found = json.loads(capsys.readouterr().out)
+    assert found["strategy"] == "full"
+    assert "the loss of the only server is the loss of the job" in found["reason"]
+    assert "asked for" not in found["reason"]
 
 
 def test_all_that_is_missing_is_named_at_once(capsys):

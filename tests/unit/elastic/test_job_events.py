@@ -23,6 +23,7 @@ from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
+from recovery.callback import CheckpointCallback
 from recovery.rows import KEY, USES, Column, Schema, Table
 from recovery.schedule.recovery_choice import RecoveryDecision
 
@@ -81,9 +82,9 @@ def reported(
                 plan_pace=lambda n_hosts: received.append(f"pace of {n_hosts}"),
                 samples_lost=getattr(checkpoints, "samples_lost", 0.0),
             ),
-            callback=SimpleNamespace(
-                url="memory://place", total_samples=getattr(checkpoints, "total_samples", None), recovery="auto",
-                resume=getattr(checkpoints, "resume", True),
+            callback=CheckpointCallback(
+                "memory://place", total_samples=getattr(checkpoints, "total_samples", None),
+                resume=getattr(checkpoints, "resume", True), target_pls=getattr(checkpoints, "target_pls", 0.5),
             ),
         ),
     )  # fmt: skip
@@ -329,6 +330,17 @@ def test_the_portion_lost_adds_up_and_is_of_the_planned_training() -> None:
     assert "of 4,000 samples of the planned training" in events[1].message
 
 
+def test_more_lost_than_the_target_is_a_warning() -> None:
+    back = replace(CHANGED, rows_restored=25, refilled=((300, 20), (400, 5)))
+    _, events = reported(back, checkpoints=SimpleNamespace(samples_lost=80.0, target_pls=0.1))
+    assert [event.kind for event in events] == ["membership", "rows_restored", "pls_above_target"]
+    assert events[2].level == "warning"
+    assert events[2].message.startswith("the recoveries so far have a PLS of 0.16, above target_pls=0.1: save more often")
+    assert "of the samples so far, and too much" in events[2].message
+    planned = SimpleNamespace(samples_lost=80.0, target_pls=0.1, total_samples=800)
+    assert [event.kind for event in reported(back, checkpoints=planned)[1]] == ["membership", "rows_restored"]
+
+
 def test_a_damaged_checkpoint_that_rows_did_not_come_from_is_named() -> None:
     back = replace(CHANGED, rows_restored=25, rows_age=3.0, restored_from=("m-3",), skipped=("m-4: torn",))
     _, (_, event) = reported(back, checkpoints=True)
@@ -351,7 +363,7 @@ def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
     assert lost.data["why"] == why
 
 
-def settings_of(switching: GBACallback | None = None, **model: Any) -> dict[str, Any]:
+def settings_of(switching: GBACallback | None = None, checkpoints: Any = None, **model: Any) -> dict[str, Any]:
     """What MLflow gets as parameters of such a job."""
     layout = SimpleNamespace(tables=[], n_shards=3, hashed_settings=dict)
     tables = SimpleNamespace(layout=layout, optimizer="rows")
@@ -359,11 +371,22 @@ def settings_of(switching: GBACallback | None = None, **model: Any) -> dict[str,
     plain["optimizer"] = torch.optim.Rprop([torch.zeros(1)])
     nothing = {"row_average": "contributors", "compression": None, "row_compression": Compression.none}
     requests = None if switching is None else SimpleNamespace(callback=switching)
+    saves = None if checkpoints is None else SimpleNamespace(callback=checkpoints)
     engine: Any = SimpleNamespace(
         model=SimpleNamespace(**{**plain, **nothing, **model}),
-        participant=lambda kind: requests if kind is ModeRequests else None,
+        participant=lambda kind: requests if kind is ModeRequests else saves,
     )
     return job_events._settings(engine)
+
+
+def test_the_settings_say_how_a_job_saves() -> None:
+    planned = settings_of(checkpoints=CheckpointCallback("memory://x", mtbf_h=0.5, target_pls=0.02, total_samples=99))
+    expected = {"recovery": "auto", "policy": "mfu", "target_pls": 0.02, "total_samples": 99, "mtbf_h": 0.5}
+    assert {name: planned[name] for name in expected} == expected and planned["longest_s"] == 3600.0
+    assert "checkpoint_every_s" not in planned and 0 < planned["row_fraction"] <= 1
+    given = settings_of(checkpoints=CheckpointCallback("memory://x", every_s=60, policy="full"))
+    assert (given["checkpoint_every_s"], given["policy"]) == (60, "full")
+    assert not {"mtbf_h", "total_samples", "longest_s", "checkpoint_every_steps"} & {*given}
 
 
 def test_the_settings_say_how_gradients_and_rows_travel() -> None:
