@@ -6,8 +6,7 @@ errors of checkpoints only.
 
 from __future__ import annotations
 
-from recovery.errors import BadInput, refuse_unknown
-from recovery.errors import ProjectError as GbaError
+from recovery.errors import BadInput, GbaError, refuse_unknown
 
 __all__ = [
     "BadInput",

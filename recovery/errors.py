@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 
-class ProjectError(Exception):
-    """Base of all errors that `recovery` and `gba_hvd` raise on purpose; `gba_hvd` calls it `GbaError`."""
+class GbaError(Exception):
+    """Base of all errors that `recovery` and `gba_hvd` raise on purpose."""
 
 
-class BadInput(ProjectError, ValueError):
+ProjectError = GbaError  # its name in `recovery`
+
+
+class BadInput(GbaError, ValueError):
     """Data or settings that the user can mend; the message says how."""
 
 
-class RecoveryError(ProjectError):
+class RecoveryError(GbaError):
     """A checkpoint could not be saved or restored. Neither `BadInput` nor an error of `gba_hvd` is one."""
 
 

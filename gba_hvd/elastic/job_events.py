@@ -506,7 +506,9 @@ def _above_target(engine: Engine, loss: Mapping[str, Any]) -> Event | None:
     )
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and checkpoints.callback.total_samples is None:
-        text += "; CheckpointCallback(total_samples=...) is not given, so that this is of the samples so far, and too much"
+        text += (
+            "; CheckpointCallback(total_samples=...) is not given, so that this is of the samples so far, and too much"
+        )
     return Event("pls_above_target", engine.progress.step, text, dict(loss), level="warning")
 
 

@@ -119,9 +119,12 @@ class ProgressLine(Callback):
         if event.kind == gauges.EVENT:
             self._gauges |= self._readings.take(event.data)
             return
-        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness", "lags") if key in event.data}
+        self._account |= {
+            key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness", "lags") if key in event.data
+        }
         if event.kind == "resumed":
-            self._resumed_step = event.step
+            if "from_step" not in event.data:  # else it rolled back, and was not launched again
+                self._resumed_step = event.step
             self._first_step_s = None  # the time that is left is reckoned from here
             self._readings.begin(event.data)
         if event.kind == "interrupted":
@@ -186,7 +189,7 @@ class ProgressLine(Callback):
         word = _WORDS.get(status, status.lower())
         steps = self._record.step if self._record else 0
         restarts = int(self._account.get("restarts", max(0, self._memberships - 1)))
-        times = "no restart" if restarts == 0 else f"{restarts} restart" + "s" * (restarts > 1)
+        times = f"{restarts or 'no'} change{'s' * (restarts > 1)} of workers"
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"

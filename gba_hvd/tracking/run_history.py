@@ -178,6 +178,11 @@ def by_mode(story: RunHistory) -> list[InMode]:
     return found
 
 
+def asynchronous_modes(story: RunHistory) -> list[str]:
+    """Those that the job was in, in the order in which they first came."""
+    return [one.mode for one in by_mode(story) if one.mode != "allreduce"]
+
+
 def from_files(path: Path) -> RunHistory:
     """From a spool file, a folder of spools of one job, or a folder with a run's `events.jsonl`.
 

@@ -36,7 +36,10 @@ def choose(
     has_dense: the optimizer has dense parameters, by which every rule goes
     """
     if mode in REPLICA_MODES:
-        return RuleChoice("none", f"in mode {mode} each worker steps a replica at once, so no dense gradient comes late; those of rows do")
+        return RuleChoice(
+            "none",
+            f"in mode {mode} each worker steps a replica at once, so no dense gradient comes late; those of rows do",
+        )
     if asked is not None:
         return RuleChoice(asked, "requested")
     if mode != "gba":

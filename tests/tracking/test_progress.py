@@ -105,7 +105,7 @@ def test_the_summary_accounts_for_every_sample():
     progress.on_end("FINISHED", None)
     progress.on_end("FINISHED", None)
     assert lines_of(stream)[-2:] == [
-        "finished: 1 step in 2s, 1 restart",
+        "finished: 1 step in 2s, 1 change of workers",
         "samples: 900 applied + 60 dropped + 40 lost = 1,000",
     ]
 
@@ -131,7 +131,7 @@ def test_the_summary_has_the_name_that_the_job_goes_by(monkeypatch: pytest.Monke
     progress = ProgressLine(stream=stream, clock=Clock())
     run(progress, [replace(job("j"), name="night run")], [step(1)])
     progress.on_end("FINISHED", None)
-    assert lines_of(stream)[-2] == "night run: finished: 1 step in 2s, no restart"
+    assert lines_of(stream)[-2] == "night run: finished: 1 step in 2s, no change of workers"
 
 
 def test_counters_of_bytes_do_not_hide_the_auc() -> None:
@@ -144,7 +144,7 @@ def test_counters_of_bytes_do_not_hide_the_auc() -> None:
     progress.on_end("FINISHED", None)
     assert lines_of(stream) == [
         "step 9  valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
-        "finished: 0 steps in 1s, no restart",
+        "finished: 0 steps in 1s, no change of workers",
         "last: step 9: valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
         "best: step 9, by valid_auc: valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
     ]
@@ -295,4 +295,16 @@ def test_a_resumed_job_tells_its_own_steps_from_those_of_all_launches():
     progress.on_step(step(400, workers=2, loss=None))
     progress.on_end("FINISHED", None)
     (line,) = [line for line in lines_of(stream) if "finished" in line]
-    assert "finished: 400 steps in all launches, 150 of them in this one's 2s, no restart" in line
+    assert "finished: 400 steps in all launches, 150 of them in this one's 2s, no change of workers" in line
+
+
+def test_a_job_that_rolled_back_was_launched_once() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    progress.on_job(job("j"))
+    progress.on_event(Event("resumed", 93, "full recovery", {"from_step": 102, "strategy": "full"}))
+    progress.on_step(step(188, workers=1, loss=None))
+    progress.on_event(Event("finished", 188, "done", {"restarts": 2}))
+    progress.on_end("FINISHED", None)
+    (line,) = [line for line in lines_of(stream) if "finished" in line]
+    assert line == "finished: 188 steps in 2s, 2 changes of workers"

@@ -549,6 +549,19 @@ def test_density_is_that_of_the_newest_end_of_an_epoch():
     ]
 
 
+@pytest.mark.parametrize(("second", "is_noted"), [("shadow", True), ("allreduce", False)])
+def test_staleness_of_several_modes_is_said_to_be_of_all_together(second: str, is_noted: bool):
+    changes = [("allreduce", "gba", 2), ("gba", second, 9), (second, "allreduce" if second == "shadow" else "gba", 20)]
+    events = [
+        {"event": "switch", "step": at, "message": "", "data": {"from": a, "to": b}, "unix_s": float(at)}
+        for a, b, at in changes
+    ]
+    ended = {"event": "finished", "step": 30, "message": "", "data": {"staleness": {"0": 8, "3": 2}}, "unix_s": 30.0}
+    text = page(history_of(*events, ended))
+    assert ("Of gba, shadow together" in text) is is_noted
+    assert ("0.60 steps, all asynchronous modes together" in text) is is_noted and "0.60 steps" in text
+
+
 def test_a_recovery_stands_beside_what_was_expected_and_the_target():
     data = {"rows_restored": 5, "pls": 0.03, "pls_total": 0.034, "pls_expected": 0.01, "target_pls": 0.02}
     (row,) = table(history_of({"event": "rows_restored", "step": 9, "data": data, "unix_s": 9.0}), "Recoveries")

@@ -16,7 +16,7 @@ from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
 from gba_hvd.tracking.report.tables import Table, counted, duration, size, table
-from gba_hvd.tracking.run_history import by_mode
+from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record
@@ -209,7 +209,8 @@ def cost(story: RunHistory) -> list[Fact]:
         n_bytes = sum(int(one["bytes"] or 0) for one in checkpoints)
         facts.append(Fact("checkpoints", f"{len(checkpoints):,}" + (f", {size(n_bytes)}" if n_bytes else "")))
     if story.staleness:
-        facts.append(Fact("staleness, mean", f"{mean_staleness(story.staleness):.2f} steps"))
+        together = ", all asynchronous modes together" if len(asynchronous_modes(story)) > 1 else ""
+        facts.append(Fact("staleness, mean", f"{mean_staleness(story.staleness):.2f} steps{together}"))
     if (elp := story.last(ELP)) is not None:
         facts.append(Fact("samples computed on at once (ELP)", f"{elp:,.0f}"))
     return facts

@@ -17,7 +17,7 @@ from gba_hvd.tracking.plots import DARK, MODE_COLOURS, NARROW, WIDE, draw_plots,
 from gba_hvd.tracking.records import flatten
 from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
 from gba_hvd.tracking.report.tables import Cell, Table, date, duration, table
-from gba_hvd.tracking.run_history import by_mode
+from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
@@ -138,11 +138,24 @@ def _account(story: RunHistory) -> Table | None:
 
 
 def _staleness(story: RunHistory) -> Table | None:
-    return _histogram("Staleness", story.staleness)
+    return _histogram("Staleness", story.staleness, _of_several_modes(story))
 
 
 def _dense_ages(story: RunHistory) -> Table | None:
-    return _histogram("Age of the dense values that gradients were computed with", story.dense_ages)
+    return _histogram(
+        "Age of the dense values that gradients were computed with", story.dense_ages, _of_several_modes(story)
+    )
+
+
+def _of_several_modes(story: RunHistory) -> str:
+    """What a reader of a histogram over the whole job is to know of it; empty where one mode made it."""
+    modes = asynchronous_modes(story)
+    if len(modes) < 2:
+        return ""
+    return (
+        f"Of {', '.join(modes)} together, which are not recorded apart. A step differs between them: in gba and bsp it is "
+        "a global batch, in the others one push, or one of each worker."
+    )
 
 
 def _gaps(story: RunHistory) -> Table | None:
@@ -154,12 +167,12 @@ def _gaps(story: RunHistory) -> Table | None:
     return table("Gap by worker", ["worker", "gradients", "mean gap (RMS)", "mean gap in usual steps"], rows, "rrrr")
 
 
-def _histogram(title: str, histogram: Mapping[int, int]) -> Table | None:
+def _histogram(title: str, histogram: Mapping[int, int], note: str = "") -> Table | None:
     total, most = sum(histogram.values()), max(histogram.values(), default=1)
     rows = [
         [f"{steps}", f"{n:,}", f"{n / total:.2%}", Cell(bar=round(100 * n / most, 1))] for steps, n in histogram.items()
     ]
-    return table(title, ["steps", "micro-batches", "share", ""], rows, "rrrl")
+    return table(title, ["steps", "micro-batches", "share", ""], rows, "rrrl", note=note)
 
 
 def _parameters(story: RunHistory) -> Table | None:

@@ -101,7 +101,9 @@ def recoveries(story: RunHistory) -> Table | None:
     headings += ["PLS expected", "target PLS"]
     note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer. The target is for "
     note += "the end of the job, and what is expected is of partial recovery at the present interval."
-    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrrrll", note=note)
+    return table(
+        "Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrrrll", note=note
+    )
 
 
 def _what_was_lost(recovery: Record) -> str:

@@ -335,7 +335,9 @@ def test_more_lost_than_the_target_is_a_warning() -> None:
     _, events = reported(back, checkpoints=SimpleNamespace(samples_lost=80.0, target_pls=0.1))
     assert [event.kind for event in events] == ["membership", "rows_restored", "pls_above_target"]
     assert events[2].level == "warning"
-    assert events[2].message.startswith("the recoveries so far have a PLS of 0.16, above target_pls=0.1: save more often")
+    assert events[2].message.startswith(
+        "the recoveries so far have a PLS of 0.16, above target_pls=0.1: save more often"
+    )
     assert "of the samples so far, and too much" in events[2].message
     planned = SimpleNamespace(samples_lost=80.0, target_pls=0.1, total_samples=800)
     assert [event.kind for event in reported(back, checkpoints=planned)[1]] == ["membership", "rows_restored"]

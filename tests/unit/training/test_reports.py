@@ -38,9 +38,7 @@ def test_faults_that_last_are_said_once_at_the_start(training: Any, clicks: Any,
     with caplog.at_level("INFO", "gba_hvd"):
         job.epoch(clicks())
     (event,) = log.of("faults_lasting")
-    assert event.level == "info" and event.data["faults"] == [
-        {"kind": "slow", "worker": 0, "factor": 2, "to_step": 1}
-    ]
+    assert event.level == "info" and event.data["faults"] == [{"kind": "slow", "worker": 0, "factor": 2, "to_step": 1}]
     assert caplog.text.count("the FaultSchedule says: worker 0 takes 2 times as long from step 0 until 1") == 1
 
 
