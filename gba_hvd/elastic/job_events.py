@@ -501,8 +501,8 @@ def _above_target(engine: Engine, loss: Mapping[str, Any]) -> Event | None:
     if not loss.get("pls") or loss["pls_total"] <= loss["target_pls"]:
         return None
     text = (
-        f"the recoveries so far have a PLS of {loss['pls_total']:.3g}, above target_pls={loss['target_pls']:g}: save more "
-        "often (a shorter every_s, or fewer every_steps), or recover with recovery='full'"
+        f"the recoveries so far have a PLS of {loss['pls_total']:.3g}, above target_pls={loss['target_pls']:g}: "
+        "save more often (a shorter every_s, or fewer every_steps), or recover with recovery='full'"
     )
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and checkpoints.callback.total_samples is None:

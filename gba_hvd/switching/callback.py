@@ -297,8 +297,8 @@ class GBACallback(Callback):
         if self.has_rule and self.mode in REPLICA_MODES and not is_used_later:
             raise BadInput(
                 f"mode {self.mode!r} uses no rule, got {self.requested_rule!r}: each worker steps a replica of its own "
-                "at once, so no dense gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or choose a "
-                "mode such as 'gba' or 'async'"
+                "at once, so no dense gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or "
+                "choose a mode such as 'gba' or 'async'"
             )
 
     def names(self, mode: str) -> bool:

@@ -66,9 +66,9 @@ class DropWatch:
         by_values = rules.staleness_of == "values"
         what, late = ("the dense values that they came of were", "old") if by_values else ("their data was", "late")
         return (
-            f"{share:.0%} of the newest {total:,} micro-batches were dropped as too stale, more than {MANY:.0%}: {what} "
-            f"more than tolerance={rules.tolerance} steps {late} (staleness_of={rules.staleness_of!r}), up to {oldest}. "
-            "Raise the tolerance; let a step have more micro-batches (a smaller batch of each, or a larger "
-            "global batch), so that fewer steps pass meanwhile; or drop none: staleness='none' with an update rule "
-            "for late gradients, such as rule='dc', or staleness='inverse'"
+            f"{share:.0%} of the newest {total:,} micro-batches were dropped as too stale, more than {MANY:.0%}: "
+            f"{what} more than tolerance={rules.tolerance} steps {late} (staleness_of={rules.staleness_of!r}), up "
+            f"to {oldest}. Raise the tolerance; let a step have more micro-batches (a smaller batch of each, or a "
+            "larger global batch), so that fewer steps pass meanwhile; or drop none: staleness='inverse', or "
+            "staleness='none' (with staleness_of='token') and an update rule for late gradients, such as rule='dc'"
         )

@@ -153,8 +153,8 @@ def _of_several_modes(story: RunHistory) -> str:
     if len(modes) < 2:
         return ""
     return (
-        f"Of {', '.join(modes)} together, which are not recorded apart. A step differs between them: in gba and bsp it is "
-        "a global batch, in the others one push, or one of each worker."
+        f"Of {', '.join(modes)} together, which are not recorded apart. A step differs between them: in gba and bsp "
+        "it is a global batch, in the others one push, or one of each worker."
     )
 
 

@@ -99,8 +99,8 @@ def recoveries(story: RunHistory) -> Table | None:
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
     headings += ["PLS expected", "target PLS"]
-    note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer. The target is for "
-    note += "the end of the job, and what is expected is of partial recovery at the present interval."
+    note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer. "
+    note += "The target is for the end of the job, and what is expected is of partial recovery at the present interval."
     return table(
         "Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrrrll", note=note
     )
