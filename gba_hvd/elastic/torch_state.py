@@ -16,7 +16,7 @@ from torch import nn
 from gba_hvd import membership
 from gba_hvd.callbacks import Callback, Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of
-from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
+from gba_hvd.comm.collectives import all_or_none, current_world, hosts_updated, worker_lost
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
@@ -28,6 +28,7 @@ from gba_hvd.elastic.worker_saves import WorkerSaves
 from gba_hvd.errors import BadInput, ShardMemoryError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.membership import JoinResult
+from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.switching.requests import ModeRequests, switching_of
@@ -37,6 +38,8 @@ from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import untrained
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
+from recovery.redaction import redacted
+from recovery.restore import Report
 
 log = logging.getLogger("gba_hvd")
 
@@ -350,8 +353,8 @@ class TorchState:
         if joined.rolled_back is not None and joined.rolled_back.state is not None:  # on the source
             rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
-        if left is not None and left.state is not None:  # on the source
-            self.training_state.resume(state_codec.decode(left.state))
+        if not joined.is_restart:
+            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "the checkpoint")
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
@@ -371,6 +374,16 @@ class TorchState:
             lost = engine.model.compression.count_lost(engine.world, self._has_state)
             if engine.rollback.number == n_before:  # else residuals are those of the checkpoint
                 job_events.residuals_lost(engine, *lost)
+
+    def _resume(self, left: Report | ResumedFromMemory | None) -> None:
+        """Take over the training state of a job that is no more. On the source, the only rank that has one."""
+        if left is None or left.state is None:
+            return
+        checkpoints = checkpoints_of(self.engine)
+        where = "what a lost job left in memory"
+        if isinstance(left, Report) and checkpoints is not None:
+            where = f"the checkpoint at {redacted(checkpoints.store.url)} ({left.manifest.name})"
+        self.training_state.resume(state_codec.decode(left.state), where)
 
     def _note_synced(self) -> None:
         if not self._has_state:

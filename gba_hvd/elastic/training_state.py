@@ -15,8 +15,10 @@ from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
+from gba_hvd.elastic.resume_fit import refuse_other_model
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
+from gba_hvd.torch_optimizers import user_class
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
@@ -47,6 +49,7 @@ class TrainingState:
             "model": dict(self._model.state_dict()),
             "parameter_names": self._parameter_names(),
             "optimizer": engine.model.optimizer.state_dict(),
+            "optimizer_class": user_class(engine.model.optimizer).__qualname__,
             "values": values,
             "position": engine.progress.state_dict(),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
@@ -129,10 +132,14 @@ class TrainingState:
                 saved.remove(mine)
                 callback.load_state_dict(mine[1])
 
-    def resume(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any], where: str = "the checkpoint") -> None:
         """Take over that of a checkpoint. One of an asynchronous mode has three: see
-        `ps.partition.checkpoint_state`."""
+        `ps.partition.checkpoint_state`. where: it was read from.
+
+        Raises BadInput where it is of another dense model or optimizer.
+        """
         engine, first = self._engine, state.get("snapshot", state)
+        refuse_other_model(where, first, self._model, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         self.load_state_dict({**first, "callbacks": kept})

@@ -94,7 +94,7 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         assert saved["stall_s"] > 0
 
 
-def test_a_job_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+def test_a_job_does_not_go_on_with_other_data_or_another_optimizer(tmp_path: Path) -> None:
     plan = saving(tmp_path)
     holds = {**HOLDS, "20": "never"}  # it does not end before it is killed
     with cluster(tmp_path / "first", **plan, sleep_s=0.05, holds=holds, horovod=False) as job:
@@ -107,6 +107,12 @@ def test_a_job_does_not_go_on_with_other_data(tmp_path: Path) -> None:
         assert job.wait(PATIENCE_S) != 0
         assert "samples 1000, here 1200, seed 1, here 2" in job.said(), job.log()
         assert not job.notes("committed")
+    with cluster(tmp_path / "third", **plan, dense_optimizer="momentum") as job:
+        job.start_static(2)
+        assert job.wait(PATIENCE_S) != 0
+        assert f"the checkpoint at {tmp_path / 'checkpoints'} (" in job.said(), job.log()
+        assert "is of a job with the dense optimizer Adam, this one has SGD" in job.said()
+        assert "KeyError" not in job.said() and not job.notes("committed")
 
 
 def test_old_checkpoints_expire_although_the_server_that_made_them_was_killed(tmp_path: Path) -> None:
