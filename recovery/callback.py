@@ -16,6 +16,7 @@ from recovery.config import Config
 from recovery.errors import BadInput, refuse_unknown
 from recovery.old_names import accepts
 from recovery.policies import is_lossless
+from recovery.redaction import redacted
 from recovery.schedule.adaptive import FIRST_INTERVAL_S, PLANNED_POLICY, Goals
 from recovery.schedule.costs import STRATEGIES
 
@@ -129,6 +130,22 @@ class CheckpointCallback:
         every_s = self.planned_s if self.is_planned else self.every_s
         found = {"every_s": every_s, "every_steps": self.every_steps, "is_planned": self.is_planned}
         return {name: value for name, value in found.items() if value is not None and value < math.inf}
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that must be the same on all workers of a job, by the names of their arguments."""
+        names = ("every_s", "every_steps", "total_samples", "resume", "final_checkpoint_s")
+        given = self.given
+        return {
+            "url": redacted(self.url),
+            **{name: getattr(self, name) for name in names},
+            "policy": given.policy,
+            "row_fraction": given.r,
+            "mtbf_h": given.mtbf_h,
+            "target_pls": given.target_pls,
+            "longest_s": given.longest_s,
+            "recovery": given.strategy,
+        }
 
     def given_interval_s(self, step_s: float) -> float | None:
         """The interval that the user gave, in seconds, for steps of `step_s`; None: it is planned."""

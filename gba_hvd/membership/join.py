@@ -90,11 +90,11 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
 
     In an asynchronous mode survivors change nothing and late joiners become workers of it.
     """
-    settings = _settings(engine)
-    mine = _rank_state(engine, has_state, digest(settings))
+    settings, callbacks = _settings(engine), _callbacks(engine)
+    mine = _rank_state(engine, has_state, digest({**settings, "callbacks": callbacks}))
     facts = [RankState.of_row(row) for row in world.gather("facts", mine.row())]
     engine.host.neighbours = {rank: f.pid for rank, f in enumerate(facts) if f.host == mine.host and rank != world.rank}
-    _refuse_different_settings(world, facts, settings)
+    _refuse_different_settings(world, facts, {**settings, **callbacks})
     try:
         source = asynchronous_source(facts)
     except ModeExitRace as error:
@@ -106,7 +106,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     is_leader = members.leader_of(mine.host) == world.rank
-    engine.identify(settings=mine.settings)
+    engine.identify(settings=digest(settings))
     job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
         world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
@@ -162,7 +162,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
 
 
 def _settings(engine: Engine) -> dict[str, object]:
-    """What all workers must have in common."""
+    """What all workers must have in common, and a job with the memory of another that it resumes from."""
     tables, checkpoints, switching = engine.model.tables, checkpoints_of(engine), switching_of(engine)
     recovery = "auto" if checkpoints is None else checkpoints.callback.recovery
     if_set: dict[str, object] = {
@@ -185,6 +185,18 @@ def _settings(engine: Engine) -> dict[str, object]:
         "row_compression": engine.model.row_compression.exactly,
         "CheckpointCallback": None if checkpoints is None else redacted(checkpoints.callback.url),
         "GBACallback": None if switching is None else switching.agreed,
+    }
+
+
+def _callbacks(engine: Engine) -> dict[str, Any]:
+    """What the callbacks of all workers must have in common, by the names of their arguments.
+
+    Any worker may become the chief, whose callbacks decide. A job that resumes from memory may have other ones.
+    """
+    checkpoints, switching = checkpoints_of(engine), switching_of(engine)
+    return {
+        "CheckpointCallback": None if checkpoints is None else checkpoints.callback.compared,
+        "GBACallback": None if switching is None else switching.compared,
     }
 
 
@@ -282,21 +294,15 @@ def _refuse_hosts_without_memory(
     raise worker_lost(why)
 
 
-def _with_wire(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the wire named also where it is the default."""
-    of_modes = settings["GBACallback"]
-    return settings if of_modes is None else {**settings, "GBACallback": {"wire": "curve", **of_modes}}
-
-
 def _refuse_different_settings(world: World, facts: list[RankState], settings: dict[str, object]) -> None:
     if len({f.settings for f in facts}) == 1:
         return
     measure = next((rank for rank, f in enumerate(facts) if f.has_state), 0)
     theirs = state_codec.decode(world.broadcast("settings", state_codec.encode(settings), measure))
     ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[measure].settings]
-    text = f"workers {ranks} define the model differently from rank {measure}"
+    text = f"workers {ranks} have another model or other settings than rank {measure}"
     if world.rank not in ranks and facts[measure].has_state:
         raise worker_lost(f"{text}; continuing without them")
-    found = difference(_with_wire(theirs), _with_wire(settings))
+    found = difference(theirs, settings)
     detail = f"rank {measure} has {found}" if found else f"see the log of rank {ranks[0]}"
     raise StateMismatch(f"{text}: {detail}; run the same script with the same settings everywhere")

@@ -274,6 +274,17 @@ class GBACallback(Callback):
         return {"servers_per_host": self.servers_per_host, "rule": rule, **self.rounds, **more}
 
     @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that must be the same on all workers, by the names of their arguments.
+
+        Not `curvature`, which a worker may have measured with data of its own.
+        """
+        settings = {**self.describe(), "rule": self.requested_rule or "the default"}
+        settings["elasticity"] = "the default" if self._elasticity is None else self._elasticity
+        del settings["curvature"]
+        return {name: _plain(value) for name, value in settings.items()}
+
+    @property
     def paused_until(self) -> int:
         """The step before which no switch is requested, after one that failed."""
         return self._not_before
@@ -557,3 +568,8 @@ class GBACallback(Callback):
             self.asked.load(state["asked"])
         self._batch_gains.extend(state.get("batch_gains", ()))
         self._trained_s = state.get("trained_s", 0.0)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has, of a setting that may be a number of numpy."""
+    return value if value is None or isinstance(value, bool | int | float | str | dict) else str(value)

@@ -90,7 +90,7 @@ def test_workers_that_define_different_tables_refuse_each_other(tmp_path: Path) 
     with cluster(tmp_path, rank_one_differs=1, ends_last=0) as job:
         job.start_static(2)
         assert job.wait() != 0
-        assert "define the model differently from rank 0" in job.said()
+        assert "have another model or other settings than rank 0" in job.said()
         assert "tables['user'] [300, 8], here [301, 8]" in job.said()
         job.assert_nothing_left()
 
@@ -100,7 +100,7 @@ def test_workers_with_different_wires_refuse_each_other(tmp_path: Path) -> None:
         job.start_static(2)
         assert job.wait() != 0
         assert (
-            "define the model differently from rank 0: rank 0 has GBACallback['wire'] curve, here plain" in job.said()
+            "have another model or other settings than rank 0: rank 0 has GBACallback['wire'] curve, here plain" in job.said()
         )
         job.assert_nothing_left()
 

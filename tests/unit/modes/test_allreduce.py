@@ -15,6 +15,7 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
+from recovery import CheckpointCallback
 from tests.unit.thread_world import Workers, miss_a_result
 
 
@@ -275,16 +276,68 @@ def test_probabilities_are_not_taken_for_logits_by_any_worker(workers: Workers, 
     ],
     ids=["global batch", "shards", "row optimizer"],
 )
-def test_workers_that_define_the_model_differently_are_stopped(
+def test_workers_with_another_model_or_other_settings_are_stopped(
     workers: Workers, on_host: Any, other: dict[str, Any], message: str
 ) -> None:
     jobs = [on_host("a"), on_host("a"), on_host("a", **other)]
     results = workers.outcomes(jobs, lambda job: job.state.sync())
     for result in results:
         assert isinstance(result, StateMismatch), result
-        assert str(result).startswith("workers [2] define the model differently from rank 0")
+        assert str(result).startswith("workers [2] have another model or other settings than rank 0")
     with pytest.raises(StateMismatch, match=message):
         raise results[2]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [
+        ({}, {"tolerance": 1, "staleness": "linear"}, r"'staleness'. threshold, here linear; .*'tolerance'. 4, here 1"),
+        ({}, {"rule": "none"}, r"GBACallback.'rule'. the default, here none;"),
+        ({}, {"mode": "gba"}, "GBACallback.'mode'. auto, here gba;"),
+        ({"mode": "shadow"}, {"mode": "shadow", "sync": "ma"}, "GBACallback.'sync'. easgd, here ma;"),
+        ({"mode": "ma"}, {"mode": "ma", "elasticity": 0.5}, "GBACallback.'elasticity'. the default, here 0.5;"),
+        ({}, {"switch_at": {20: "gba"}}, "GBACallback.'switch_at'. {}, here {'20': 'gba'};"),
+        ({}, None, "rank 0 has GBACallback, here none;"),
+        (None, {}, "rank 0 has no GBACallback, here one;"),
+    ],
+)  # fmt: skip
+def test_workers_whose_callbacks_have_other_settings_are_stopped(
+    workers: Workers, on_host: Any, mine: dict[str, Any] | None, theirs: dict[str, Any] | None, message: str
+) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    for job, settings in zip(jobs, (mine, theirs), strict=True):
+        job.state.register_callbacks([] if settings is None else [gba_hvd.GBACallback(**settings)])
+    results = workers.outcomes(jobs, lambda job: job.state.sync())
+    assert all(isinstance(result, StateMismatch) for result in results), results
+    assert "algorithm" not in str(results[1])
+    with pytest.raises(StateMismatch, match=message):
+        raise results[1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"resume": False}, "CheckpointCallback.'resume'. True, here False;"),
+        ({"policy": "full"}, "CheckpointCallback.'policy'. delta, here full;"),
+        ({"every_steps": 7}, "CheckpointCallback.'every_steps'. 5, here 7;"),
+    ],
+)
+def test_workers_whose_checkpoints_have_other_settings_are_stopped(
+    workers: Workers, on_host: Any, tmp_path: Path, theirs: dict[str, Any], message: str
+) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    for job, settings in zip(jobs, ({}, theirs), strict=True):
+        given = {"every_steps": 5, "policy": "delta", **settings}
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"), **given)])
+    with pytest.raises(StateMismatch, match=message):
+        raise workers.outcomes(jobs, lambda job: job.state.sync())[1]
+
+
+def test_a_curvature_that_each_worker_has_measured_may_differ(workers: Workers, on_host: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    for job, curvature in zip(jobs, (2.0, 3.0), strict=True):
+        job.state.register_callbacks([gba_hvd.GBACallback(curvature=curvature)])
+    assert workers.outcomes(jobs, lambda job: job.state.sync()) == [None, None]
 
 
 def test_datasets_of_different_sizes_are_noticed(workers: Workers, on_host: Any, clicks: Any) -> None:

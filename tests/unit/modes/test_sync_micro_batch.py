@@ -172,7 +172,7 @@ def test_emulated_times_and_the_parallelism_are_those_of_all_its_micro_batches(
 
 def test_workers_that_disagree_on_it_do_not_train_together(workers: Any, on_host: Any, clicks: Any) -> None:
     jobs = [on_host("a", more={"sync_micro_batch": 8}), on_host("a")]
-    with pytest.raises(StateMismatch, match=r"workers .1. define the model differently"):
+    with pytest.raises(StateMismatch, match=r"workers .1. have another model or other settings"):
         workers.together(jobs, lambda job: job.epoch(clicks(54)))
 
 
