@@ -36,10 +36,13 @@ from torch import Tensor, nn
 
 from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
+from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import MicroBatch, SharesReplica
 
@@ -85,6 +88,8 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
                 threads.hand(batch, shared)
                 continue
             threads.end()
+            if n_threads > 1:
+                _say_that_threads_are_idle(engine, n_threads)
             optimizer.zero_grad()
             loss = threads.compute_here(batch)
             optimizer.step(loss=loss)
@@ -100,6 +105,20 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
 def _shared_replica(engine: Engine) -> SharesReplica | None:
     """The mode, if threads may share its replica."""
     return engine.mode if isinstance(engine.mode, SharesReplica) else None
+
+
+def _say_that_threads_are_idle(engine: Engine, n_threads: int) -> None:
+    """Warn, once, in a job that asks for no mode with replicas: the calling thread computes."""
+    callback, mode = switching_of(engine), "allreduce" if engine.mode is None else engine.mode.name
+    if callback is not None and {*callback.modes_to_come} & {*REPLICA_MODES}:
+        return
+    text = (
+        f"hogwild(n_threads={n_threads}) has no effect in mode {mode!r}: threads share a replica of the model, and "
+        f"there is one in modes {', '.join(map(repr, REPLICA_MODES))} only, so one thread computes. Choose such a mode "
+        "(GBACallback(mode='shadow')), or leave n_threads out"
+    )
+    data = {"n_threads": n_threads, "mode": mode}
+    engine.reports.once(Event("threads_idle", engine.progress.step, text, data, level="warning"))
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class CheckpointCallback:
             raise BadInput(f"recovery {recovery!r} is not known: choose one of {', '.join(STRATEGIES)}")
         one_host = None
         is_named = settings.get("policy") is not None or "RECOVERY_POLICY" in os.environ
+        self.policy_is_named = is_named
         if self.is_planned and not is_named and recovery != "full":
             one_host, settings["policy"] = Config.policy, PLANNED_POLICY
         self.config = Config.from_env(**settings)
@@ -104,6 +105,11 @@ class CheckpointCallback:
                 f"recovery='full' rolls back to checkpoints that leave out no change; those of policy "
                 f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
                 "or another recovery"
+            )
+        if not self.is_planned and longest_s != signature(CheckpointCallback).parameters["longest_s"].default:
+            given = "every_s" if self.every_s is not None else "every_steps"
+            raise BadInput(
+                f"longest_s={longest_s} limits an interval that is planned, and {given} gives it: leave one of them out"
             )
         if self.config.save_bytes is not None and self.is_planned:
             raise BadInput(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 
 
 class GbaError(Exception):
@@ -37,10 +38,19 @@ class Fenced(RecoveryError):
     """Another writer has taken over this location; what this one writes from now on is ignored."""
 
 
-def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:
-    """Raises BadInput that suggests the nearest name, unless `name` is one of `among`. what: the setting"""
+def refuse_unknown(
+    what: str, name: object, among: Sequence[str], synonyms: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raises BadInput that suggests the nearest name and has all of them, unless `name` is one of `among`.
+
+    what: the setting. synonyms: what others call them -> our name, which is suggested then; names that begin with
+    `name` are all suggested
+    """
     if name in among:
         return
-    near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
-    raise BadInput(f"{what} {name!r} is not known: {hint}")
+    wanted = str(name).lower().replace("-", "_")
+    near = [synonyms[wanted]] if synonyms.get(wanted) in among else []
+    near = near or [one for one in among if one.startswith(f"{wanted}_")]
+    near = near or get_close_matches(wanted, among, n=1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? Choose" if near else "choose"
+    raise BadInput(f"{what} {name!r} is not known: {hint} one of {', '.join(among)}")

@@ -154,11 +154,27 @@ class SaveSchedule:
         n_bytes = schema_of(engine.model.tables.layout).n_bytes
         found = plan_interval(self.seen(), self.callback.given, n_bytes, n_hosts, self._pace)
         before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
+        if found.plan is not None:
+            self._say_that_the_policy_is_idle(found)
         if found.plan is not None and (before is None or found.differs_from(before)):
             expected = found.plan.expected
             facts = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
             facts |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
             engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, facts))
+
+    def _say_that_the_policy_is_idle(self, found: IntervalPlan) -> None:
+        """Warn, once, where the plan saves other rows than the policy that was named."""
+        policy = self.callback.config.policy
+        if not self.callback.policy_is_named or found.kind == policy or is_lossless(policy):
+            return
+        where = "on one host" if self.n_hosts == 1 else "while full recovery is planned"
+        text = (
+            f"policy={policy!r} is not used {where}: the plan has saves of kind {found.kind!r}, since full recovery "
+            "goes back to checkpoints that leave out no change. For saves by this policy give every_s or every_steps; "
+            "else leave policy out"
+        )
+        data = {"policy": policy, "kind": found.kind, "hosts": self.n_hosts}
+        self._engine.reports.once(Event("policy_idle", self._engine.progress.step, text, data, level="warning"))
 
     def next_kind(self, is_last: bool = False) -> tuple[str, str]:
         """("full" or the kind that policy or plan ask for, why). is_last: no change may be left out."""

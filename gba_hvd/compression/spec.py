@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from gba_hvd.compression import value_codec
@@ -21,6 +22,7 @@ _THRESHOLD = ("keep", "eta", "refresh_every", "drift")
 _SETTINGS = {"topk": ("keep", "eta"), **dict.fromkeys(WITH_THRESHOLD, _THRESHOLD)}  # of the others: none
 _DRIFT = {"dct_mp": math.inf}  # default; of the others:
 _DRIFT_OF_OTHERS = 2.0
+_SYNONYMS = {"dct_dp": "dct", "top_k": "topk", "half": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 MIN_ELEMENTS = 256  # smaller tensors go dense (as in the public code of DCT)
 
 
@@ -44,16 +46,23 @@ class Spec:
     is_forced: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise BadInput(f"keep is the share of elements that is sent, in (0, 1]; got {self.keep}")
-        if self.refresh_every < 1 or int(self.refresh_every) != self.refresh_every:
-            raise BadInput(f"refresh_every is a number of steps, at least 1; got {self.refresh_every}")
-        if not self.drift > 1:
-            raise BadInput(f"drift must be above 1 (math.inf: only refresh_every counts), got {self.drift}")
+        if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
+            raise BadInput(f"keep is the share of elements that is sent, in (0, 1]; got {self.keep!r}")
+        n = self.refresh_every
+        if not isinstance(n, Real) or not 1 <= n < math.inf or int(n) != n:
+            raise BadInput(f"refresh_every is a number of steps, at least 1; got {self.refresh_every!r}")
+        if not isinstance(self.drift, Real) or not self.drift > 1:
+            raise BadInput(f"drift is a number above 1 (math.inf: only refresh_every counts), got {self.drift!r}")
         value_codec.coder(self.values)
 
     def then(self, other: Spec) -> Spec:
-        """First this selector, then that value coder."""
+        """First this selector, then that value coder. Raises BadInput for anything else."""
+        if not isinstance(other, Spec):
+            got = getattr(other, "__name__", repr(other))
+            raise BadInput(
+                f"{self}.then() takes a value coder of gba_hvd.Compression, such as gba_hvd.Compression.int8 (or "
+                f"{', '.join(value_codec.names()[1:])} by Compression.by_name), got {got}"
+            )
         if not self.selector or self.values != "none" or other.selector:
             raise BadInput(
                 f"{self} and then {other}: chain a selector ({', '.join(SELECTORS)}) with one value coder "
@@ -155,7 +164,7 @@ class Compression:
 
         Raises BadInput for a name that is none, and for a setting that this compressor does not have.
         """
-        refuse_unknown("compressor", name, (*value_codec.names(), *SELECTORS))
+        refuse_unknown("compressor", name, (*value_codec.names(), *SELECTORS), _SYNONYMS)
         takes = _SETTINGS.get(name, ())
         if wrong := [setting for setting in settings if setting not in takes]:
             has = f"it has {', '.join(takes)}" if takes else "it has none"
@@ -170,8 +179,8 @@ def _keep_of(keep: float | None, eta: float | None, usual: float) -> float:
         return usual if keep is None else keep
     if keep is not None:
         raise BadInput(f"eta={eta} and keep={keep}: give one of them, keep is 1 - eta")
-    if not 0 <= eta < 1:
-        raise BadInput(f"eta is the share of elements that is not sent, in [0, 1); got {eta}")
+    if not isinstance(eta, Real) or not 0 <= eta < 1:
+        raise BadInput(f"eta is the share of elements that is not sent, in [0, 1); got {eta!r}")
     return round(1 - eta, 12)
 
 

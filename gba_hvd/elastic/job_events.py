@@ -285,6 +285,13 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
             "the rows in memory, none travel. It takes effect when a second host joins; else leave it out"
         )
         yield Event("row_compression_idle", step, text, {"hosts": 1}, level="warning")
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is not None and checkpoints.callback.recovery == "partial" and joined.n_hosts == 1:
+        text = (
+            "CheckpointCallback(recovery='partial') has no effect on one host: when it is lost, all rows are, and the "
+            "job resumes from its newest checkpoint. It takes effect when a second host joins; else leave it out"
+        )
+        yield Event("recovery_idle", step, text, {"hosts": 1}, level="warning")
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"

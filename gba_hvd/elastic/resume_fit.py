@@ -18,7 +18,9 @@ _N_NAMED = 5
 _ADDED = {"gba_hvd", "params", "param_names"}  # of a group, which are no hyper-parameters
 
 
-def refuse_other_model(where: str, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def refuse_other_model(
+    where: str, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Raises BadInput where `state` (`TrainingState.state_dict`) is of another dense model or optimizer.
 
     where: what it was read from, as in "the checkpoint at s3://runs/7"

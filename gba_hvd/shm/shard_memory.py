@@ -602,7 +602,7 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
             found += [f"{name}[{k!r}] {a.get(k)}, here {b.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k)]
             if not found and list(a) != list(b):
                 found.append(f"{name} in the order {list(a)}, here {list(b)}")
-        elif isinstance(a, dict) and b is None or a is None and isinstance(b, dict):
+        elif (isinstance(a, dict) and b is None) or (a is None and isinstance(b, dict)):
             found.append(f"{name}, here none" if b is None else f"no {name}, here one")
         elif a != b:
             found.append(f"{name} {a}, here {b}")

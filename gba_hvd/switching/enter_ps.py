@@ -44,7 +44,7 @@ from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.mode_limits import check_mode, options_idle, row_average_idle
+from gba_hvd.switching.mode_limits import check_mode, compression_idle, options_idle, row_average_idle, strict_idle
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.update_rules.dana_slim import SlimWorker
@@ -115,6 +115,10 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     data |= {"rule": rule.rule, "rule_reason": rule.reason}
     engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}; update {rule}", data))
     if (idle := row_average_idle(mode, engine.model.row_average, engine.progress.step)) is not None:
+        engine.reports.once(idle)
+    if (idle := compression_idle(engine, mode, len(members.order))) is not None:
+        engine.reports.once(idle)
+    if (idle := strict_idle(engine, mode)) is not None:
         engine.reports.once(idle)
     if (without_effect := options_idle(switching, mode, engine.progress.step)) is not None:
         engine.reports.once(without_effect)

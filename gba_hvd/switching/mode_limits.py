@@ -7,6 +7,7 @@ operators and plans name others. A setting that is of use in other modes of the 
 from __future__ import annotations
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.switching.callback import GBACallback
@@ -60,6 +61,13 @@ def check_modes(engine: Engine) -> None:
                 f"for {', '.join(map(repr, callback.modes_to_come))} only: leave it out, or choose mode 'auto', or "
                 "name 'allreduce' in switch_at"
             )
+        only_replicas = not callback.asks_for_allreduce and {*callback.modes_to_come} <= {*REPLICA_MODES}
+        if engine.model.compression is not None and only_replicas:
+            raise BadInput(
+                f"compression={engine.model.compression.spec.exactly} is for dense gradients that are sent, and this "
+                f"job asks for {', '.join(map(repr, callback.modes_to_come))} only, where each worker steps a replica: "
+                "leave it out, or choose a mode such as 'gba'"
+            )
         if callback.weighs_by_values and not engine.model.dense.n:
             raise BadInput(
                 "staleness_of='values' goes by the age of dense values, and the optimizer has no dense parameter that "
@@ -69,6 +77,43 @@ def check_modes(engine: Engine) -> None:
         here = {engine.mode.name} - {"allreduce"} if engine.mode is not None else set()
         for mode in sorted({*callback.modes_to_come, *here}):
             check_mode(engine, mode, callback.rule_in(mode).rule)
+
+
+def compression_idle(engine: Engine, mode: str, n_hosts: int) -> Event | None:
+    """The warning that `compression` has no effect in the mode that is entered; None where it has one, or is none.
+
+    In modes with servers it is of what goes to servers of other hosts.
+    """
+    model = engine.model
+    if model.compression is None or (n_hosts > 1 and mode not in REPLICA_MODES):
+        return None
+    why, what = (
+        "each worker steps a replica, and no dense gradient is sent",
+        "Leave it out, or use 'gba' or 'allreduce'",
+    )
+    if mode not in REPLICA_MODES:
+        why = "gradients go to the servers of this host, through its memory"
+        what = "It takes effect when a second host joins, and in 'allreduce'; else leave it out"
+    where = f"in mode {mode!r} on {_hosts(n_hosts)}"
+    text = f"compression={model.compression.spec.exactly} has no effect {where}: {why}. {what}"
+    return Event("compression_idle", engine.progress.step, text, {"mode": mode, "hosts": n_hosts}, level="warning")
+
+
+def strict_idle(engine: Engine, mode: str) -> Event | None:
+    """The warning that the checkpoints' `strict` has no effect in the mode that is entered; None where it is not on."""
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None or not checkpoints.is_strict:
+        return None
+    text = (
+        f"CheckpointCallback(strict=True) has no effect in mode {mode!r}: rows are read while servers make steps, so "
+        "those read last may be some steps ahead, and get these steps twice after a restart. Leave strict out, or use "
+        "mode 'allreduce', where workers wait until all rows are read"
+    )
+    return Event("strict_idle", engine.progress.step, text, {"mode": mode}, level="warning")
+
+
+def _hosts(n: int) -> str:
+    return "one host" if n == 1 else f"{n} hosts"
 
 
 def row_average_idle(mode: str, row_average: str, step: int) -> Event | None:

@@ -100,7 +100,8 @@ def test_workers_with_different_wires_refuse_each_other(tmp_path: Path) -> None:
         job.start_static(2)
         assert job.wait() != 0
         assert (
-            "have another model or other settings than rank 0: rank 0 has GBACallback['wire'] curve, here plain" in job.said()
+            "have another model or other settings than rank 0: rank 0 has GBACallback['wire'] curve, here plain"
+            in job.said()
         )
         job.assert_nothing_left()
 

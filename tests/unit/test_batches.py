@@ -163,7 +163,13 @@ def test_without_replicas_hogwild_is_the_plain_loop_in_the_thread_that_calls(
         return loss
 
     plain.epoch(clicks(50), seed=4)
+    events: list[gba_hvd.Event] = []
+    job.state.engine.reports.emit = lambda event, only_here=False: events.append(event)
     gba_hvd.hogwild(clicks(50), job.state, compute, n_threads=n_threads, seed=4)
+    idle = [event for event in events if event.kind == "threads_idle"]
+    assert [event.level for event in idle] == ["warning"] * (n_threads > 1)
+    said = f"hogwild(n_threads={n_threads}) has no effect in mode 'allreduce': threads share a replica"
+    assert all(event.message.startswith(said) and "leave n_threads out" in event.message for event in idle)
     assert threads == {threading.current_thread()} and job.state.samples.applied == 50
     for found, expected in ((job.all_rows(), plain.all_rows()), (job.all_dense(), plain.all_dense())):
         assert all(np.array_equal(found[name], expected[name]) for name in expected)

@@ -24,7 +24,7 @@ class Discipline:
                hop_bw  one push of every worker makes a step, without waiting for the last ones (backup workers)
                shadow, easgd, ma, bmuf: as async; a push has rows only, since every worker steps a dense replica
     staleness: gba: name of the weighting, see `gba_hvd.ps.coordinator.staleness`
-    tolerance: gba: steps, for the weightings that have one
+    tolerance: gba: the paper's iota, in steps, for the weightings that have one
     staleness_of: gba: what the weighting goes by. "token", as published: how late the micro-batch is. "values": by how
                many steps the dense values that it was computed with are old; of several servers, the oldest
     lookahead: gba, bsp: hand out micro-batches of at most this many steps ahead; 0 is lock-step, None is no limit

@@ -27,7 +27,7 @@ class Weighting(Protocol):
 
 def _check(tolerance: int) -> None:
     if not isinstance(tolerance, int) or isinstance(tolerance, bool) or tolerance < 0:
-        raise BadInput(f"tolerance must be a number of steps, 0 or more, got {tolerance!r}")
+        raise BadInput(f"tolerance (the paper's iota) must be a number of steps, 0 or more, got {tolerance!r}")
 
 
 @dataclass(frozen=True)

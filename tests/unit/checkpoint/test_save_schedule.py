@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from gba_hvd import BadInput
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint import save_schedule
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import JobPosition, SaveFacts, SaveState, SaveStatus
 from recovery import CheckpointCallback
-from recovery.schedule.adaptive import JobMeasurements
+from recovery.schedule.adaptive import IntervalPlan, JobMeasurements
 
 
 class Chief:
@@ -159,3 +160,29 @@ def test_a_second_lost_host_adds_to_the_samples_of_the_first_and_a_return_takes_
     schedule.rolled_back_to(40.0, 1.0, 3.0)
     schedule.host_was_lost(None, None, second.samples_lost(700, 50))
     assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50, "the second loss was gone back on, then came again"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_said"), [({"policy": "mfu"}, True), ({"policy": "delta"}, False), ({}, False)]
+)
+def test_a_policy_that_was_named_and_that_the_plan_does_not_use_is_reported_once(
+    settings: dict[str, Any], is_said: bool
+) -> None:
+    chief = Chief()
+    schedule = SaveSchedule(chief.engine, CheckpointCallback("/nowhere", **settings))
+    chief.engine.reports = SimpleNamespace(once=chief.events.append)
+    for kind in ("mfu", "full"):
+        schedule._say_that_the_policy_is_idle(IntervalPlan(8.0, kind, "one host: its loss is the job's"))
+    assert [event.kind for event in chief.events] == ["policy_idle"] * is_said
+    for event in chief.events:
+        assert event.level == "warning" and event.data == {"policy": "mfu", "kind": "full", "hosts": 1}
+        assert "policy='mfu' is not used on one host: the plan has saves of kind 'full'" in event.message
+        assert "give every_s or every_steps" in event.message
+
+
+@pytest.mark.parametrize("interval", [{"every_s": 30.0}, {"every_steps": 4}], ids=str)
+def test_a_limit_of_the_planned_interval_is_refused_beside_one_that_is_given(interval: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="longest_s=5 limits an interval that is planned, and every_s(teps)? gives"):
+        CheckpointCallback("/nowhere", longest_s=5, **interval)
+    CheckpointCallback("/nowhere", **interval)
+    CheckpointCallback("/nowhere", longest_s=5)

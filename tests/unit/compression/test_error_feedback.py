@@ -382,7 +382,16 @@ def test_compressors_chain_and_say_what_they_are() -> None:
         (lambda: Compression.topk(keep=1.5), "got 1.5"),
         (lambda: Compression.topk(keep=math.nan), "got nan"),
         (lambda: Compression.dct(refresh_every=0), "at least 1; got 0"),
-        (lambda: Compression.dct(drift=1.0), "drift must be above 1"),
+        (lambda: Compression.dct(drift=1.0), "drift is a number above 1"),
+        (lambda: Compression.dct(drift="inf"), r"drift is a number above 1 \(math.inf: .*got 'inf'"),  # type: ignore
+        (lambda: Compression.dct(keep="0.1"), "got '0.1'"),  # type: ignore[arg-type]
+        (lambda: Compression.dct(eta="0.1"), "got '0.1'"),  # type: ignore[arg-type]
+        (lambda: Compression.dct(refresh_every="9"), "at least 1; got '9'"),  # type: ignore[arg-type]
+        (lambda: Compression.dct(refresh_every=math.inf), "at least 1; got inf"),  # type: ignore[arg-type]
+        (lambda: Compression.dct(0.1).then("int4"), r"takes a value coder .*got 'int4'"),  # type: ignore[arg-type]
+        (lambda: Compression.dct(0.1).then(Compression.topk), "takes a value coder .*got topk"),  # type: ignore
+        (lambda: Compression.by_name("dct_dp"), "'dct_dp' is not known: did you mean 'dct'"),
+        (lambda: Compression.by_name("dtc"), "did you mean 'dct'. Choose one of none, fp16, .*, dct_mp$"),
         (lambda: Compression.by_name("dtc"), "did you mean 'dct'"),
         (lambda: Compression.by_name("zip"), "choose one of none, fp16"),
         (lambda: Compression.by_name("int8", keep=0.1), "'int8' has no setting 'keep': it has none"),

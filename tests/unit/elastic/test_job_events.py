@@ -85,6 +85,7 @@ def reported(
             callback=CheckpointCallback(
                 "memory://place", total_samples=getattr(checkpoints, "total_samples", None),
                 resume=getattr(checkpoints, "resume", True), target_pls=getattr(checkpoints, "target_pls", 0.5),
+                recovery=getattr(checkpoints, "recovery", "auto"),
             ),
         ),
     )  # fmt: skip
@@ -504,3 +505,10 @@ def test_workers_with_more_threads_than_cores_are_warned_of(
     if warns:
         assert "2 workers on h compute with 2 threads each, and it has 2 cores" in found[0].message
         assert "OMP_NUM_THREADS=1 " in found[0].message
+
+
+def test_partial_recovery_of_a_job_on_one_host_is_reported_as_idle() -> None:
+    checkpoints = SimpleNamespace(recovery="partial")
+    found = [event for event in reported(STARTED, checkpoints=checkpoints)[1] if event.kind == "recovery_idle"]
+    assert [event.level for event in found] == ["warning"] and "when a second host joins" in found[0].message
+    assert "recovery_idle" not in reported(replace(STARTED, n_hosts=2), checkpoints=checkpoints)[0]

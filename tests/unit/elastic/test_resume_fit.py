@@ -60,7 +60,9 @@ def test_another_dense_optimizer_is_refused(
 
 def test_in_a_checkpoint_of_an_earlier_version_hyper_parameters_tell_the_optimizer(training: Any) -> None:
     state, job = saved(training(dense=adam), of_earlier_version=True), training(dense=momentum)
-    with pytest.raises(BadInput, match=r"another dense optimizer, which has amsgrad, betas, .*, this one is SGD, which"):
+    with pytest.raises(
+        BadInput, match=r"another dense optimizer, which has amsgrad, betas, .*, this one is SGD, which"
+    ):
         job.state.training_state.resume(state, WHERE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import gba_hvd
 from gba_hvd import BadInput, GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.mode_names import SERVER_MODES
@@ -20,7 +22,7 @@ from gba_hvd.switching import callback as callback_module
 from gba_hvd.switching import requests
 from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.measurements import N_NEWEST, N_RECENT, RecentTimes
-from gba_hvd.switching.mode_limits import options_idle, row_average_idle
+from gba_hvd.switching.mode_limits import compression_idle, options_idle, row_average_idle, strict_idle
 from gba_hvd.switching.policy import Decision
 from gba_hvd.switching.predictions import Rates, expected_old_values
 from gba_hvd.torch_optimizers import spec_of
@@ -30,6 +32,7 @@ from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
 from gba_hvd.update_rules import RULES, stability
 from gba_hvd.update_rules.delay_model import expected_ages
+from recovery import CheckpointCallback
 
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
 
@@ -126,7 +129,11 @@ def test_its_stance_travels_with_the_state() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"mode": "gbaa"}, "did you mean 'gba'"),
+        ({"mode": "gbaa"}, "did you mean 'gba'. Choose one of allreduce, gba, .*, auto"),
+        ({"mode": "sync"}, "did you mean 'allreduce'"),
+        ({"mode": "SSP"}, "did you mean 'hop_bs'"),
+        ({"rule": "dana"}, "did you mean 'dana_zero' or 'dana_slim' or 'dana_dc'. Choose one of none, "),
+        ({"tolerance": -1}, "tolerance .the paper's iota. must be a number of steps"),
         ({"staleness": "treshold"}, "threshold"),
         ({"switch_at": {3: "hopbs"}}, "hop_bs"),
         ({"servers_per_host": 0}, "at least 1"),
@@ -707,3 +714,32 @@ def test_the_wire_is_among_the_settings_and_agreed_on_where_it_is_not_the_defaul
     curve, plain = GBACallback(mode="gba"), GBACallback(mode="gba", wire="plain")
     assert (curve.describe()["wire"], plain.describe()["wire"]) == ("curve", "plain")
     assert (curve.agreed.get("wire"), plain.agreed["wire"]) == (None, "plain")
+
+
+def test_compression_in_a_job_of_replicas_only_is_refused(training: Callable[..., Any]) -> None:
+    job = training(compression=gba_hvd.Compression.dct(keep=0.1))
+    with pytest.raises(BadInput, match=r"compression=dct\(.*is for dense gradients that are sent.*'shadow' only"):
+        job.state.register_callbacks([GBACallback("shadow")])
+    job = training(compression=gba_hvd.Compression.dct(keep=0.1))
+    job.state.register_callbacks([GBACallback("shadow", switch_at={9: "gba"})])
+
+
+@pytest.mark.parametrize(("mode", "hosts", "is_idle"), [("gba", 1, True), ("gba", 2, False), ("ma", 2, True)])
+def test_compression_without_effect_in_the_mode_that_is_entered_is_reported(
+    training: Callable[..., Any], mode: str, hosts: int, is_idle: bool
+) -> None:
+    engine = training(compression=gba_hvd.Compression.fp16).state.engine
+    event = compression_idle(engine, mode, hosts)
+    assert (event is not None) == is_idle and compression_idle(training().state.engine, mode, hosts) is None
+    if event is not None:
+        assert (event.kind, event.level) == ("compression_idle", "warning")
+        assert f"compression=fp16 has no effect in mode '{mode}' on" in event.message and "eave it out" in event.message
+
+
+def test_strict_checkpoints_in_an_asynchronous_mode_are_reported(training: Callable[..., Any], tmp_path: Path) -> None:
+    for strict in (True, False):
+        job = training()
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path), strict=strict)])
+        event = strict_idle(job.state.engine, "gba")
+        assert (event is not None) == strict
+        assert event is None or "CheckpointCallback(strict=True) has no effect in mode 'gba'" in event.message

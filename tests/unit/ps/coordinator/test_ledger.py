@@ -615,7 +615,7 @@ def test_an_epoch_that_ends_with_late_pushes_ends_in_a_step_that_drops_them() ->
         ({"name": "hopbw"}, "no asynchronous mode 'hopbw'; did you mean 'hop_bw'"),
         ({"name": "?"}, "'gba' or 'bsp' or 'async' or 'hop_bs' or 'hop_bw'"),
         ({"staleness": "liner"}, "did you mean 'linear'"),
-        ({"tolerance": -1}, "tolerance must be a number of steps, 0 or more, got -1"),
+        ({"tolerance": -1}, "must be a number of steps, 0 or more, got -1"),
         ({"lookahead": -1}, "lookahead must be a whole number, 0 or more, or None, got -1"),
         ({"slack": None}, "slack must be a whole number, 0 or more, got None"),
         ({"backups": True}, "backups must be a whole number, 0 or more, got True"),
