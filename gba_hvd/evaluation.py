@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.batch_keys import BatchKeys, FindIds
+from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
@@ -191,9 +192,11 @@ def evaluate(
     else:
         chosen = _checked(tasks, label=label, metrics=metrics, group=group)
     if activation is not None and all(task.rates or task.activation is not None for task in chosen.values()):
-        raise BadInput(
-            f"evaluate(): activation={activation!r} would have no effect: every task has its own, or metrics of ratings"
+        text = (  # not refused: the epoch before is trained, and the scores are those that were asked for
+            f"evaluate(): activation={activation!r} has no effect: every task has its own, or metrics of ratings. "
+            "Leave it out"
         )
+        engine.reports.once(Event("activation_idle", engine.progress.step, text, {}, level="warning"))
     parts = tuple(_part(name, task, activation, exact_limit) for name, task in chosen.items())
 
     def measure(loaded: Any) -> list[Frames]:

@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors a person can mend are one line, all others keep their traceback."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(run.apart(sys.argv[1:] if argv is None else argv))
     try:
         with ended_cleanly():
             status: int = args.run(args)

@@ -171,6 +171,19 @@ def test_workers_with_other_metrics_are_noticed(workers: Workers, on_host: Any, 
         assert isinstance(result, StateMismatch) and "disagree about the tasks and metrics to evaluate" in str(result)
 
 
+def test_an_activation_that_no_task_uses_is_a_warning_and_the_epoch_is_not_lost(training: Any) -> None:
+    job, events = training(), []
+    tasks = {"a": Task(output=0, label=lambda b: b.click, activation="sigmoid")}
+    expected = gba_hvd.evaluate(Towers(job.tables), Impressions(30), job.state, tasks=tasks)
+    job.state.engine.reports.emit = lambda event, only_here=False: events.append(event)
+    for _ in range(2):
+        assert expected == gba_hvd.evaluate(
+            Towers(job.tables), Impressions(30), job.state, tasks=tasks, activation="none"
+        )
+    assert [(event.kind, event.level) for event in events] == [("activation_idle", "warning")]
+    assert "activation='none' has no effect: every task has its own" in events[0].message
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -180,7 +193,6 @@ def test_workers_with_other_metrics_are_noticed(workers: Workers, on_host: Any, 
         ({"metrics": ["auc", "auc"]}, "asked for twice"),
         ({"metrics": ["gauc"]}, "metric 'gauc' needs group="),
         ({"group": lambda b: b.ids["user"]}, "group= is for metric 'gauc'"),
-        ({"metrics": ["mse"], "activation": "sigmoid"}, "activation='sigmoid' would have no effect"),
         ({"tasks": {"a": Task()}, "label": lambda b: b.label}, "label with tasks= would have no effect"),
         ({"tasks": {}}, "tasks= is empty"),
         ({"tasks": {"a": 3}}, "which 'a' is not"),
@@ -207,7 +219,7 @@ def test_workers_with_other_metrics_are_noticed(workers: Workers, on_host: Any, 
         ({"batch": 0}, "batch must be a whole number of samples, 1 or more, got 0"),
     ],
 )
-def test_what_would_have_no_effect_or_is_ambiguous_is_refused(training: Any, how: dict[str, Any], message: str) -> None:
+def test_what_has_no_effect_or_is_ambiguous_is_refused(training: Any, how: dict[str, Any], message: str) -> None:
     job = training()
     with pytest.raises(BadInput, match=message):
         gba_hvd.evaluate(Towers(job.tables), Impressions(30), job.state, **how)

@@ -10,7 +10,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..launch.checks import (
@@ -21,6 +21,24 @@ from ..launch.checks import (
     loopback_interface,
 )
 from ..launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
+
+
+_FLAGS = ("--dry-run", "-h", "--help")  # options of `gba-hvd run` without a value; all others have one
+
+
+def apart(argv: Sequence[str]) -> list[str]:
+    """A command line of `gba-hvd run` with `--` before the script: what follows is the script's alone.
+
+    argparse would look for abbreviations of our options among its arguments.
+    """
+    if list(argv[:1]) != ["run"]:
+        return list(argv)
+    at = 1
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        is_whole = "=" in argv[at] or any(flag.startswith(argv[at]) for flag in _FLAGS)
+        is_whole = is_whole or any(argv[at] != name and argv[at].startswith(name) for name in ("-np", "-H"))
+        at += 1 if is_whole else 2
+    return [*argv] if at >= len(argv) or argv[at] == "--" else [*argv[:at], "--", *argv[at:]]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -135,7 +135,10 @@ def plan(asked: Asked, here: Here, slots_now: int | None = None) -> Launch:
         )
     if asked.log_dir:
         argv += ["--output-filename", asked.log_dir]
-    return Launch((*argv, *asked.command), variables, tuple(notes))
+    # horovodrun looks for its own options among the arguments of the script, too, unless they come after `--`; and it
+    # takes a `--` before the command for the command.
+    own = ["env", "--"] if any(one.startswith("-") for one in asked.command) else []
+    return Launch((*argv, *own, *asked.command), variables, tuple(notes))
 
 
 def _at_start(asked: Asked, total: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
+from gba_hvd_tools.commands.run import apart
 from gba_hvd_tools.launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
 from gba_hvd_tools.launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
 
@@ -92,10 +93,38 @@ def test_a_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str],
     script.write_text("raise SystemExit(3)")
     assert cli.main(["run", "--dry-run", "-np", "2", str(script), "--epochs", "3"]) == 0
     said = capsys.readouterr()
-    assert said.out.rstrip().endswith(f"-np 2 --network-interface lo {sys.executable} {script} --epochs 3")
+    assert said.out.rstrip().endswith(f"-np 2 --network-interface lo env -- {sys.executable} {script} --epochs 3")
     assert "OMP_NUM_THREADS" in said.err
     assert cli.main(["run", "-np", "2", "nowhere.py"]) == 1
     assert "there is no file nowhere.py here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("run -np 2 train.py --n 8 --h x", "run -np 2 -- train.py --n 8 --h x"),
+        ("run --dry --log-dir=x -Hh1:2 -np 2 train.py -H y", "run --dry --log-dir=x -Hh1:2 -np 2 -- train.py -H y"),
+        ("run --job j -np 2 -- train.py --help", "run --job j -np 2 -- train.py --help"),
+        ("run -np 2", "run -np 2"),
+        ("run --help", "run --help"),
+        ("report --h", "report --h"),
+        ("", ""),
+    ],
+)
+def test_what_follows_the_script_is_apart(line: str, after: str) -> None:
+    assert apart(line.split()) == after.split()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_arguments_of_the_script_are_its_own(tmp_path: Path, workers: str) -> None:
+    """Abbreviations of options of ours and of horovodrun, and whole ones."""
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    own = ["--n", "8192", "--h", "-np", "7", "--verbose"]
+    command = [str(Path(sys.executable).with_name("gba-hvd")), "run", "-np", workers, "train.py", *own]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(own)) == int(workers)
 
 
 @pytest.mark.processes

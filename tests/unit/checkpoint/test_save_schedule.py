@@ -182,7 +182,7 @@ def test_a_policy_that_was_named_and_that_the_plan_does_not_use_is_reported_once
 
 @pytest.mark.parametrize("interval", [{"every_s": 30.0}, {"every_steps": 4}], ids=str)
 def test_a_limit_of_the_planned_interval_is_refused_beside_one_that_is_given(interval: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="longest_s=5 limits an interval that is planned, and every_s(teps)? gives"):
+    with pytest.raises(BadInput, match=r"longest_s=5 limits an interval that is planned, and every_s(teps)? gives"):
         CheckpointCallback("/nowhere", longest_s=5, **interval)
     CheckpointCallback("/nowhere", **interval)
     CheckpointCallback("/nowhere", longest_s=5)

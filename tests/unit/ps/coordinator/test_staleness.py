@@ -60,5 +60,5 @@ def test_a_name_like_no_other_is_answered_with_all_of_them() -> None:
 @pytest.mark.parametrize("tolerance", [-1, 1.5, "4", None, True])
 def test_a_tolerance_is_a_whole_number_from_0(tolerance: int) -> None:
     for rule in (Threshold, LinearDecay, lambda t: weighting("none", t)):
-        with pytest.raises(BadInput, match="tolerance .the paper.s iota. must be a number of steps"):
+        with pytest.raises(BadInput, match=r"tolerance .the paper.s iota. must be a number of steps"):
             rule(tolerance)
