@@ -127,8 +127,8 @@ def advise(
     with_momentum += f", dampening {dampening:g}" if dampening else ""
     with_momentum += f", values {ahead:g} of a step ahead" if ahead else ""
     text = (
-        f"{verdict}: learning rate {lr:.3g} is {share:.2f}x the limit {at_limit:.3g} for dense values {mean:.3g} steps "
-        f"old in the mean (oldest {oldest}) and a curvature of {curvature:.3g}{with_momentum}; "
+        f"{verdict}: learning rate {lr:.3g} is {_share(share)}x the limit {at_limit:.3g} for dense values {mean:.3g} "
+        f"steps old in the mean (oldest {oldest}) and a curvature of {curvature:.3g}{with_momentum}; "
     )
     if ordered:
         text += f"this goes by the ages of {len(ordered)} steps in their order, by their mean it is {by_mean:.3g}; "
@@ -210,3 +210,7 @@ def _random_direction(parameters: list[Tensor], seed: int) -> list[Tensor]:
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> float:
     return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+
+
+def _share(share: float) -> str:
+    return f"{share:.2f}" if share >= 0.1 else f"{share:.2g}"

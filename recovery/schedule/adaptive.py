@@ -23,6 +23,7 @@ from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import failures, planner
 from recovery.schedule.costs import Costs, JobProfile, Objectives
 from recovery.schedule.failures import MeanTime
+from recovery.units import duration
 
 FIRST_INTERVAL_S = 300.0  # until a save was measured
 ASSUMED_MTBF_H = 28.0  # CPR's emulated cluster
@@ -207,7 +208,7 @@ def plan_interval(
     hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: {recovered}"
     expected = found.expected
     reason = [
-        f"{kind} saves every {found.interval_s:,.0f} s ({hosts})",
+        f"{kind} saves every {_whole(found.interval_s)} ({hosts})",
         f"{expected.overhead:.2%} of training time expected for saving and recovering",
         f"{_other(found)}" if n_servers > 1 and asked == "auto" else "",
         f"PLS {expected.pls:.3g} at a target of {given.target_pls:.3g}" if strategy == "partial" else "",
@@ -225,6 +226,10 @@ def _kind_for(strategy: str, given: Goals, n_servers: int) -> str:
     """
     policy = given.policy_for(strategy)
     return lossless_kind(policy) if strategy == "full" and n_servers > 1 and not is_lossless(policy) else policy
+
+
+def _whole(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 1 else duration(seconds)
 
 
 def _other(plan: planner.RecoveryPlan) -> str:

@@ -110,12 +110,14 @@ class Objectives:
     price_per_1000_puts: float = 0.0
 
     def __post_init__(self) -> None:
-        is_share = self.r is None or 0 < self.r <= 1
-        if not 0 < self.target_pls < 1 or not is_share or self.max_interval_s <= 0 or self.kept_bases < 1:
-            raise BadInput(
-                "target_pls must be within 0 and 1, r above 0 and at most 1, max_interval_s above 0, kept_bases at "
-                f"least 1, got {self.target_pls}, {self.r}, {self.max_interval_s}, {self.kept_bases}"
-            )
+        if not 0 < self.target_pls < 1:
+            raise BadInput(f"target_pls is a portion of lost samples, above 0 and below 1, got {self.target_pls}")
+        if self.r is not None and not 0 < self.r <= 1:
+            raise BadInput(f"a partial save takes a share of the rows, above 0 and at most 1, got {self.r}")
+        if not self.max_interval_s > 0:
+            raise BadInput(f"the longest interval is a number of seconds above 0, got {self.max_interval_s}")
+        if self.kept_bases < 1:
+            raise BadInput(f"the number of checkpoints that are kept is at least 1, got {self.kept_bases}")
         if self.strategy not in STRATEGIES:
             raise BadInput(f"strategy {self.strategy!r} is not known: choose one of {', '.join(STRATEGIES)}")
         SAVE_POLICIES.get(self.policy)

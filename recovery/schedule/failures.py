@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.errors import BadInput
+from recovery.units import duration, durations
 
 _FEWEST_FOR_SHAPE = 8  # with fewer times the shape's standard error is about half of it or more
 _Z90 = 1.6448536269514722  # 5 % of a normal distribution lie above
@@ -55,11 +56,11 @@ def mean_time(observed_s: float, n_failures: int, prior_s: float, prior_weight: 
         )
     events, time_s = prior_weight + n_failures, prior_weight * prior_s + observed_s
     mean_s, low_s, high_s = (time_s / rate for rate in (events, _quantile(events, _Z90), _quantile(events, -_Z90)))
-    reason = f"{mean_s / 3600:.1f} h between failures, assumed: nothing was observed yet"
+    reason = f"{duration(mean_s)} between failures, assumed: nothing was observed yet"
     if observed_s > 0:
-        likely = f"(90 %: {low_s / 3600:.1f} to {high_s / 3600:.1f} h)"
-        reason = f"{n_failures} failures in {observed_s / 3600:.1f} h, {prior_s / 3600:.1f} h assumed before"
-        reason = f"{mean_s / 3600:.1f} h between failures {likely}: {reason}"
+        likely = f"(90 %: {durations(low_s, high_s)})"
+        reason = f"{n_failures} failures in {duration(observed_s)}, {duration(prior_s)} assumed before"
+        reason = f"{duration(mean_s)} between failures {likely}: {reason}"
     return MeanTime(mean_s, low_s, high_s, n_failures, reason)
 
 

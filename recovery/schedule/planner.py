@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from recovery.schedule import formulas
 from recovery.schedule.costs import Costs, JobProfile, Objectives
+from recovery.units import duration
 
 __all__ = [
     "ChainSize",
@@ -123,7 +124,7 @@ def plan(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = Non
     cost = stored / 1e9 * objectives.price_per_gb_month + puts_per_month / 1000 * objectives.price_per_1000_puts
     reason = _reason(strategy, full, partial, objectives, margin, job.n_servers)
     if is_picked and r < 1:
-        reason += f"; {r:.3g} of the rows a save, so that one comes every {r * chosen.round_s / 60:,.0f} min"
+        reason += f"; {r:.3g} of the rows a save, so that one comes every {duration(r * chosen.round_s)}"
     return RecoveryPlan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
 
 
@@ -237,7 +238,7 @@ def _reason(
     elif strategy == "full":
         reason += f", partial must cost {margin:.0%} less"
     chosen = full if strategy == "full" else partial
-    reason += f"; a round of saves every {chosen.round_s / 3600:.2f} h"
+    reason += f"; a round of saves every {duration(chosen.round_s)}"
     return (
         reason
         if strategy == "full"

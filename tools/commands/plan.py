@@ -213,6 +213,8 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
     from rich.console import Console
     from rich.table import Table
 
+    from recovery import units
+
     table = Table(title="Cost of safety, as a share of training time")
     for column in ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS"):
         table.add_column(column, justify="left" if column == "recovery" else "right")
@@ -224,7 +226,7 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
     console.print(found.reason, highlight=False, soft_wrap=True)
     lines = [
         f"save: {found.kind} ({what}) every {duration(found.interval_s)}",
-        f"written: {found.bytes_per_day / 1e9:,.1f} GB per day; stored: at most {found.stored_bytes / 1e9:,.1f} GB",
+        f"written: {units.size(found.bytes_per_day)} per day; stored: at most {units.size(found.stored_bytes)}",
         f"failures: {mean.reason}",
         f"assumed or measured: save {costs.save_s:g} s, of which training stands still {costs.stall_share:.0%}; "
         f"load {costs.load_s:g} s; replace a server {costs.reschedule_s:g} s",
@@ -249,6 +251,10 @@ def row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
+    from recovery import units
+
+    if seconds < 1:
+        return units.duration(seconds)
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

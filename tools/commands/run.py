@@ -22,7 +22,6 @@ from ..launch.checks import (
 )
 from ..launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
 
-
 _FLAGS = ("--dry-run", "-h", "--help")  # options of `gba-hvd run` without a value; all others have one
 
 

@@ -78,3 +78,8 @@ def test_a_window_of_operation_has_as_many_failures_as_it_should_at_its_start_as
 def test_traces_are_the_same_for_the_same_seed():
     traces = [failure_times(Gamma(0.7, H), 9 * H, 5, np.random.default_rng(3)) for _ in range(2)]
     assert np.array_equal(*traces)
+
+
+def test_short_times_are_not_shown_as_nothing() -> None:
+    reason = mean_time(90.0, 0, 180.0).reason
+    assert "0.0 h" not in reason and "0 failures in 1.5 min, 3.0 min assumed before" in reason

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from recovery.errors import BadInput
 from recovery.schedule.planner import ChainSize, Costs, JobProfile, Objectives, estimate, next_kind, plan
+from recovery.units import duration
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 
@@ -31,7 +32,7 @@ def test_the_papers_setting_is_planned_as_its_formulas_say():
     assert found.partial.overhead == pytest.approx(360 / (44.8 * H) + 240 / (28 * H))
     assert found.expected.pls == pytest.approx(0.1)
     assert found.reason == (
-        "partial: partial recovery costs 0.46% of training time, full 8.69%; a round of saves every 44.80 h, "
+        "partial: partial recovery costs 0.46% of training time, full 8.69%; a round of saves every 44.8 h, "
         "expected PLS 0.1, target 0.1"
     )
 
@@ -44,7 +45,7 @@ def test_the_share_is_picked_where_none_is_asked_for(target: float, r: float):
     assert found.r == r
     assert found.interval_s == pytest.approx(r * found.partial.round_s)
     assert found.interval_s >= 600 or r == 1 / 2
-    assert f"; {r:.3g} of the rows a save, so that one comes every {found.interval_s / 60:,.0f} min" in found.reason
+    assert f"; {r:.3g} of the rows a save, so that one comes every {duration(found.interval_s)}" in found.reason
 
 
 def test_a_picked_share_stays_while_its_saves_are_half_as_far_apart():
@@ -224,3 +225,17 @@ def test_costs_that_are_missing_or_no_numbers_are_named(values):
 def test_impossible_settings_are_refused(make):
     with pytest.raises(BadInput):
         make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_pls": 0}, "target_pls is a portion of lost samples, above 0 and below 1, got 0"),
+        ({"r": 1.5}, "a share of the rows, above 0 and at most 1, got 1.5"),
+        ({"max_interval_s": 0}, "the longest interval is a number of seconds above 0, got 0"),
+        ({"kept_bases": 0}, "the number of checkpoints that are kept is at least 1, got 0"),
+    ],
+)
+def test_each_limit_of_an_objective_has_a_sentence_of_its_own(settings, words):
+    with pytest.raises(BadInput, match=f"{words}$"):
+        Objectives(**settings)

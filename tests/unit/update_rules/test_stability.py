@@ -89,6 +89,10 @@ def test_advice_says_how_far_the_learning_rate_is_from_the_limit() -> None:
     )
 
 
+def test_a_small_share_of_the_limit_is_not_shown_as_nothing() -> None:
+    assert " is 0.00012x the limit 0.25 " in advise(lr=3e-5, curvature=4.0, ages={1: 1}).reason
+
+
 @pytest.mark.parametrize(
     ("lr", "level"), [(0.04, "stable"), (0.12, "stable"), (0.13, "near"), (0.2499, "near"), (0.2501, "unstable")]
 )
