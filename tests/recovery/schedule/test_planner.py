@@ -58,7 +58,7 @@ def test_a_picked_share_stays_while_its_saves_are_half_as_far_apart():
 
 @pytest.mark.parametrize("r", [0.0, -0.1, 1.5])
 def test_a_share_beyond_all_rows_or_of_none_is_refused(r: float):
-    with pytest.raises(BadInput, match="r above 0 and at most 1"):
+    with pytest.raises(BadInput, match="a share of the rows, above 0 and at most 1"):
         replace(CPR, r=r)
 
 
