@@ -145,7 +145,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def compressor(name: str) -> Spec:
-    if not PLAN["compressed"]:
+    sends_dense = {PLAN["mode"], *PLAN["switch_at"].values()} != {"shadow"}  # else it is refused
+    if not PLAN["compressed"] or (name == "dct" and not sends_dense):
         return gba_hvd.Compression.none
     return gba_hvd.Compression.by_name(name, keep=0.3).then(gba_hvd.Compression.int8).always()
 
