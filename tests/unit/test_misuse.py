@@ -151,7 +151,9 @@ def test_an_optimizer_of_torch_does_not_train_rows(optimizer: Any, got: str) -> 
 
 
 def test_an_unknown_setting_of_checkpoints_gets_the_nearest_known_one() -> None:
-    with pytest.raises(BadInput, match=r"CheckpointCallback: setting 'every' is not known: did you mean 'every_s'\?"):
+    with pytest.raises(
+        BadInput, match=r"CheckpointCallback: setting 'every' is not known: did you mean 'every_s' or 'every_steps'\?"
+    ):
         CheckpointCallback("ck", every=10)
 
 
