@@ -45,7 +45,7 @@ LAYERS = {
         ["serving"],
     ],
     "recovery": [
-        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "hashed_ids", "policies"],
+        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "hashed_ids", "policies", "units"],
         ["storage"],
         ["format"],
         ["catalog"],

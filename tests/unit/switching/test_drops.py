@@ -95,7 +95,9 @@ def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.Monkey
     for lags in ({0: 100}, {0: 120, 1: 80}, {0: 140, 1: 160}, {0: 300, 1: 160}):
         progress.step, progress.lags, progress.staleness = progress.step + 1, lags, {0: sum(lags.values())}
         position = JobPosition(step=progress.step, rates=[(0, 0.2), (1, 0.2)])
-        servers: Any = SimpleNamespace(name="gba", position=position, drain_metrics=lambda: ({}, []))
+        servers: Any = SimpleNamespace(
+            name="gba", position=position, drain_metrics=lambda: ({}, []), contact=SimpleNamespace(report={})
+        )
         participant.before_micro_batch(servers, 0.004)
     said = [(event.kind, event.step) for event in events if event.kind.startswith("many_dropped")]
     assert said == [("many_dropped", 2), ("many_dropped_over", 4)]
