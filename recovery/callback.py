@@ -144,6 +144,7 @@ class CheckpointCallback:
         given = self.given
         return {
             "url": redacted(self.url),
+            "strict": self.config.strict,
             **{name: getattr(self, name) for name in names},
             "policy": given.policy,
             "row_fraction": given.r,

@@ -21,13 +21,15 @@ def durations(low_s: float, high_s: float) -> str:
 def size(n_bytes: float) -> str:
     """`1,204.5 GB`, `31.0 MB`, `7.2 kB`, `40 bytes`."""
     for scale, unit in _SIZES:
-        if n_bytes >= scale:
+        if round(n_bytes / scale, 3) >= 1:
             return f"{n_bytes / scale:,.1f} {unit}"
     return f"{n_bytes:.0f} bytes"
 
 
 def _in(seconds: float) -> tuple[str, str]:
+    if 0 < seconds < 0.0005:
+        return "under 1", "ms"
     for scale, unit in _DURATIONS:
-        if seconds >= scale:
+        if round(seconds / scale, 3) >= 1:
             return f"{seconds / scale:,.1f}", unit
     return (f"{1000 * seconds:.0f}", "ms") if seconds > 0 else ("0", "s")

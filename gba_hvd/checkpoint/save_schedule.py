@@ -167,11 +167,12 @@ class SaveSchedule:
         policy = self.callback.config.policy
         if not self.callback.policy_is_named or found.kind == policy or is_lossless(policy):
             return
-        where = "on one host" if self.n_hosts == 1 else "while full recovery is planned"
+        why = "partial saves take more than half of the bytes of a full one"
+        if self.n_hosts > 1:
+            why = "full recovery is planned, which goes back to checkpoints that leave out no change"
         text = (
-            f"policy={policy!r} is not used {where}: the plan has saves of kind {found.kind!r}, since full recovery "
-            "goes back to checkpoints that leave out no change. For saves by this policy give every_s or every_steps; "
-            "else leave policy out"
+            f"policy={policy!r} is not used now: the plan has saves of kind {found.kind!r}, since {why}. For saves by "
+            "this policy give every_s or every_steps; else leave policy out"
         )
         data = {"policy": policy, "kind": found.kind, "hosts": self.n_hosts}
         self._engine.reports.once(Event("policy_idle", self._engine.progress.step, text, data, level="warning"))

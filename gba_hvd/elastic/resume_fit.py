@@ -18,14 +18,20 @@ _N_NAMED = 5
 _ADDED = {"gba_hvd", "params", "param_names"}  # of a group, which are no hyper-parameters
 
 
-def refuse_other_model(
-    where: str, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Raises BadInput where `state` (`TrainingState.state_dict`) is of another dense model or optimizer.
+def refuse_other_optimizer(where: str, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises BadInput where `state` (`TrainingState.state_dict`) is of another dense optimizer.
 
     where: what it was read from, as in "the checkpoint at s3://runs/7"
     """
-    found = _other_tensors(state["model"], model.state_dict()) or _other_optimizer(state, optimizer)
+    _refuse(where, _other_optimizer(state, optimizer))
+
+
+def refuse_other_tensors(where: str, state: Mapping[str, Any], model: nn.Module) -> None:
+    """Raises BadInput where `state`, which the model did not load, has tensors of other names or sizes."""
+    _refuse(where, _other_tensors(state["model"], model.state_dict()))
+
+
+def _refuse(where: str, found: str) -> None:
     if found:
         raise BadInput(
             f"{where} is of a job with {found}: continue with what it has, or start over at another url or with "

@@ -354,7 +354,7 @@ class TorchState:
             rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if not joined.is_restart:
-            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "the checkpoint")
+            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "what a lost job left")
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost

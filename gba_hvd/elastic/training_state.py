@@ -15,7 +15,7 @@ from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
-from gba_hvd.elastic.resume_fit import refuse_other_model
+from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.torch_optimizers import user_class
@@ -139,10 +139,14 @@ class TrainingState:
         Raises BadInput where it is of another dense model or optimizer.
         """
         engine, first = self._engine, state.get("snapshot", state)
-        refuse_other_model(where, first, self._model, engine.model.optimizer)
+        refuse_other_optimizer(where, first, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
-        self.load_state_dict({**first, "callbacks": kept})
+        try:
+            self.load_state_dict({**first, "callbacks": kept})
+        except RuntimeError:  # (a model may load what has other names, by hooks of its own)
+            refuse_other_tensors(where, first, self._model)
+            raise
         if "random" in first:
             self._random_left = {"states": first["random"], "same_step": first is state}
         if engine.model.compression is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +197,20 @@ def _callbacks(engine: Engine) -> dict[str, Any]:
     """
     checkpoints, switching = checkpoints_of(engine), switching_of(engine)
     return {
-        "CheckpointCallback": None if checkpoints is None else checkpoints.callback.compared,
-        "GBACallback": None if switching is None else switching.compared,
+        "CheckpointCallback": None if checkpoints is None else _plain(checkpoints.callback.compared),
+        "GBACallback": None if switching is None else _plain(switching.compared),
     }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has, of settings that may be numbers of numpy, and of others their words."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)
 
 
 def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:

@@ -283,7 +283,7 @@ class GBACallback(Callback):
         settings = {**self.describe(), "rule": self.requested_rule or "the default"}
         settings["elasticity"] = "the default" if self._elasticity is None else self._elasticity
         del settings["curvature"]
-        return {name: _plain(value) for name, value in settings.items()}
+        return settings
 
     @property
     def paused_until(self) -> int:
@@ -569,8 +569,3 @@ class GBACallback(Callback):
             self.asked.load(state["asked"])
         self._batch_gains.extend(state.get("batch_gains", ()))
         self._trained_s = state.get("trained_s", 0.0)
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON has, of a setting that may be a number of numpy."""
-    return value if value is None or isinstance(value, bool | int | float | str | dict) else str(value)

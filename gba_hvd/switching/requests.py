@@ -180,9 +180,11 @@ class ModeRequests(StepParticipant):
         self._report_if_late()
         now = time.perf_counter()
         is_free = position.requested_mode in ("", "auto", servers.name)
+        if callback.mode == "auto" and position.pinned and position.requested_mode == servers.name:
+            request = "auto", "planned by switch_at"  # the coordinator still holds the mode that an operator asked for
         if request is not None and is_free and now - self._asked_s > _ASK_AGAIN_S:
             self._asked_s = now  # the next positions have it; until then it is not sent again
-            servers.client.send(0, SwitchTo(*request, pin=callback.mode != "auto"))
+            servers.client.send(0, SwitchTo(*request, pin=request[0] == "auto" or callback.mode != "auto"))
 
     def _note_what_needs_no_switch(self, servers: PsWorker) -> None:
         """On all workers, once for each request of an operator: for "auto", or for the mode that the job is in."""

@@ -18,13 +18,12 @@ from gba_hvd.tracking.recovery_records import events_in_force
 class TrafficSummary:
     """A decision of a compressor: what it did from a step on, and why.
 
-    of: "dense" or "rows"; empty in records of earlier versions. compress: anything; bypassed: tensors that are not
+    compress: anything; bypassed: tensors that are not
     """
 
     step: int
     compressor: str
     reason: str
-    of: str = ""
     compress: bool = True
     bypassed: tuple[str, ...] = ()
 
@@ -54,18 +53,12 @@ def decisions(events: Iterable[Record]) -> list[TrafficSummary]:
     """What compressors decided, the oldest first."""
     return [
         TrafficSummary(
-            int(e.get("step", 0)), str(data.get("compressor", "")), str(e.get("message", "")), str(data.get("of", "")),
+            int(e.get("step", 0)), str(data.get("compressor", "")), str(e.get("message", "")),
             bool(data.get("compress", True)), tuple(data.get("bypassed", ())),
         )
         for e in _of(events, "compression")
         for data in [e.get("data", {})]
     ]  # fmt: skip
-
-
-def sent_whole(events: Iterable[Record], of: str) -> TrafficSummary | None:
-    """The newest decision of the compressor of "dense" gradients or of "rows", if something goes as it is by it."""
-    newest = [one for one in decisions(events) if one.of == of][-1:]
-    return newest[0] if newest and (not newest[0].compress or newest[0].bypassed) else None
 
 
 def _newest_traffic(events: Iterable[Record]) -> Mapping[str, Any]:

@@ -242,10 +242,7 @@ class Reports:
                 continue
             while compressor.decisions:  # other threads add to them
                 d = compressor.decisions.pop(0)
-                of = "rows" if compressor is self._model.row_coder else "dense"
-                data = {
-                    "compressor": str(compressor.spec), "of": of, "compress": d.compress, "bypassed": d.bypassed
-                }  # fmt: skip
+                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
                 self.emit(Event("compression", self._progress.step, d.reason, data))
 
     def traffic(self) -> None:

@@ -9,7 +9,16 @@ from recovery.units import duration, durations, size
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(100_800, "28.0 h"), (180, "3.0 min"), (7.2, "7.2 s"), (0.04, "40 ms"), (0, "0 s"), (7.2e6, "2,000.0 h")],
+    [
+        (100_800, "28.0 h"),
+        (180, "3.0 min"),
+        (7.2, "7.2 s"),
+        (0.04, "40 ms"),
+        (0, "0 s"),
+        (7.2e6, "2,000.0 h"),
+        (0.9996, "1.0 s"),
+        (4e-4, "under 1 ms"),
+    ],
 )
 def test_a_duration_is_in_the_unit_that_shows_it(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -46,6 +46,8 @@ class StatusService:
             )
         self._leaving = self._leaving - {request.worker} | ({request.worker} if request.leaving else set())
         position = coordinator_service.beat(request)
+        if request.generation == 0:  # of this host's leader, which passes on orders to servers that do not coordinate
+            position.requested_mode = position.reason = ""
         position.saved, position.server = self._saver.report(), os.getpid()
         position.leaving = not self._leaving.isdisjoint(coordinator_service.coordinator.workers)
         return position

@@ -8,10 +8,7 @@ from gba_hvd.tracking import traffic_summary
 from gba_hvd.tracking.report.tables import Table, size, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from gba_hvd.tracking.run_history import RunHistory
-    from gba_hvd.tracking.traffic_summary import TrafficSummary
 
 _MANY = 200  # tensors of a table; the rest is counted
 _NEWEST = 5  # decisions
@@ -29,23 +26,14 @@ def bytes_of_modes(story: RunHistory) -> Table | None:
 def density(story: RunHistory) -> Table | None:
     by_group = traffic_summary.row_density(story.events)
     names = ["rows"] if len(by_group) == 1 else [f"rows, group {number}" for number in range(len(by_group))]
-    of_rows = dict(zip(names, by_group, strict=True))
-    dense = traffic_summary.density(story.events)
-    shares = {**_words(dense, traffic_summary.sent_whole(story.events, "dense")),
-              **_words(of_rows, traffic_summary.sent_whole(story.events, "rows"))}  # fmt: skip
-    rows = [[name, words] for name, words in list(shares.items())[:_MANY]]
+    shares = {**traffic_summary.density(story.events), **dict(zip(names, by_group, strict=True))}
+    rows = [[name, f"{share:.2%}"] for name, share in list(shares.items())[:_MANY]]
     if len(shares) > _MANY:
         rows.append([f"... and {len(shares) - _MANY:,} more", ""])
-    return table("Density: how much of a gradient was sent last", ["tensor", "share of elements"], rows, "lr")
-
-
-def _words(shares: Mapping[str, float], whole: TrafficSummary | None) -> dict[str, str]:
-    """By tensor, or group of rows. whole: the decision by which some, or all, go as they are."""
-    words = {name: f"{share:.2%}" for name, share in shares.items()}
-    if whole is None:
-        return words
-    text = f"all, uncompressed since step {whole.step:,}; before, while it was compressed, "
-    return {name: text + was if not whole.compress or name in whole.bypassed else was for name, was in words.items()}
+    title, note = "Density: how much of a gradient was sent when it was last compressed", ""
+    if any(not one.compress or one.bypassed for one in traffic_summary.decisions(story.events)):
+        note = "Compression was bypassed, for a time or up to the end: the decisions are in the table Compression."
+    return table(title, ["tensor", "share of elements"], rows, "lr", note=note)
 
 
 def decisions(story: RunHistory) -> Table | None:

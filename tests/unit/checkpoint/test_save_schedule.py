@@ -176,7 +176,7 @@ def test_a_policy_that_was_named_and_that_the_plan_does_not_use_is_reported_once
     assert [event.kind for event in chief.events] == ["policy_idle"] * is_said
     for event in chief.events:
         assert event.level == "warning" and event.data == {"policy": "mfu", "kind": "full", "hosts": 1}
-        assert "policy='mfu' is not used on one host: the plan has saves of kind 'full'" in event.message
+        assert "policy='mfu' is not used now: the plan has saves of kind 'full', since partial saves" in event.message
         assert "give every_s or every_steps" in event.message
 
 

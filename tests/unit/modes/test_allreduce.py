@@ -320,6 +320,8 @@ def test_workers_whose_callbacks_have_other_settings_are_stopped(
         ({"resume": False}, "CheckpointCallback.'resume'. True, here False;"),
         ({"policy": "full"}, "CheckpointCallback.'policy'. delta, here full;"),
         ({"every_steps": 7}, "CheckpointCallback.'every_steps'. 5, here 7;"),
+        ({"every_steps": np.int64(7)}, "CheckpointCallback.'every_steps'. 5, here 7;"),
+        ({"strict": True}, "CheckpointCallback.'strict'. False, here True;"),
     ],
 )
 def test_workers_whose_checkpoints_have_other_settings_are_stopped(
@@ -337,6 +339,13 @@ def test_a_curvature_that_each_worker_has_measured_may_differ(workers: Workers, 
     jobs = [on_host("a"), on_host("a")]
     for job, curvature in zip(jobs, (2.0, 3.0), strict=True):
         job.state.register_callbacks([gba_hvd.GBACallback(curvature=curvature)])
+    assert workers.outcomes(jobs, lambda job: job.state.sync()) == [None, None]
+
+
+def test_numbers_of_numpy_are_those_of_python(workers: Workers, on_host: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    for job, min_stay in zip(jobs, (4, np.int64(4)), strict=True):
+        job.state.register_callbacks([gba_hvd.GBACallback(min_stay=min_stay)])  # type: ignore[arg-type]
     assert workers.outcomes(jobs, lambda job: job.state.sync()) == [None, None]
 
 

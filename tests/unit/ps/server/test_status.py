@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gba_hvd.ps.messages import SwitchTo
+import pytest
+
+from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, SaveStatus, SwitchTo
 from gba_hvd.ps.server.status import StatusService
 
 
@@ -22,3 +24,14 @@ def test_the_status_shows_no_credentials_of_the_place_for_checkpoints() -> None:
     mode: Any = SimpleNamespace(active_coordinator=None)
     status = StatusService("clicks", 0, mode, saver).status()
     assert status["checkpoints"] == "s3://***@host/bucket/job?token=***"
+
+
+@pytest.mark.parametrize("generation", [0, 3])
+def test_a_host_s_leader_gets_no_request_back_as_an_order(generation: int) -> None:
+    """It passes orders on; what the coordinator was asked for by measurements would come back as one of an operator."""
+    asked = JobPosition(requested_mode="allreduce", reason="gba is slower")
+    coordinator: Any = SimpleNamespace(beat=lambda request: asked, coordinator=SimpleNamespace(workers={}))
+    saver: Any = SimpleNamespace(alive=lambda: None, report=SaveStatus, url="")
+    mode: Any = SimpleNamespace(active_coordinator=coordinator, abandon=lambda numbers: None)
+    position = StatusService("clicks", 0, mode, saver).beat(HeartbeatMsg(1, 0, 1, 10, generation))
+    assert position.requested_mode == ("" if generation == 0 else "allreduce")

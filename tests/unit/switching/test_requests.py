@@ -1,0 +1,59 @@
+"""What the chief asks of the coordinator in asynchronous modes, and what all workers note."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd import Event, GBACallback
+from gba_hvd.ps.messages import JobPosition, SwitchTo
+from gba_hvd.switching import requests
+from gba_hvd.training.job_state import Progress
+from gba_hvd.training.step_hooks import StepHooks
+
+
+class Chief:
+    def __init__(self, callback: GBACallback) -> None:
+        self.events, self.sent = list[Event](), list[SwitchTo]()
+        self.progress = Progress(None, StepHooks())
+        engine: Any = SimpleNamespace(
+            world=SimpleNamespace(rank=0, size=2), progress=self.progress, elp=12, emit=self.events.append,
+            model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
+            host=SimpleNamespace(server=None),
+        )  # fmt: skip
+        self.participant = requests.ModeRequests(engine, callback)
+        self.participant.mode_entered()
+
+    def micro_batch(self, step: int, **position: Any) -> None:
+        servers: Any = SimpleNamespace(
+            name="gba", position=JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], **position),
+            drain_metrics=lambda: ({}, []), contact=SimpleNamespace(report={}),
+            client=SimpleNamespace(send=lambda server, request: self.sent.append(request)),
+        )  # fmt: skip
+        self.progress.step = step
+        self.participant.before_micro_batch(servers, 0.004)
+
+
+def test_a_planned_auto_ends_the_hold_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_ASK_AGAIN_S", 0.0)
+    callback = GBACallback(mode="gba", switch_at={20: "auto"})
+    chief, held = Chief(callback), {"requested_mode": "gba", "reason": "why", "pinned": True}
+    chief.micro_batch(5, **held)
+    assert (callback.mode, chief.sent) == ("gba", [])
+    chief.micro_batch(21, **held)
+    assert callback.mode == "auto"
+    assert [(one.mode, one.pin) for one in chief.sent] == [("auto", True)]
+    chief.micro_batch(22, requested_mode="auto", pinned=True)
+    assert callback.mode == "auto"
+    assert len(chief.sent) == 1
+
+
+def test_a_hold_is_noted_once_and_ends_what_measurements_decide() -> None:
+    callback = GBACallback(mode="auto")
+    chief = Chief(callback)
+    for step in (5, 6, 7):
+        chief.micro_batch(step, requested_mode="gba", reason="by an operator", pinned=True)
+    assert callback.mode == "gba"
+    assert [event.kind for event in chief.events if event.kind == "mode_held"] == ["mode_held"]
