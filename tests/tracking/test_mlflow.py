@@ -466,6 +466,7 @@ def test_what_kills_a_worker_and_its_children_does_not_kill_its_sender(database:
     """A launcher that ends a job does so."""
     worker = Worker(tmp_path, tracking_uri=database, spool_dir="spool", log_every_steps=1, system_metrics=False)
     worker("on_job", dataclasses.asdict(job("with-children")))
+    wait_until("the sender began, apart from the worker", lambda: runs(database, "with-children"))
     family = psutil.Process(worker.pid).children(recursive=True)
     worker("on_step", dataclasses.asdict(step(1)))
     worker.kill()
