@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from gba_hvd.comm.collectives import World
 from gba_hvd.errors import BadInput
 
 
@@ -62,13 +61,16 @@ class DenseGradients:
             self.total = self.total.new_zeros(self.n)
             self.extra = torch.zeros(n_extra, dtype=self.total.dtype)
 
-    def sum_(self, world: World, name: str) -> None:
-        """Sum `total` and the numbers over the workers. A collective."""
+    def sum_(self, sum_: Callable[[Tensor], None]) -> None:
+        """Sum `total` and the numbers over the workers. A collective.
+
+        sum_: does so in place, with a tensor on the CPU
+        """
         if self.total.device.type == "cpu":
-            world.sum_(name, self.total)
-        elif world.size > 1:
+            sum_(self.total)
+        else:
             whole = torch.cat([self.total.cpu(), self.extra])
-            world.sum_(name, whole)
+            sum_(whole)
             self.total.copy_(whole[: self.n])
             self.extra.copy_(whole[self.n :])
 

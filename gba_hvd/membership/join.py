@@ -132,7 +132,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
         refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
         shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
-    outboxes = shard_transfer.open_outboxes(world, agreed, members, facts, memory)
+    outboxes, host_sum = shard_transfer.open_outboxes(world, agreed, members, facts, memory, engine.model.dense)
     if is_leader:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
             if host == here:
@@ -143,7 +143,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     model = engine.model
     exchange = AllreduceExchange(
         world, members, placement, model.tables, outboxes, model.row_average, model.compression, model.row_coder,
-        engine.traffic,
+        engine.traffic, host_sum,
     )  # fmt: skip
     engine.mode = AllreduceMode(engine, exchange)
     if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):

@@ -9,7 +9,9 @@ import numpy as np
 
 from gba_hvd.comm.collectives import World, all_or_none
 from gba_hvd.errors import ShardMemoryError
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.membership.agreement import Agreement, RankState
+from gba_hvd.shm.host_sum import HostSum
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout
 from gba_hvd.shm.outbox import Outbox, remove_others
@@ -18,6 +20,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 
 _MOST_IDS = 1 << 22  # without a row, in one worker's part of a step
+_MOST_NUMBERS = 1 << 16  # that travel with the dense gradients
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
@@ -128,26 +131,38 @@ def move_shards(
 
 
 def open_outboxes(
-    world: World, agreed: Agreement, members: WorkerTopology, facts: Sequence[RankState], memory: ShardMemory
-) -> dict[int, Outbox]:
-    """The outboxes of this host's ranks, this rank's newly made. A collective."""
+    world: World,
+    agreed: Agreement,
+    members: WorkerTopology,
+    facts: Sequence[RankState],
+    memory: ShardMemory,
+    dense: DenseGradients,
+) -> tuple[dict[int, Outbox], HostSum | None]:
+    """The outboxes of this host's ranks, this rank's newly made, and what adds up dense gradients on a single host.
+
+    A collective.
+    """
     if world.size == 1:
-        return {}
+        return {}, None
     folder, layout = memory.folder, memory.layout
     # Every row: its key and gradient, and a word each for contributors and accesses. Ids of a hashed table may be more
     # than its rows.
     most = [layout.n_shards * g.rows_per_shard + (g.hashed is not None) * _MOST_IDS for g in layout.groups]
-    n_words = sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))
-    own, number = all_or_none(
-        world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
+    n_words = [sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))]
+    if len(members.order) == 1:
+        n_words.append(dense.total.element_size() // 4 * (dense.n + _MOST_NUMBERS))
+    own = all_or_none(
+        world, agreed.is_restart, "make room for messages in", lambda: [Outbox.create(folder, n) for n in n_words]
     )
-    numbers = world.gather("outboxes", np.array([number], dtype=np.int64))[:, 0]
-    neighbours = [rank for rank in members.ranks_of(members.hosts[world.rank]) if rank != world.rank]
-    boxes = {rank: Outbox.open(folder, facts[rank].pid, int(numbers[rank]), n_words) for rank in neighbours}
+    numbers = world.gather("outboxes", np.array([number for _, number in own], dtype=np.int64))
+    here = members.ranks_of(members.hosts[world.rank])
+    by_kind = []
+    for n, (mine, _), of_rank in zip(n_words, own, numbers.T.tolist(), strict=True):
+        others = {rank: Outbox.open(folder, facts[rank].pid, of_rank[rank], n) for rank in here if rank != world.rank}
+        by_kind.append({world.rank: mine, **others})
     if members.leader_of(members.hosts[world.rank]) == world.rank:
-        ranks = [world.rank, *neighbours]
-        remove_others(folder, {Outbox.path(folder, facts[rank].pid, int(numbers[rank])) for rank in ranks})
-    return {world.rank: own, **boxes}
+        remove_others(folder, {box.path for boxes in by_kind for box in boxes.values()})
+    return by_kind[0], HostSum(world.rank, by_kind[1]) if len(by_kind) > 1 else None
 
 
 def rows_in(layout: Layout, shard: int) -> int:

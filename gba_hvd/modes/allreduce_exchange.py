@@ -1,4 +1,4 @@
-"""Allreduce mode: a step's gradients go between the workers by Horovod, and every worker applies its part.
+"""Allreduce mode: a step's gradients go between the workers, and every worker applies its part.
 
 One step, on every rank:
 
@@ -7,9 +7,10 @@ One step, on every rank:
     3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
                what arrives is *held*. Where the step is to be clipped, each rank then measures what it holds: the
                squares travel with the commit, so its result has the norm, and all ranks find the same factor
-    4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so a rank with its
-               result knows that every rank holds its row gradients: from here on the step is decided. Compressed dense
-               gradients go round just before it and are held as well (`compression.dense_exchange`)
+    4. commit  one sum of the dense gradients: through memory where all workers are on one host (`shm.host_sum`), else
+               Horovod's allreduce. It ends only when every rank has entered it, so a rank with its result knows that
+               every rank holds its row gradients: from here on the step is decided. Compressed dense gradients go round
+               just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
 A worker that dies before 4 leaves a step that no worker applied; it is computed again. A worker that dies after 4 costs
@@ -22,9 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.comm.collectives import World, worker_lost
@@ -55,6 +59,7 @@ from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError
 from gba_hvd.gradients import clipping
 from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
@@ -88,6 +93,8 @@ class AllreduceExchange:
 
     Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
     not own, the world, the tables' memory and the dense gradients.
+
+    host_sum: where all workers are on one host; owned as well
     """
 
     def __init__(
@@ -101,11 +108,12 @@ class AllreduceExchange:
         dense_exchange: DenseExchange | None = None,
         row_coder: RowCoder | None = None,
         traffic: Traffic | None = None,
+        host_sum: HostSum | None = None,
     ) -> None:
         assert tables.memory is not None
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self.members, self.placement = members, placement
-        self._dense_exchange, self._traffic = dense_exchange, traffic or Traffic()
+        self._dense_exchange, self._traffic, self._host_sum = dense_exchange, traffic or Traffic(), host_sum
         self._server = placement.rank
         self._by_contributors = row_average != "global"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
@@ -276,8 +284,8 @@ class AllreduceExchange:
         several hosts the `alltoall` of `exchange` implies that.
         """
         assert self.held is not None
-        if self._world.size > 1 and not self.several_hosts:
-            self._world.gather("rows posted", np.array([self.held.step], dtype=np.int64))
+        if self._host_sum is not None:
+            self._sum_on_host_(torch.empty(0))
         grads, scale = self._merged(self.held)
         groups = self._tables.layout.groups
         on_device = sum(grad.squares() for grad in grads if isinstance(grad, DeviceRowGrad))
@@ -299,10 +307,20 @@ class AllreduceExchange:
         if self._dense_exchange is not None:
             self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic)
             return
-        dense.sum_(self._world, "commit")
+        if self._host_sum is not None:
+            dense.sum_(self._sum_on_host_)
+            return
+        dense.sum_(partial(self._world.sum_, "commit"))
         itemsize = dense.total.element_size()
         self._traffic.both("dense", ring(itemsize * dense.n, self._world.size))
         self._traffic.both("header", ring(itemsize * len(dense.extra), self._world.size))
+
+    def _sum_on_host_(self, values: Tensor) -> None:
+        assert self._host_sum is not None
+        try:
+            self._host_sum.sum_(values)
+        except WorkerGone as error:
+            raise worker_lost(str(error)) from error
 
     def apply_held(self, factor: float = 1.0) -> None:
         """Apply the held row gradients to the shards this rank serves. factor: what they are multiplied by."""
@@ -356,9 +374,13 @@ class AllreduceExchange:
     def release_waiters(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""
         self._memory.release(self._mine)
+        if self._host_sum is not None:
+            self._host_sum.leave()
 
     def close(self) -> None:
         """Let go of the outboxes. May be called twice."""
+        if self._host_sum is not None:
+            self._host_sum.close()
         for outbox in self._outboxes.values():
             outbox.close()
 

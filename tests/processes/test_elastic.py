@@ -58,18 +58,44 @@ def test_rank_0_killed_on_a_host_of_three_workers_changes_no_parameter(
         assert_same_parameters(job.arrays(), reference)
 
 
-@pytest.mark.parametrize("point", ["after commit", "in apply"])
-def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_counted(
+@pytest.mark.parametrize("point", ["posted", "after commit", "in apply"])
+def test_a_worker_killed_when_it_has_posted_costs_its_shards_that_step_and_it_is_counted(
     tmp_path: Path, point: str
 ) -> None:
-    # A worker that dies before the other has the result may take it along: then the step is computed again.
-    faults = [fault("after commit", "mark", rank=0), {**fault(point), "once": "fault-0"}]
-    with cluster(tmp_path, n_shards=4, faults=faults) as job:
+    """The step is decided in the memory of the host, whoever has seen it."""
+    with cluster(tmp_path, n_shards=4, faults=[fault(point)]) as job:
         job.run(lambda: job.start_elastic(TWO))
-        assert job.fired() == 2
+        assert job.fired() == 1
         job.assert_every_sample_once(epochs=2)
         assert_nobody_went_back(job)
         assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of four shards
+        died = "has died before its gradients were complete"
+        assert died in job.said() or "left, or died, before it finished step" in job.said(), job.log()
+
+
+def test_a_worker_killed_before_the_commit_of_two_hosts_changes_no_parameter(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    with cluster(tmp_path, faults=[fault("after exchange")], own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
+        assert_same_parameters(job.arrays(), dense)
+
+
+@pytest.mark.parametrize("point", ["after commit", pytest.param("in apply", marks=pytest.mark.variant)])
+def test_a_worker_killed_after_the_commit_of_two_hosts_costs_its_shards_that_step(tmp_path: Path, point: str) -> None:
+    # A worker that dies before another has the result may take it along: then the step is computed again.
+    faults = [fault("after commit", "mark", rank=0), {**fault(point), "once": "fault-0"}]
+    with cluster(tmp_path, n_shards=8, faults=faults, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 2
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of the four shards of its host
 
 
 def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(

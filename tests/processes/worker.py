@@ -66,6 +66,7 @@ from gba_hvd.modes.parameter_server import ParameterServerMode  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
+from gba_hvd.shm.host_sum import HostSum  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
 from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
 from gba_hvd.switching import enter_ps  # noqa: E402
@@ -171,6 +172,7 @@ def hosts_updated() -> Exception:
 
 torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
+around(HostSum, "_await", lambda _: die("posted", state.step + 1), None)
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(Vocabulary, "looked_up", None, lambda _: die("in vocabulary", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))

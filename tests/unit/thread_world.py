@@ -14,6 +14,7 @@ from torch import Tensor
 
 import gba_hvd
 from gba_hvd.elastic import torch_state
+from gba_hvd.shm.host_sum import HostSum
 
 TIMEOUT_S = 50.0
 
@@ -81,6 +82,14 @@ class Workers:
         monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # worlds form again
         self._here = threading.local()
         monkeypatch.setattr(torch_state, "current_world", lambda: self._here.world)
+        sum_ = HostSum.sum_
+
+        def sum_before_result(host_sum: HostSum, values: Tensor) -> None:
+            sum_(host_sum, values)
+            if len(values):  # else it is a barrier
+                self._here.world.before_result()
+
+        monkeypatch.setattr(HostSum, "sum_", sum_before_result)
 
     def together(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
         """What `act` returned on each rank; every rank must succeed."""

@@ -15,6 +15,7 @@ HOST_COOLDOWN_S = (
     30,
     300,
 )  # a host whose workers all died is tried again after these; a single worker's slot after 2 s
+ONE_HOST_CYCLE_MS = 10
 _HOST = re.compile(r"([A-Za-z0-9_.-]+):([1-9][0-9]*)")
 
 
@@ -102,13 +103,15 @@ def plan(asked: Asked, here: Here, slots_now: int | None = None) -> Launch:
         raise CannotRun(f"--hosts has {total} slots, -np asks for at least {asked.least} workers")
     notes = [*_about_key(asked, hosts, here), *_about_logs(asked)]
     variables, threads_note = _threads(asked, here, hosts)
+    cycle, cycle_note = _cycle(here, hosts)
+    variables |= cycle
     if asked.job:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", asked.job):
             raise CannotRun(f"--job {asked.job!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
         variables |= {"GBA_HVD_JOB_ID": asked.job, "GBA_HVD_JOB_NAME": asked.job}
     if asked.key_file:
         variables["GBA_HVD_KEY_FILE"] = asked.key_file
-    notes.insert(0, threads_note)
+    notes[:0] = [threads_note, *cycle_note]
     if not asked.elastic and asked.most == 1 and not asked.hosts:
         if asked.log_dir:
             raise CannotRun("--log-dir is for jobs of several workers: horovodrun writes it, and -np 1 needs none")
@@ -159,6 +162,17 @@ def _threads(asked: Asked, here: Here, hosts: Mapping[str, int]) -> tuple[dict[s
     of = "of each host, if they are like this one" if set(hosts) - here.local else "here"
     note = f"OMP_NUM_THREADS={threads}: {here.cores} cores {of} / {on_a_host} workers"
     return {"OMP_NUM_THREADS": str(threads)}, note
+
+
+def _cycle(here: Here, hosts: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
+    """HOROVOD_CYCLE_TIME: on a single host no step waits for Horovod, whose idle rounds take processor time."""
+    if len(hosts) != 1 or sum(hosts.values()) == 1 or "HOROVOD_CYCLE_TIME" in here.environ:
+        return {}, []
+    note = (
+        f"HOROVOD_CYCLE_TIME={ONE_HOST_CYCLE_MS}: on one host gradients go through memory, and Horovod is for changes of "
+        "the job; a script that calls hvd.allreduce in every step itself sets it lower"
+    )
+    return {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}, [note]
 
 
 def _about_key(asked: Asked, hosts: Mapping[str, int], here: Here) -> list[str]:

@@ -13,9 +13,10 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.gradients.clipping import Clip, Factors, squares
+from gba_hvd.shm.host_sum import HostSum
 from tests.unit.modes.test_allreduce import HOSTS, check_same, train
 from tests.unit.test_optimizer import Reference, check_equal
-from tests.unit.thread_world import ThreadWorld, Workers, miss_a_result
+from tests.unit.thread_world import Workers, miss_a_result
 
 LIMITS = [{"max_norm": 0.1}, {"max_row_norm": 0.03}, {"max_norm": 0.08, "max_row_norm": 0.03}]
 
@@ -132,13 +133,13 @@ def test_who_missed_the_result_of_a_step_applies_its_rows_with_the_factor_of_the
 def test_no_collective_is_added_where_nothing_is_clipped(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: list[str] = []
-    gather = ThreadWorld.gather
-    monkeypatch.setattr(ThreadWorld, "gather", lambda self, name, row: names.append(name) or gather(self, name, row))
+    sums: list[int] = []
+    sum_ = HostSum.sum_
+    monkeypatch.setattr(HostSum, "sum_", lambda self, values: sums.append(len(values)) or sum_(self, values))
     workers.together([on_host("a"), on_host("a")], lambda job: train(job, clicks(50), 1))
-    assert "rows posted" not in names
+    assert len(sums) == 2 * 4 and 0 not in sums
     workers.together([on_host("b", more={"max_norm": 1.0}) for _ in "bb"], lambda job: train(job, clicks(50), 1))
-    assert names.count("rows posted") == 2 * 4
+    assert sums.count(0) == 2 * 4, "rows are measured when all workers have posted theirs"
 
 
 # --- modes that would ignore it --------------------------------------------------------------------------------------

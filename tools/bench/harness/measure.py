@@ -24,12 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ...launch.command_line import ONE_HOST_CYCLE_MS
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Subparsers = Any
 
 Row = dict[str, Any]
+AS_RUN = {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}  # what `gba-hvd run` sets for a job on one host
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
@@ -101,7 +104,7 @@ def add_chosen(parser: argparse.ArgumentParser, name: str, choices: Iterable[str
 
 
 def horovodrun(name: str, workers: int, module: str, *flags: str, **env: str) -> Variant:
-    """Workers on this machine, one thread each. module: within `gba_hvd_tools`."""
+    """Workers on this machine, one thread each. module: within `gba_hvd_tools`. env: see also `AS_RUN`"""
     launcher = (console_script("horovodrun"), "-np", str(workers), "-H", f"localhost:{workers}")
     python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.{module}")
     return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", **env})

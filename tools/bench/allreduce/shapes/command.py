@@ -28,7 +28,7 @@ from ..row import row_of
 KEY = ("shape", "peer", "run")
 SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
 PEERS = {
-    "ours": "allreduce mode, HOROVOD_CYCLE_TIME=3",
+    "ours": "allreduce mode, HOROVOD_CYCLE_TIME=10, as `gba-hvd run` sets it",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torch": "plain torch, one process with a thread for each worker, which computes the batches of all",
@@ -132,11 +132,11 @@ class Launches:
 def variant_of(peer: str) -> tuple[Variant, int]:
     """The launch of a peer, and its processes."""
     if peer == "ours":
-        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.ours"), WORKERS
+        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.ours", **measure.AS_RUN), WORKERS
     if peer == "horovod":
         return measure.horovodrun(peer, WORKERS, f"{_MODULES}.torch_tables"), WORKERS
     if peer == DENSE:
-        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.dense_only"), WORKERS
+        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.dense_only", **measure.AS_RUN), WORKERS
     python = (sys.executable, "-m")
     if peer == "torch":
         command = (*python, f"gba_hvd_tools.{_MODULES}.torch_tables", "--alone", str(WORKERS))
