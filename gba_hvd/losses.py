@@ -65,7 +65,7 @@ def in_batch_softmax(
     state: the job's, for negatives="global" only.
 
     negatives="global" is a collective. Every worker must make the same calls in each batch; otherwise they wait for
-    each other without end, and Horovod's log says who waits for what. It needs one batch a step on every worker
+    each other without end, and the log of Horovod, or of the worker that made fewer calls, says who waits for whom. It needs one batch a step on every worker
     (`sync_micro_batch` = global_batch / workers), and users and items of all samples of the batch; otherwise BadInput
     is raised. When workers of a running job are lost or join, negatives are those of the batch until the job has as
     many workers again, and an event `negatives_local` warns of it. Negatives are those of the batch, too, in

@@ -1,4 +1,4 @@
-"""The dense gradients of an allreduce step, compressed. Stands in for the one allreduce of `AllreduceExchange.commit`.
+"""The dense gradients of an allreduce step, compressed. Stands in for the one sum of `AllreduceExchange.commit`.
 
     1. encode   what is sent of this worker's gradients becomes a message, the residual is pending (`error_feedback`)
     2. gather   every worker's message goes round (of variable length); what arrives is *held*

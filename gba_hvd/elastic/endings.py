@@ -1,7 +1,7 @@
 """How a job ends: the status and the cause reported to callbacks, from the error that ended this worker's loop.
 
 What is decided here: whether an error is the cause or follows from another worker's end, and whether the job's memory
-was taken away. Without an elastic launcher the end of one worker ends all: Horovod breaks the others' collectives, and
+was taken away. Without an elastic launcher the end of one worker ends all: the others' collectives break, and
 the launcher sends SIGTERM, SIGKILL 5 s later. So each worker that ends otherwise than well leaves a note in the job's
 folder, first of all; a worker that ends after it on the same host reads it, and ends with the same status and that
 cause. With an elastic launcher those of its host that continue report its error to the callbacks.

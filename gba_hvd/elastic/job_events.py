@@ -99,8 +99,8 @@ def _board(engine: Engine, joined: JoinResult) -> Board | None:
 def worker_gone(engine: Engine) -> None:
     """Other workers, or a server, do not answer: what comes next, beside what Horovod prints of it on every worker."""
     text = (
-        "a worker is gone, or cannot be reached. Horovod's lines 'background loop uncaught exception' and 'Read error' "
-        "(or 'Connection ...') are how the others notice, and are expected: the job continues with those that are left"
+        "a worker is gone, or cannot be reached: the job continues with those that are left. Horovod's lines "
+        "'background loop uncaught exception' and 'Read error' (or 'Connection ...') are expected"
     )
     engine.emit(Event("worker_lost", engine.progress.step, text, {"workers": engine.world.size}))
 

@@ -11,7 +11,7 @@ from gba_hvd.errors import BadInput
 
 
 class DenseGradients:
-    """The gradients of all dense parameters as one flat buffer, so that a step needs one allreduce.
+    """The gradients of all dense parameters as one flat buffer, so that a step needs one sum.
 
     `p.grad` of every parameter is a view of `flat`; `total` collects the worker's micro-batches of a step and ends with
     `n_extra` numbers that travel with them.
@@ -61,16 +61,16 @@ class DenseGradients:
             self.total = self.total.new_zeros(self.n)
             self.extra = torch.zeros(n_extra, dtype=self.total.dtype)
 
-    def sum_(self, sum_: Callable[[Tensor], None]) -> None:
+    def sum_(self, add_up: Callable[[Tensor], None]) -> None:
         """Sum `total` and the numbers over the workers. A collective.
 
-        sum_: does so in place, with a tensor on the CPU
+        add_up: does so in place, with a tensor on the CPU
         """
         if self.total.device.type == "cpu":
-            sum_(self.total)
+            add_up(self.total)
         else:
             whole = torch.cat([self.total.cpu(), self.extra])
-            sum_(whole)
+            add_up(whole)
             self.total.copy_(whole[: self.n])
             self.extra.copy_(whole[self.n :])
 

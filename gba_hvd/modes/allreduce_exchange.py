@@ -121,6 +121,7 @@ class AllreduceExchange:
         self._mine = np.flatnonzero(placement.rank == world.rank)
         self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
+        assert self.several_hosts or world.size == 1 or host_sum is not None
         self._row_coder = row_coder
         # Row gradients stay where the model's device has them: no other worker gets or applies any.
         self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
@@ -306,6 +307,8 @@ class AllreduceExchange:
     def _sum_(self, dense: DenseGradients, fields: CommitFields) -> None:
         if self._dense_exchange is not None:
             self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic)
+            return
+        if self._world.size == 1:
             return
         if self._host_sum is not None:
             dense.sum_(self._sum_on_host_)

@@ -238,7 +238,7 @@ class ParameterServerMode:
     def recover(self) -> None:
         self.end_rejoin()
         self._rescue_dense_state()
-        self.servers.close(finished=False)
+        self.close(finished=False)
         self._engine.mode = None
 
     def leave_together(self, patience_s: float) -> None:

@@ -4,20 +4,24 @@ Each worker posts its vector in an outbox of its own, waits until all have poste
 of the ranks: so all have the same bits, and a sum is written nowhere but where it is used.
 
 What is decided, and when. A sum is decided when the last worker has posted; the workers' memory says so, and outlives
-them. So no survivor of a crash misses the result of a sum that another one has: it finds all vectors, and needs nobody
-to add them up. A vector is written over two sums later, see `shm.outbox`: by a worker that has the sum in between, for
+them. So no survivor of a crash misses the result of a sum that another one has: it finds all vectors, and adds them
+up itself. A vector is written over two sums later, see `shm.outbox`: by a worker that has the sum in between, for
 which all have posted after they had read.
 
     a worker dies                        the others
     before its vector is complete        see that it is gone, and that the sum will never be there: `WorkerGone`
     after that                           have the sum; they see that it is gone at the next one
 
-A worker that leaves the world for another reason says so (`leave`), since nobody would see it: it is alive.
+A worker that leaves the world for another reason says so (`leave`): it lives, so others would not see it. One that is
+stopped, by a signal or a debugger, for as long as Horovod waits for an answer counts as gone, and is killed: the
+launcher forms no world before it has ended.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Mapping
 
@@ -27,66 +31,105 @@ from torch import Tensor
 
 from gba_hvd.errors import GbaError
 from gba_hvd.shm.outbox import Outbox
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.shard_memory import is_alive, is_stopped
 
-_LOOK_S = 0.02  # a worker that died wakes nobody
+_LOOK_S = 0.02  # a worker that died wakes no other
 _NOTICE_S = 60.0  # after so long, and then after twice that, and so on, the log says what is waited for
 log = logging.getLogger("gba_hvd")
 
 
 class WorkerGone(GbaError):
-    """A worker of this host died, or left the world, before it posted its vector."""
+    """A worker of this host died, left the world, or was stopped, before it posted its vector."""
 
 
 class HostSum:
     """One worker's part. All workers of a world make the same sums in the same order; a new one for every world."""
 
-    def __init__(self, rank: int, outboxes: Mapping[int, Outbox]) -> None:
-        """outboxes: by rank, those of all ranks; used for nothing else."""
+    def __init__(self, rank: int, outboxes: Mapping[int, Outbox], stopped_s: float | None = None) -> None:
+        """outboxes: by rank, those of all ranks; used for nothing else.
+
+        stopped_s: how long a stopped worker is waited for; None: HOROVOD_GLOO_TIMEOUT_SECONDS
+        """
         self._rank, self._outboxes = rank, dict(sorted(outboxes.items()))
+        self._stopped_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30)) if stopped_s is None else stopped_s
         self._n = 0  # sums so far: steps do not number them, since one that was not applied is computed again
 
     def sum_(self, values: Tensor) -> None:
         """Sum over the ranks, in place. values: [n], on the CPU, of the same size and dtype everywhere.
 
-        Every worker returns after all have called it. Raises WorkerGone where that will not be.
+        Every worker returns after all have called it. Raises WorkerGone where some worker never will; after that, and
+        after any other exception, this worker has left.
         """
+        if self._outboxes[self._rank].has_left:
+            raise WorkerGone(f"rank {self._rank}, this worker, left the world when a sum failed")
         self._n += 1
-        mine = values.numpy()
-        words = np.array([mine.nbytes // 4], dtype=np.int64)
-        self._outboxes[self._rank].post(self._n, words, lambda memory: np.copyto(memory.view(mine.dtype), mine))
-        for rank in self._outboxes:
-            self._await(rank)
-        parts = [torch.from_numpy(box.message(self._n, 0).view(mine.dtype)) for box in self._outboxes.values()]
-        torch.add(parts[0], parts[1], out=values)
-        for part in parts[2:]:
-            values.add_(part)
+        try:
+            self._post(values)
+            self._await()
+            self._add_up(values)
+        except BaseException:  # the others would wait for the sum that this worker takes for the next one
+            self.leave()
+            raise
 
     def leave(self) -> None:
-        """This worker makes no more sums; who waits for it learns of that."""
+        """This worker makes no more sums; it wakes those that wait for it."""
         self._outboxes[self._rank].leave()
 
     def close(self) -> None:
-        """Let go of the memory. May be called twice."""
+        """Leave, and remove this worker's file. May be called twice."""
         self.leave()
         for outbox in self._outboxes.values():
             outbox.close()
 
-    def _await(self, rank: int) -> None:
-        """Wait until the rank has posted."""
-        box, began_s, notice_s = self._outboxes[rank], time.monotonic(), _NOTICE_S
-        while not box.wait_posted(self._n, _LOOK_S):
-            has_left = box.has_left
-            if has_left or not is_alive(box.pid):
-                if box.wait_posted(self._n, 0.0):  # it did so before that
-                    return
-                how = "left the world" if has_left else "has died"
-                raise WorkerGone(f"rank {rank} (process {box.pid}) {how} before its gradients were complete")
-            waited_s = time.monotonic() - began_s
-            if waited_s > notice_s:
+    def _post(self, values: Tensor) -> None:
+        mine = values.numpy()
+        words = np.array([mine.nbytes // 4], dtype=np.int64)
+        self._outboxes[self._rank].post(self._n, words, lambda memory: np.copyto(memory.view(mine.dtype), mine))
+
+    def _await(self) -> None:
+        """Wait until all ranks have posted."""
+        stopped: dict[int, float] = {}  # by rank, since when
+        began_s, notice_s = time.monotonic(), _NOTICE_S
+        missing = list(self._outboxes)
+        while missing := [rank for rank in missing if not self._outboxes[rank].wait_posted(self._n, 0.0)]:
+            if self._outboxes[missing[0]].wait_posted(self._n, _LOOK_S):
+                continue
+            now_s = time.monotonic()
+            for rank in missing:
+                since_s = stopped.setdefault(rank, now_s) if is_stopped(self._outboxes[rank].pid) else None
+                if since_s is None:
+                    stopped.pop(rank, None)
+                self._refuse_gone(rank, 0.0 if since_s is None else now_s - since_s)
+            if now_s - began_s > notice_s:
                 notice_s *= 2
-                log.warning(
-                    "rank %d waits for %.0f s for the gradients of rank %d (process %d), which is alive: it computes, "
-                    "is stopped, or hangs; py-spy dump --pid %d shows where",
-                    self._rank, waited_s, rank, box.pid, box.pid,
-                )  # fmt: skip
+                self._report(missing, now_s - began_s)
+
+    def _refuse_gone(self, rank: int, stopped_s: float) -> None:
+        box = self._outboxes[rank]
+        if box.has_left:
+            how = "left the world"
+        elif not is_alive(box.pid):
+            how = "has died"
+        elif stopped_s > self._stopped_s:
+            how = f"has been stopped for {stopped_s:.0f} s, and is killed,"
+        else:
+            return
+        if not box.wait_posted(self._n, 0.0):  # else it posted before that
+            if stopped_s > self._stopped_s and box.is_mapped_by_owner():
+                os.kill(box.pid, signal.SIGKILL)
+            raise WorkerGone(f"rank {rank} (process {box.pid}) {how} before its gradients were complete")
+
+    def _report(self, missing: list[int], waited_s: float) -> None:
+        who = ", ".join(f"rank {rank} (process {self._outboxes[rank].pid})" for rank in missing)
+        log.warning(
+            "rank %d waits for %.0f s for the gradients of %s, alive: computing, or hanging; "
+            "py-spy dump --pid %d shows where",
+            self._rank, waited_s, who, self._outboxes[missing[0]].pid,
+        )  # fmt: skip
+
+    def _add_up(self, values: Tensor) -> None:
+        dtype = values.numpy().dtype
+        parts = [torch.from_numpy(box.message(self._n, 0).view(dtype)) for box in self._outboxes.values()]
+        torch.add(parts[0], parts[1], out=values)
+        for part in parts[2:]:
+            values.add_(part)

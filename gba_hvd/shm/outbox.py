@@ -35,6 +35,8 @@ class Outbox:
         with open(path, "w+b" if owned else "r+b") as file:
             if owned:
                 file.truncate(2 * 4 * half_words)  # a hole: space is taken as messages need it
+                for half in (0, 1):  # but for headers, which neighbours read before there is a message
+                    os.posix_fallocate(file.fileno(), half * 4 * half_words, 4 * _HEADER_WORDS)
             self._words = np.frombuffer(mmap.mmap(file.fileno(), 2 * 4 * half_words), dtype=np.float32)
         self._half_words, self._reserved = half_words, [0, 0]
 
@@ -60,7 +62,7 @@ class Outbox:
         need = 4 * (_HEADER_WORDS + n_words)
         if need > 4 * self._half_words:
             raise ShardMemoryError(
-                f"{need} bytes of row gradients of one worker in one step, {4 * self._half_words} were planned for: "
+                f"{need} bytes of gradients of one worker in one step, {4 * self._half_words} were planned for: "
                 "use a smaller global batch"
             )
         if need > self._reserved[step % 2]:
@@ -69,8 +71,8 @@ class Outbox:
                     os.posix_fallocate(file.fileno(), (step % 2) * 4 * self._half_words, need)
             except OSError as error:
                 raise ShardMemoryError(
-                    f"no room for {need} bytes of row gradients in {self.path.parent.parent}: {error.strerror}; "
-                    "use a smaller micro_batch, or name a larger folder with GBA_HVD_SHARD_DIR"
+                    f"no room for {need} bytes of gradients in {self.path.parent.parent}: {error.strerror}; "
+                    "name a larger folder with GBA_HVD_SHARD_DIR, or, for those of rows, use a smaller micro_batch"
                 ) from error
             self._reserved[step % 2] = need
         header[0] = -1
@@ -101,10 +103,17 @@ class Outbox:
 
     def leave(self) -> None:
         """The owner posts no more."""
-        for half in (0, 1):
-            header = self._half(half)[1]
-            header[-1] = 1
+        headers = [self._half(half)[1] for half in (0, 1)]
+        headers[0][-1] = 1
+        for header in headers:  # neighbours may wait for either
             futex.wake(header.ctypes.data)
+
+    def is_mapped_by_owner(self) -> bool:
+        """Whether the process with the owner's number still is the owner."""
+        try:
+            return str(self.path).encode() in Path(f"/proc/{self.pid}/maps").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
 
     @property
     def has_left(self) -> bool:

@@ -3,8 +3,8 @@
 It says so to each worker that asks for a lease:
 
     1. export   each worker takes the dense parameters and the optimizer's state from the servers, which thereby go idle
-    2. gather   where the mode ran rounds in Horovod's world: did they end well for all? A worker whose world changed
-                already does not come, and those that wait are notified by Horovod when it leaves
+    2. gather   all are to resume in the same world. A worker whose world changed already does not come, and those that
+                wait are notified by Horovod when it leaves. Where the mode ran rounds in it: did they end well for all?
     3. resume   the allreduce mode that was left, if Horovod's world is still the same; else it is formed again
 """
 
@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from gba_hvd.callbacks import Event
-from gba_hvd.comm.collectives import hosts_updated
+from gba_hvd.comm.collectives import World, hosts_updated
 from gba_hvd.errors import GbaError
 from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
@@ -49,7 +50,8 @@ def leave(engine: Engine, position: JobPosition) -> None:
         mode.end_rejoin()
         world = max(position.membership_epoch, servers.position.membership_epoch)
         signals.hosts_updated = signals.hosts_updated or servers.contact.hosts_updated
-        if mode.rejoin.n_formed or world > mode.rejoin.number:
+        if idle is not None and (mode.rejoin.n_formed or world > mode.rejoin.number):
+            idle.close()
             idle = None  # of a world that is no more
     servers.close()
     engine.mode = idle
@@ -65,12 +67,21 @@ def leave(engine: Engine, position: JobPosition) -> None:
     switching.switched("allreduce", engine.progress.step)
     if position.requested_mode not in ("allreduce", "auto"):
         signals.requested_mode = (position.requested_mode, position.reason)  # from one mode with servers to another
-    if idle is not None and isinstance(mode, ModelAveragingMode) and not mode.servers.all_left_together(engine.world):
+    if idle is not None and not _all_left(mode, engine.world):
+        idle.close()
         idle = engine.mode = None  # something of the mode hangs in its world
     if idle is None:
         raise hosts_updated()
     engine.traffic.mode = idle.name
     idle.exchange.resume()
+
+
+def _all_left(mode: ParameterServerMode, world: World) -> bool:
+    """Whether all workers resume in this world. A collective of Horovod, which fails where one has left it."""
+    if isinstance(mode, ModelAveragingMode):
+        return mode.servers.all_left_together(world)
+    world.gather("mode left", np.array([0], dtype=np.int64))
+    return True
 
 
 def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:

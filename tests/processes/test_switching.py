@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from .alone import train_alone
-from .cluster import Cluster, assert_identical, assert_same_parameters, cluster
+from .cluster import NAMES, Cluster, assert_identical, assert_same_parameters, cluster
 
 pytestmark = [pytest.mark.processes]
 THERE_AND_BACK: dict[str, Any] = {"mode": "allreduce", "lookahead": 0, "switch_at": {4: "gba", 17: "allreduce"}}
@@ -66,6 +66,19 @@ def test_larger_batches_in_allreduce_mode_change_no_result_and_no_position(
         first, second = switches_by_worker(job)
         assert first == second
         assert_there_and_back(first)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_worker_whose_world_has_changed_does_not_leave_the_mode_with_the_other(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """The other one would wait for it in the world that it knows: both form the next one."""
+    with cluster(tmp_path, gba=THERE_AND_BACK, follow_the_chief=True, world_changes_for=1) as job:
+        job.run(lambda: job.start_elastic(NAMES[:1], slots=2))
+        assert (job.out / "world-changed").exists()
+        job.assert_every_sample_once(epochs=2)
+        for switches in switches_by_worker(job):
+            assert_there_and_back(switches)
         assert_same_parameters(job.arrays(), reference)
 
 

@@ -316,6 +316,15 @@ def take_dense_state(mode: ParameterServerMode, *args: Any, **more: Any) -> None
 around(ReplicaWorker, "_submit", None, lambda _: (OUT / "another-ends").touch() if ends() else None)
 
 
+def world_has_changed(mode: ParameterServerMode) -> None:
+    """Where planned, one worker finds that the world has changed since the mode began, and another does not."""
+    if state.world.rank == PLAN.get("world_changes_for") and not (OUT / "world-changed").exists():
+        assert mode.rejoin is not None
+        (OUT / "world-changed").touch()
+        mode.rejoin.n_formed += 1
+
+
+around(ParameterServerMode, "end_rejoin", None, world_has_changed)
 enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
 ParameterServerMode.take_dense_state = take_dense_state  # type: ignore[method-assign]
 around(WorkerSaves, "_save_last", lambda _: die("before the last save", 0), None)

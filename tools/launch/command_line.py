@@ -165,12 +165,12 @@ def _threads(asked: Asked, here: Here, hosts: Mapping[str, int]) -> tuple[dict[s
 
 
 def _cycle(here: Here, hosts: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
-    """HOROVOD_CYCLE_TIME: on a single host no step waits for Horovod, whose idle rounds take processor time."""
+    """HOROVOD_CYCLE_TIME: on a single host hardly a step waits for Horovod, whose idle rounds take processor time."""
     if len(hosts) != 1 or sum(hosts.values()) == 1 or "HOROVOD_CYCLE_TIME" in here.environ:
         return {}, []
     note = (
-        f"HOROVOD_CYCLE_TIME={ONE_HOST_CYCLE_MS}: on one host gradients go through memory, and Horovod is for changes of "
-        "the job; a script that calls hvd.allreduce in every step itself sets it lower"
+        f"HOROVOD_CYCLE_TIME={ONE_HOST_CYCLE_MS}: on one host gradients go through memory. Set 1 where each step waits for "
+        "Horovod all the same: hvd.allreduce of the script, negatives of all workers, compression, ma or bmuf"
     )
     return {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}, [note]
 
