@@ -41,7 +41,7 @@ class LogModel:
     """Log the trained model as an MLflow pyfunc model, with signature, input example and pinned requirements:
 
         log_model = gba_hvd.LogModel(name="ctr", input_example=batch, build="model.py:make_model",
-                                     registered_model_name="ctr", alias="champion")
+                                     arguments={"dim": 16}, registered_model_name="ctr", alias="champion")
         state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
 
     name: of the logged model. input_example, build, arguments, tables, activation, dense_program: as `save_model` takes
