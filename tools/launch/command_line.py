@@ -15,7 +15,7 @@ HOST_COOLDOWN_S = (
     30,
     300,
 )  # a host whose workers all died is tried again after these; a single worker's slot after 2 s
-ONE_HOST_CYCLE_MS = 10
+ONE_HOST_CYCLE_MS = 5
 _HOST = re.compile(r"([A-Za-z0-9_.-]+):([1-9][0-9]*)")
 
 

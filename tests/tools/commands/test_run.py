@@ -23,14 +23,14 @@ def planned(workers: str, slots_now: int | None = None, here: Here = HERE, **mor
 def test_a_number_is_a_static_job_on_this_machine() -> None:
     launch = planned("4")
     command = "/bin/horovodrun -np 4 --network-interface lo python train.py"
-    assert launch.words == f"OMP_NUM_THREADS=4 HOROVOD_CYCLE_TIME=10 {command}"
+    assert launch.words == f"OMP_NUM_THREADS=4 HOROVOD_CYCLE_TIME=5 {command}"
     assert launch.notes[0] == "OMP_NUM_THREADS=4: 16 cores here / 4 workers"
-    assert "HOROVOD_CYCLE_TIME=10: on one host gradients go through memory" in launch.notes[1]
+    assert "HOROVOD_CYCLE_TIME=5: on one host gradients go through memory" in launch.notes[1]
 
 
 def test_horovods_cycle_is_set_where_no_step_waits_for_it() -> None:
-    assert planned("2:3").variables["HOROVOD_CYCLE_TIME"] == "10"
-    assert planned("4", hosts={"h1": 4}).variables["HOROVOD_CYCLE_TIME"] == "10"
+    assert planned("2:3").variables["HOROVOD_CYCLE_TIME"] == "5"
+    assert planned("4", hosts={"h1": 4}).variables["HOROVOD_CYCLE_TIME"] == "5"
     given = Here(16, "lo", frozenset({"localhost"}), "horovodrun", {"HOROVOD_CYCLE_TIME": "1"})
     for other in (planned("4", hosts={"h1": 2, "h2": 2}), planned("2:8", 1, discovery="x"), planned("4", here=given)):
         assert "HOROVOD_CYCLE_TIME" not in other.variables

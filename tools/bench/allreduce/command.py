@@ -31,7 +31,7 @@ PEERS = ("ours", "horovod", "torchrec")
 BATCHES = (2048, 8192)
 # How peers are launched: each gets the best of the settings tried; the others stay here under names of their own.
 SETTINGS = {
-    "ours": "HOROVOD_CYCLE_TIME=10, as `gba-hvd run` sets it: no step has a Horovod operation",
+    "ours": "HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
     "horovod": "26 sparse tables, HOROVOD_CYCLE_TIME=3: the 52 allgathers of a step go in fewer, fuller responses",

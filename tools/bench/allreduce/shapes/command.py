@@ -28,7 +28,7 @@ from ..row import row_of
 KEY = ("shape", "peer", "run")
 SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
 PEERS = {
-    "ours": "allreduce mode, HOROVOD_CYCLE_TIME=10, as `gba-hvd run` sets it",
+    "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torch": "plain torch, one process with a thread for each worker, which computes the batches of all",
