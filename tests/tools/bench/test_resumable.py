@@ -38,12 +38,6 @@ def test_before_the_first_piece_there_are_no_rows(file: Path) -> None:
     assert (earlier(file, ("mode",), {"days": 3}), read(file)) == ({"rows": []}, {})
 
 
-def test_rows_of_earlier_versions_get_what_held_then(file: Path) -> None:
-    file.write_text(json.dumps({"rows": [{"mode": "gba"}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}))
-    found = earlier(file, ("mode", "workers"), usual={"workers": 3})
-    assert found == {"rows": [{"mode": "gba", "workers": 3}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}
-
-
 @pytest.mark.parametrize(
     "text",
     ["[]", "{}", "hello", '{"rows": [{"auc": 1}], "settings": {}}', '{"rows": [1], "settings": {}}', '{"rows": []}'],

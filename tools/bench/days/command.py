@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     settings = settings_of(args)
     shared = {name: value for name, value in settings.items() if name != "command"}
-    before = resumable.earlier(args.out, KEY, shared, usual=USUAL)
+    before = resumable.earlier(args.out, KEY, shared)
     rows, about = before["rows"], before.get("machine") or measure.machine()
     models = args.models or args.out.with_name(args.out.name + ".models")
     chains = planned(args.modes, args.directions, args.seeds, args.row_average, args.rule)
