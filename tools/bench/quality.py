@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +33,13 @@ from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
 
 from .harness import measure, resumable
-from .harness.measure import Row, Subparsers, Variant
+from .harness.measure import EXAMPLES, Row, Subparsers, Variant
 
 WORKERS = 3
 SLOW = {"kind": "slow", "factor": 3.0}
 MOMENTUM = 0.9
 SEEDS = (2021, 2022, 2023)
 USUAL_AVERAGE = "global"
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -362,32 +360,25 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-quality-") as scratch:
         faults = Path(scratch) / "faults.json"
         faults.write_text(json.dumps({"faults": protocol.faults(half, job.workers)}))
-        arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
+        arguments = ["--seed", str(job.seed), "--faults", str(faults)]
         if of.needs_data:
             arguments += ["--data", str(data)]
         at_once = job.local_batch or job.micro_batch
         arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={at_once}"]
-        arguments += [f"train.row_average={job.row_average}", "train.early_stop=0", "mlflow=false"]
+        arguments += [f"train.row_average={job.row_average}", "train.early_stop=0"]
         arguments += [*protocol.overrides(half, at_once, job.workers), *job.dense_overrides]
         arguments += [f"train.threads={job.threads}"] if job.threads > 1 else []
         if protocol.settings.get("staleness") != "gap_aware":  # that is a rule itself
             arguments += [f"switching.rule={job.rule}"]  # also "none": the default of gba is another
         started, file = time.monotonic(), Path(scratch) / "summary.json"
         try:
-            measure.launch(variant(of, job.workers), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
+            summary = measure.summary_of(variant(of, job.workers), arguments, Path(scratch), timeout_s)
         except measure.RunFailed:
             summary = json.loads(file.read_text()) if file.exists() else {}
             if not diverged(summary):
                 raise
             return row_of(job, summary, time.monotonic() - started) | {of.metric: None, f"{of.metric}_last": None}
-        seconds = time.monotonic() - started
-        try:
-            summary = json.loads(file.read_text())
-        except FileNotFoundError as error:
-            raise measure.RunFailed("ended without a summary") from error
-    if summary["status"] != "FINISHED":
-        raise measure.RunFailed(f"ended as {summary['status']}: {summary['error']}")
-    row = row_of(job, summary, seconds)
+    row = row_of(job, summary, time.monotonic() - started)
     expected = (protocol.mode != "allreduce") + (protocol.then is not None)
     if len(row["switches"]) != expected:
         raise measure.RunFailed(f"{expected} changes of mode were planned, there were {row['switches']}")
@@ -400,14 +391,7 @@ def diverged(summary: Mapping[str, Any]) -> bool:
 
 
 def variant(of: DataSet, workers: int = WORKERS) -> Variant:
-    launcher = (measure.console_script("horovodrun"), "-np", str(workers), "--network-interface", "lo")
-    script = (
-        sys.executable,
-        str(EXAMPLES / "train_ctr.py"),
-        "--config",
-        str(EXAMPLES / "configs" / f"{of.config}.yaml"),
-    )
-    return Variant("train_ctr", (*launcher, *script), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+    return measure.train_ctr(EXAMPLES / "configs" / f"{of.config}.yaml", workers)
 
 
 def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
