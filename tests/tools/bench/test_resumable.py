@@ -30,6 +30,8 @@ def test_a_run_without_a_row_is_missing() -> None:
     rows = [{"mode": "gba", "seed": 1, "auc": 0.5}]
     assert missing(RUNS, rows, ("mode", "seed")) == [Run("sync", 1), Run("sync", 2)]
     assert missing(RUNS, [], ("mode", "seed")) == RUNS
+    with pytest.raises(RunFailed, match="has no 'seed': give --out another name"):
+        missing(RUNS, [{"mode": "gba"}], ("mode", "seed"))
 
 
 def test_before_the_first_piece_there_are_no_rows(file: Path) -> None:

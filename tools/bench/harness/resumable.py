@@ -53,8 +53,11 @@ def earlier(path: Path, key: Sequence[str], settings: Mapping[str, Any] | None =
 
 
 def missing(runs: Iterable[Run], rows: Iterable[Row], key: Sequence[str]) -> list[Run]:
-    """Runs without a row. key: columns of a row that are attributes of a run."""
-    done = {tuple(row[name] for name in key) for row in rows}
+    """Runs without a row. key: columns of a row that are attributes of a run. RunFailed where a row lacks one."""
+    try:
+        done = {tuple(row[name] for name in key) for row in rows}
+    except KeyError as error:
+        raise RunFailed(f"a row of the result file has no {error}: give --out another name") from error
     return [run for run in runs if tuple(getattr(run, name) for name in key) not in done]
 
 
