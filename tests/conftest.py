@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +46,18 @@ def _no_settings_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings from the environment of whoever runs the tests must not decide what they find."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The row groups that were read, in this order: name of the file, number."""
+    from gba_hvd.data import parquet_stream
+
+    found, read_group = list[tuple[str, int]](), parquet_stream.read_group
+
+    def counted(file: Any, group: int, *more: Any) -> Any:
+        found.append((Path(file.url).name, group))
+        return read_group(file, group, *more)
+
+    monkeypatch.setattr(parquet_stream, "read_group", counted)
+    return found

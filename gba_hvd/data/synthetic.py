@@ -22,9 +22,8 @@ import numpy.typing as npt
 import torch
 
 from gba_hvd.batch import Batch
-from gba_hvd.data.click_log import ClickLog, Rows, check_range
+from gba_hvd.data.click_log import Rows, check_range
 from gba_hvd.data.hashing import hash_integers, standard_normal, stream_key, unit_interval
-from gba_hvd.data.store import DatasetLayout, DatasetPart
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -142,19 +141,6 @@ class SyntheticClickLog:
         n = min(n, self._n)
         blocks = [np.arange(at, min(at + _BLOCK, n)) for at in range(0, n, _BLOCK)]
         return expected_auc(np.concatenate([self.probability(block) for block in blocks]))
-
-    def materialise(self, n: int | None = None) -> ClickLog:
-        """The first n rows (all by default) in memory, for benchmarks: 4 bytes per id and dense value."""
-        n = self._n if n is None else n
-        label = np.empty(n, dtype=np.uint8)
-        ids = np.empty((n, len(self.tables)), dtype=np.int32)
-        dense = np.empty((n, self.n_dense), dtype=np.float32)
-        for at in range(0, n, _BLOCK):
-            block = np.arange(at, min(at + _BLOCK, n))
-            by_field, dense[block], label[block] = self._sample(block)
-            ids[block] = by_field.T
-        layout = DatasetLayout(tuple(self.tables), (), tuple(f"dense_{i}" for i in range(self.n_dense)))
-        return ClickLog(self.tables, layout, [DatasetPart(label, ids, dense)], self.description | {"samples": n})
 
     def _sample(self, rows: Rows) -> tuple[Ints, Floats, npt.NDArray[np.bool_]]:
         check_range(rows, self._n)

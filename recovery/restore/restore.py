@@ -67,11 +67,6 @@ class Report:
         return self.chain.newest
 
     @property
-    def n_without_room(self) -> int:
-        """Keys of all tables that have no row any more."""
-        return sum(n for n, _ in self.without_room.values())
-
-    @property
     def step(self) -> int:
         """The step of the restored checkpoint's state."""
         return self.manifest.step

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gba_hvd
-from gba_hvd.data import ParquetStream, parquet_stream
+from gba_hvd.data import ParquetStream
 from gba_hvd.data.hashing import hash_strings
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import EpochPlan
@@ -111,19 +111,6 @@ def test_several_labels_and_tables_of_other_names(files: list[str]):
     batch = stream(files, ids={"customer": "user"}, label=["click", "buy"]).take(np.array([4, 5]))
     assert list(batch.ids) == ["customer"]
     assert batch.label.tolist() == [[1.0, 1.0], [0.0, 2.0]]
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The row groups that were read, in this order: name of the file, number."""
-    found, read_group = list[tuple[str, int]](), parquet_stream.read_group
-
-    def counted(file: Any, group: int, *more: Any) -> Any:
-        found.append((Path(file.url).name, group))
-        return read_group(file, group, *more)
-
-    monkeypatch.setattr(parquet_stream, "read_group", counted)
-    return found
 
 
 def test_a_row_group_is_read_once_while_it_is_kept(files: list[str], decoded: list[tuple[str, int]]):

@@ -101,15 +101,6 @@ def test_the_bayes_auc_is_what_the_true_probabilities_reach(seed: int, pairwise:
     assert labels.mean() == pytest.approx(0.25, abs=0.02)
 
 
-def test_materialised_it_is_the_same_log_in_memory() -> None:
-    log = SyntheticClickLog(70_000, TABLES)
-    stored = log.materialise()
-    assert (len(stored), stored.tables, stored.n_dense) == (70_000, log.tables, log.n_dense)
-    rows = np.random.default_rng(0).integers(0, 70_000, 500)
-    assert_same(stored.take(rows), log.take(rows))
-    assert len(log.materialise(10)) == 10
-
-
 def test_what_it_is_can_be_written_as_json() -> None:
     assert json.loads(json.dumps(SyntheticClickLog(10).description))["tables"] == DEFAULT_TABLES
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gba_hvd.extras import extra
-
+from ..picture import GRID, picture
 from .harness import emulated_accelerators as emulated
 from .harness import measure, resumable
 from .harness.measure import Row, Subparsers, Variant
@@ -28,7 +27,7 @@ SCENARIO = "cluster_day"
 TIMEOUT_S = 600.0  # for one run, beyond the day
 _COLOURS = dict(zip(MODES, ("#c0392b", "#333333", "#2f8f5b", "#2c6fbb", "#d1761c", "#8e44ad", "#16a085"), strict=True))
 KEY = ("mode", "run")  # distinguishes one row from another
-_GRID, _SHADE = "#dddddd", "#e8edf3"
+_SHADE = "#e8edf3"
 
 
 @dataclass(frozen=True)
@@ -191,14 +190,7 @@ def show(rows: Sequence[Row], scenario: emulated.Scenario) -> None:
 
 def draw(rows: Sequence[Row], scenario: emulated.Scenario, file: Path) -> None:
     """Samples/s by hour in every mode, the ideal, and the load behind them. The name's ending says the format."""
-    with extra("plots", "matplotlib", "plots need"):
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    with rc_context({"svg.hashsalt": "cluster-load", "font.size": 9}):
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(file, 9, 4, letters=9) as figure:
         axis = figure.subplots()
         edges = list(range(HOURS + 1))
         loads = axis.twinx()
@@ -218,8 +210,7 @@ def draw(rows: Sequence[Row], scenario: emulated.Scenario, file: Path) -> None:
         axis.set_xlim(0, HOURS)
         axis.set_ylim(bottom=0)
         axis.set_xticks(range(0, HOURS + 1, 3))
-        axis.grid(color=_GRID, linewidth=0.6)
+        axis.grid(color=GRID, linewidth=0.6)
         for one in (axis, loads):
             one.spines[["top"]].set_visible(False)
         axis.legend(frameon=False, ncols=4, loc="lower center", fontsize=8)
-        figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else None)

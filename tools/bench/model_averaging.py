@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import quality
 from .harness import emulated_accelerators as emulated
-from .harness import measure
+from .harness import measure, resumable
 from .harness.measure import Row, Subparsers, Variant
 from .stragglers import command as gba
 
@@ -41,6 +40,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **FOREGROUND,
     "allreduce": ("allreduce", {}),
 }
+KEY = ("workers", "mode", "run")  # what distinguishes one row from another
 COLUMNS = (
     "samples_per_s", "ideal_share", "auc", "seconds_per_round", "rounds_per_s", "steps_per_round", "spread",
     "rounds_dropped",
@@ -59,21 +59,36 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--quality", type=Path, metavar="FILE.json", help="a result of `gba-hvd bench quality`")
 
 
+@dataclass(frozen=True)
+class Run:
+    """One launch to be done."""
+
+    workers: int
+    mode: str
+    run: int
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.workers} workers, run {self.run}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    failed: measure.RunFailed | None = None
     check(args.workers, args.contestants, args.threads)
     about = {"machine": measure.machine(), "settings": settings(args)}
-    before = earlier(args.out, about["settings"])
-    auc = auc_by_protocol(args.quality) if args.quality else before.auc
+    before = resumable.earlier(args.out, (*KEY, "samples_per_s"), about["settings"])
+    rows, commands = before["rows"], before.get("commands", {})
+    auc = auc_by_protocol(args.quality) if args.quality else before.get("auc", {})
     variants = {n: list(variants_of(args.contestants, n, args.threads)) for n in args.workers}
-    rows, commands = before.rows, before.commands
     commands |= {f"{v.name}, {n} workers": str(v) for n, some in variants.items() for v in some}
-    waiting = missing(variants, args.runs, rows)
+    planned = [Run(n, v.name, number, v) for n, some in variants.items() for number in range(args.runs) for v in some]
+    waiting = resumable.missing(planned, rows, KEY)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
+    failures: dict[str, str] = {}
 
     def write() -> None:
-        measure.write_whole(args.out, {**about, "commands": commands, **headline(rows, auc), "rows": rows})
+        found = {"commands": commands, **headline(rows, auc), "failures": failures, "rows": rows}
+        measure.write_whole(args.out, {**about, **found})
 
     if waiting:
         scenarios = {n: emulated.even(args.service_ms / 1000, args.seconds, n) for n in args.workers}
@@ -81,19 +96,16 @@ def run(args: argparse.Namespace) -> int:
         most = emulated.even(args.service_ms / 1000, args.seconds, max(counts))
         with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
             launches = gba.Launches(Path(scratch), args.service_ms / 1000, args.seconds, [most], TIMEOUT_S)
-            try:
-                for n, contestant, number in waiting:
-                    row = launches.run(scenarios[n], [], contestant, number)
-                    rows.append(row | {"workers": n, "bayes_auc": launches.bayes_auc})
-                    write()
-            except measure.RunFailed as error:
-                failed = error  # the same command resumes where it failed
+
+            def launch(one: Run) -> None:
+                row = launches.run(scenarios[one.workers], [], one.variant, one.run)
+                rows.append(row | {"workers": one.workers, "bayes_auc": launches.bayes_auc})
+
+            resumable.run_each(waiting, launch, write, failures)
     write()
     show(rows, headline(rows, auc))
     print(f"written to {args.out}")
-    if failed:
-        raise failed
-    return 0
+    return 1 if failures else 0
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,54 +117,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
         "contestants": {name: {"mode": mode, **more} for name, (mode, more) in CONTESTANTS.items()},
     }
-
-
-@dataclass
-class Earlier:
-    """What an earlier piece left in the file."""
-
-    rows: list[Row] = field(default_factory=list)
-    commands: dict[str, str] = field(default_factory=dict)
-    auc: dict[str, Any] = field(default_factory=dict)
-
-
-def earlier(path: Path, now: Mapping[str, Any]) -> Earlier:
-    """now: the settings. Raises RunFailed where those of the file are others, or it is a file of something else.
-
-    A setting that the file lacks is taken for the same.
-    """
-    if not path.exists():
-        return Earlier()
-    try:
-        found = json.loads(path.read_text())
-        before, then = (
-            Earlier(list(found["rows"]), dict(found["commands"]), dict(found["auc"])),
-            dict(found["settings"]),
-        )
-        for row in before.rows:
-            _ = [row[name] for name in ("workers", "mode", "samples_per_s")]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise measure.RunFailed(f"{path} is no result of this benchmark: give --out another name") from error
-    for name, value in now.items():
-        if then.get(name, value) != value:
-            raise measure.RunFailed(
-                f"{path} was measured with {name} {then[name]}, now it is {value}: give --out another name"
-            )
-    return before
-
-
-def missing(
-    variants: Mapping[int, Sequence[Variant]], runs: int, rows: Sequence[Row]
-) -> list[tuple[int, Variant, int]]:
-    """(workers, contestant, number) of each launch that has no row yet; contestants alternate."""
-    done = Counter((row["workers"], row["mode"]) for row in rows)
-    return [
-        (n, contestant, number)
-        for n, some in variants.items()
-        for number in range(runs)
-        for contestant in some
-        if number >= done[n, contestant.name]
-    ]
 
 
 def headline(rows: Sequence[Row], auc: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,19 +33,13 @@ from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
 
 from .harness import measure, resumable
-from .harness.measure import Row, Subparsers, Variant
+from .harness.measure import EXAMPLES, Row, Subparsers, Variant
 
-WORKERS = 3  # also of results from before rows had this entry
+WORKERS = 3
 SLOW = {"kind": "slow", "factor": 3.0}
 MOMENTUM = 0.9
 SEEDS = (2021, 2022, 2023)
-USUAL_AVERAGE = "global"  # also of results from before rows had this entry
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# What rows of before had no entry for, and what held then.
-USUAL_ENTRIES: dict[str, Any] = {
-    "row_average": USUAL_AVERAGE, "workers": WORKERS, "threads": 1, "rule": "none", "sgd_lr": None, "local_batch": None,
-}  # fmt: skip
-KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed", *USUAL_ENTRIES)  # distinguishes one row from another
+USUAL_AVERAGE = "global"
 
 
 @dataclass(frozen=True)
@@ -213,8 +206,7 @@ class Run:
     local_batch: int | None = None
 
     def __str__(self) -> str:
-        row = {name: getattr(self, name) for name in KEY}
-        return f"{_title(row)}: {label(row)}, seed {self.seed}"
+        return f"{_title(vars(self))}: {label(vars(self))}, seed {self.seed}"
 
     @property
     def dense_overrides(self) -> list[str]:
@@ -223,6 +215,9 @@ class Run:
             return []
         lr = self.sgd_lr / (1 - MOMENTUM) if self.rule == "delayed_nesterov" else self.sgd_lr
         return ["dense.optimizer=sgd", f"dense.momentum={MOMENTUM}", f"dense.lr={lr!r}"]
+
+
+KEY = tuple(Run.__dataclass_fields__)  # what distinguishes one row from another
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -354,7 +349,7 @@ def planned(
 
 def rows_of(path: Path) -> list[Row]:
     """What earlier invocations measured. Raises RunFailed when the file is something else."""
-    rows: list[Row] = resumable.earlier(path, KEY, usual=USUAL_ENTRIES)["rows"]
+    rows: list[Row] = resumable.earlier(path, KEY)["rows"]
     return rows
 
 
@@ -365,32 +360,25 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-quality-") as scratch:
         faults = Path(scratch) / "faults.json"
         faults.write_text(json.dumps({"faults": protocol.faults(half, job.workers)}))
-        arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
+        arguments = ["--seed", str(job.seed), "--faults", str(faults)]
         if of.needs_data:
             arguments += ["--data", str(data)]
         at_once = job.local_batch or job.micro_batch
         arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={at_once}"]
-        arguments += [f"train.row_average={job.row_average}", "train.early_stop=0", "mlflow=false"]
+        arguments += [f"train.row_average={job.row_average}", "train.early_stop=0"]
         arguments += [*protocol.overrides(half, at_once, job.workers), *job.dense_overrides]
         arguments += [f"train.threads={job.threads}"] if job.threads > 1 else []
         if protocol.settings.get("staleness") != "gap_aware":  # that is a rule itself
             arguments += [f"switching.rule={job.rule}"]  # also "none": the default of gba is another
         started, file = time.monotonic(), Path(scratch) / "summary.json"
         try:
-            measure.launch(variant(of, job.workers), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
+            summary = measure.summary_of(variant(of, job.workers), arguments, Path(scratch), timeout_s)
         except measure.RunFailed:
             summary = json.loads(file.read_text()) if file.exists() else {}
             if not diverged(summary):
                 raise
             return row_of(job, summary, time.monotonic() - started) | {of.metric: None, f"{of.metric}_last": None}
-        seconds = time.monotonic() - started
-        try:
-            summary = json.loads(file.read_text())
-        except FileNotFoundError as error:
-            raise measure.RunFailed("ended without a summary") from error
-    if summary["status"] != "FINISHED":
-        raise measure.RunFailed(f"ended as {summary['status']}: {summary['error']}")
-    row = row_of(job, summary, seconds)
+    row = row_of(job, summary, time.monotonic() - started)
     expected = (protocol.mode != "allreduce") + (protocol.then is not None)
     if len(row["switches"]) != expected:
         raise measure.RunFailed(f"{expected} changes of mode were planned, there were {row['switches']}")
@@ -403,14 +391,7 @@ def diverged(summary: Mapping[str, Any]) -> bool:
 
 
 def variant(of: DataSet, workers: int = WORKERS) -> Variant:
-    launcher = (measure.console_script("horovodrun"), "-np", str(workers), "--network-interface", "lo")
-    script = (
-        sys.executable,
-        str(EXAMPLES / "train_ctr.py"),
-        "--config",
-        str(EXAMPLES / "configs" / f"{of.config}.yaml"),
-    )
-    return Variant("train_ctr", (*launcher, *script), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+    return measure.train_ctr(EXAMPLES / "configs" / f"{of.config}.yaml", workers)
 
 
 def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
@@ -430,7 +411,7 @@ def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
     )
     total, dropped, age = summary["samples_total"], summary["samples_dropped"], summary.get("dense_age") or {}
     return {
-        **{name: getattr(job, name) for name in KEY},
+        **vars(job),
         "metric": metric,
         **{name: summary.get(name) for name in kept},
         "samples_total": total,
@@ -459,9 +440,7 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     for name, protocol, some in _groups(rows):
         sync = [row for row in rows if _title(row) == name and row["protocol"] == "sync"]
         found.setdefault(name, {})[protocol] = {
-            "elp": (some[0].get("local_batch") or some[0]["micro_batch"])
-            * some[0].get("threads", 1)
-            * some[0].get("workers", WORKERS),
+            "elp": (some[0]["local_batch"] or some[0]["micro_batch"]) * some[0]["threads"] * some[0]["workers"],
             "seeds": len(some),
             "metric": metric_of(some[0]),
             "diverged": sum(row[metric_of(row)] is None for row in some),
@@ -517,23 +496,17 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 def _title(row: Row, workers: bool = True) -> str:
     """What runs have in common that are compared."""
-    how, lr = row.get("row_average", USUAL_AVERAGE), row.get("sgd_lr")
+    how, lr, n = row["row_average"], row["sgd_lr"], row["workers"]
     rows = "" if how == USUAL_AVERAGE else f", row_average {how}"
     dense = "" if lr is None else f", dense SGD with momentum {MOMENTUM} and learning rate {lr:g}"
-    n = row.get("workers", WORKERS)
     people = f", {n} worker{'s' * (n != 1)}" if workers else ""
     return f"{row['dataset']}, {row['epochs']} epochs, micro-batches of {row['micro_batch']}{rows}{dense}{people}"
 
 
 def label(row: Row) -> str:
-    """What is compared: the protocol, with its rule and its threads where these are not the usual ones.
-
-    Of hop_bw also whether it had micro-batches, as rows of before, in place of local batches.
-    """
-    protocol, rule, threads = str(row["protocol"]), str(row.get("rule", "none")), int(row.get("threads", 1))
-    of_before = protocol_of(protocol).local_batches and row.get("local_batch") is None
-    protocol += ", micro-batches" * of_before
-    return protocol + f", {rule}" * (rule != "none") + f", {threads} threads" * (threads > 1)
+    """What is compared: the protocol, with its rule and its threads where these are not the usual ones."""
+    rule, threads = str(row["rule"]), int(row["threads"])
+    return str(row["protocol"]) + f", {rule}" * (rule != "none") + f", {threads} threads" * (threads > 1)
 
 
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
@@ -599,7 +572,7 @@ def best_rules(rows: Sequence[Row]) -> Iterator[str]:
     found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
     for row in rows:
         of = found.setdefault((f"{_title(row)}, {row['protocol']}", title_of(metric_of(row))), {})
-        of.setdefault(row.get("rule", "none"), {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
+        of.setdefault(row["rule"], {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
     yield from _best(found, "rule")
 
 
@@ -607,7 +580,7 @@ def best_rates(rows: Sequence[Row]) -> Iterator[str]:
     """Which learning rate of a grid has the best mean AUC after the last epoch, over the seeds all have."""
     found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
     for row in rows:
-        if row.get("sgd_lr") is not None:
+        if row["sgd_lr"] is not None:
             alike = f"{_title({**row, 'sgd_lr': None})}, {label(row)}"
             of = found.setdefault((alike, title_of(metric_of(row))), {})
             of.setdefault(f"{row['sgd_lr']:g}", {})[row["seed"]] = row.get(f"{metric_of(row)}_last")

@@ -6,57 +6,44 @@ from pathlib import Path
 
 import numpy as np
 
-from gba_hvd.extras import extra
-from recovery.errors import BadInput
 from recovery.schedule.planner import JobProfile, Objectives, RecoveryPlan, estimate
 
+from ..picture import INK, picture, plain
+
 _COLOURS = {"full": "#c0392b", "partial": "#2c6fbb"}
-_GRID, _INK = "#dddddd", "#333333"
 
 
 def draw(job: JobProfile, objectives: Objectives, plan: RecoveryPlan, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
-    with extra("plots", "matplotlib", "plots need"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     chosen = {"full": plan.full, "partial": plan.partial}
     ends = [found.round_s for found in chosen.values()]
     rounds = np.geomspace(min(ends) / 8, max(ends) * 4, 200)
-    figure = Figure(figsize=(9, 5.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    for strategy, found in chosen.items():
-        costs = [100 * estimate(job, strategy, float(s), objectives).overhead for s in rounds]
-        label = f"{strategy} recovery: {found.overhead:.2%}"
-        upper.plot(rounds / 3600, costs, color=_COLOURS[strategy], linewidth=1.6, label=label)
-        is_plan = strategy == plan.strategy
-        upper.plot(
-            found.round_s / 3600, 100 * found.overhead, "o", markersize=8, color=_COLOURS[strategy],
-            markerfacecolor=_COLOURS[strategy] if is_plan else "white",
-        )  # fmt: skip
-    lost = [estimate(job, "partial", float(s), objectives).pls for s in rounds]
-    lower.plot(rounds / 3600, lost, color=_COLOURS["partial"], linewidth=1.6, label="partial recovery")
-    lower.plot(plan.partial.round_s / 3600, plan.partial.pls, "o", markersize=8, color=_COLOURS["partial"])
-    lower.axhline(
-        objectives.target_pls, color=_INK, linestyle="--", linewidth=1, label=f"target {objectives.target_pls:g}"
-    )
-    upper.set_ylabel("overhead, % of training time")
-    lower.set_ylabel("expected PLS")
-    lower.set_xlabel("hours for a round of saves")
-    for axis in (upper, lower):
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(color=_GRID, linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9)
-    between_h = job.between_failures_s / 3600
-    title = f"{plan.strategy} recovery; {job.n_servers} servers, {between_h:.3g} h between failures"
-    figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)
-    try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
-        raise BadInput(f"{file}: the plot cannot be written here: {error}") from error
+    with picture(file, 9, 5.9) as figure:
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        for strategy, found in chosen.items():
+            costs = [100 * estimate(job, strategy, float(s), objectives).overhead for s in rounds]
+            label = f"{strategy} recovery: {found.overhead:.2%}"
+            upper.plot(rounds / 3600, costs, color=_COLOURS[strategy], linewidth=1.6, label=label)
+            is_plan = strategy == plan.strategy
+            upper.plot(
+                found.round_s / 3600, 100 * found.overhead, "o", markersize=8, color=_COLOURS[strategy],
+                markerfacecolor=_COLOURS[strategy] if is_plan else "white",
+            )  # fmt: skip
+        lost = [estimate(job, "partial", float(s), objectives).pls for s in rounds]
+        lower.plot(rounds / 3600, lost, color=_COLOURS["partial"], linewidth=1.6, label="partial recovery")
+        lower.plot(plan.partial.round_s / 3600, plan.partial.pls, "o", markersize=8, color=_COLOURS["partial"])
+        lower.axhline(
+            objectives.target_pls, color=INK, linestyle="--", linewidth=1, label=f"target {objectives.target_pls:g}"
+        )
+        upper.set_ylabel("overhead, % of training time")
+        lower.set_ylabel("expected PLS")
+        lower.set_xlabel("hours for a round of saves")
+        for axis in (upper, lower):
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_major_formatter("{x:g}")
+        plain((upper, lower), 9)
+        between_h = job.between_failures_s / 3600
+        title = f"{plan.strategy} recovery; {job.n_servers} servers, {between_h:.3g} h between failures"
+        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)

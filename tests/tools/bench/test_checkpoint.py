@@ -6,7 +6,6 @@ import contextlib
 
 import numpy as np
 import pytest
-from gba_hvd_tools import cli
 from gba_hvd_tools.bench.checkpoint import analysis, savers
 from gba_hvd_tools.bench.checkpoint import command as checkpoint
 from gba_hvd_tools.bench.checkpoint.analysis import CONTESTANTS, RESTORES, Case, cases, headline, stall, why_not
@@ -96,11 +95,6 @@ def test_a_peer_that_fails_is_reported_and_ours_ends_the_benchmark(tmp_path, mon
     assert skipped == [{"case": "dcp", "bytes": GB, "run": 0, "why": "no luck"}]
     with pytest.raises(checkpoint.RunFailed):
         checkpoint.of_size(GB, {ours: checkpoint.variant(ours, "python")}, tmp_path, args, skipped)
-
-
-def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path, capsys):
-    assert cli.main(["bench", "checkpoint", "--out", str(tmp_path)]) == 1
-    assert "is a folder" in capsys.readouterr().err
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

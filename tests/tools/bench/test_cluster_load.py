@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gba_hvd_tools.bench import cluster_load
 from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
-from gba_hvd_tools.bench.harness import measure, resumable
+from gba_hvd_tools.bench.harness import measure
 
 from tests.tools.bench.test_emulated_accelerators import Clock
 
@@ -71,17 +71,6 @@ def test_auto_is_compared_with_each_fixed_mode():
     assert found["allreduce"]["auto_gain"] == pytest.approx(2.0), "against the median of its runs"
     assert found["gba"]["auto_gain"] == pytest.approx(300 / 310)
     assert (found["auto"]["switches"], found["allreduce"]["runs"]) == (3, 2)
-
-
-def test_rows_are_found_again_and_those_of_another_day_are_refused(tmp_path: Path):
-    path, words = tmp_path / "load.json", ["--modes", "gba", "--day", "240"]
-    settings = cluster_load.settings_of(options("--out", str(path), *words))
-    cluster_load.write(path, {"cores": 2}, settings, DAY, [row("gba", 1.0)], {})
-    assert cluster_load.run(options("--out", str(path), *words)) == 0
-    found = resumable.earlier(path, cluster_load.KEY)
-    assert (found["rows"], found["machine"]) == ([row("gba", 1.0)], {"cores": 2})
-    assert cluster_load.run(options("--out", str(path), "--modes", "gba", "--day", "480")) == 1
-    assert resumable.earlier(path, cluster_load.KEY) == found
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from gba_hvd_tools.bench.compression import command as compression
 from gba_hvd_tools.bench.compression import peers, workload
 from gba_hvd_tools.bench.compression.workload import Phase
 from gba_hvd_tools.bench.harness import clicks, dlrm, small_ctr
-from gba_hvd_tools.cli import main
 
 NET = """\
 Inter-|   Receive                                                |  Transmit
@@ -194,33 +191,3 @@ def test_two_hosts_of_one_process_learn_as_without_compression_where_everything_
     plain, kept = (row_compression.train(problem, name, mode, 0) for name in ("none", rule))
     assert plain["auc"] > 0.6 and kept["auc"] == pytest.approx(plain["auc"], abs=0.005)
     assert kept["bytes_ratio"] > 1 and kept["density"] > 0.9  # gradients that are 0 are not sent
-
-
-def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[str] = []
-
-    def train(problem: Any, rule: str, mode: str, seed: int) -> dict[str, float]:
-        runs.append(f"{rule} {seed}")
-        if len(runs) == 4:
-            raise RuntimeError("interrupted")
-        return {"auc": 0.7, "bytes_ratio": 2.0, "density": 0.5}
-
-    monkeypatch.setattr(row_compression, "train", train)
-    monkeypatch.setattr(row_compression, "problem_of", lambda *_: SimpleNamespace(n_steps=100))
-    args = ["bench", "rows", "--rules", "none", "int8", "--seeds", "2", "--out", str(tmp_path / "rows.json")]
-    with pytest.raises(RuntimeError):
-        main(args)
-    assert main(args) == 0
-    assert runs == ["none 0", "int8 0", "none 1", "int8 1", "int8 1"]
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 4
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"rows": []}', "no JSON"])
-def test_a_file_that_is_no_result_of_the_benchmark_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    out = tmp_path / "rows.json"
-    out.write_text(text)
-    assert main(["bench", "rows", "--out", str(out), "--seeds", "0"]) == 1
-    assert "is no result of this benchmark: give --out another name" in capsys.readouterr().err
-    assert out.read_text() == text

@@ -133,7 +133,7 @@ def test_a_switch_is_timed_from_its_decision_to_the_first_step_of_the_new_mode()
 
 
 def test_the_ratio_of_a_parameter_server_is_that_of_its_worst_number_of_servers():
-    speeds = {("ours", 1): 10.0, ("ours", 2): 12.0, ("rpc", 1): 4.0, ("rpc", 2): 6.0, ("local", 1): 20.0}
+    speeds = {("ours", 1): 10.0, ("ours", 2): 12.0, ("rpc", 1): 4.0, ("rpc", 2): 6.0}
     speeds |= {("ours_plain", 1): 16.0, ("ours_plain", 2): 30.0, ("plain_echo", 2): 40.0, ("ours_tls", 1): 12.0}
     rows = [
         {"contestant": name, "servers": servers, "rows": 8, "what": "pull", "rows_per_s": speed}
@@ -142,7 +142,6 @@ def test_the_ratio_of_a_parameter_server_is_that_of_its_worst_number_of_servers(
     headline = ps.headline(rows, 8)
     assert headline["pull_vs_rpc"] == 2.0
     assert headline["pull_vs_rpc_by_servers"] == {"1": 2.5, "2": 2.0}
-    assert headline["pull_vs_local"] == 0.5
     assert headline["pull_plain_vs_rpc_by_servers"] == {"1": 4.0, "2": 5.0}
     assert headline["pull_tls_vs_rpc_by_servers"] == {"1": 3.0}
     assert headline["pull_plain_vs_plain_echo_by_servers"] == {"2": 0.75}

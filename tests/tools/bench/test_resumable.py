@@ -30,18 +30,14 @@ def test_a_run_without_a_row_is_missing() -> None:
     rows = [{"mode": "gba", "seed": 1, "auc": 0.5}]
     assert missing(RUNS, rows, ("mode", "seed")) == [Run("sync", 1), Run("sync", 2)]
     assert missing(RUNS, [], ("mode", "seed")) == RUNS
+    with pytest.raises(RunFailed, match="has no 'seed': give --out another name"):
+        missing(RUNS, [{"mode": "gba"}], ("mode", "seed"))
 
 
 def test_before_the_first_piece_there_are_no_rows(file: Path) -> None:
     assert (earlier(file, ("mode",), {"days": 3}), read(file)) == ({"rows": []}, {})
     file.write_text("")
     assert (earlier(file, ("mode",), {"days": 3}), read(file)) == ({"rows": []}, {})
-
-
-def test_rows_of_earlier_versions_get_what_held_then(file: Path) -> None:
-    file.write_text(json.dumps({"rows": [{"mode": "gba"}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}))
-    found = earlier(file, ("mode", "workers"), usual={"workers": 3})
-    assert found == {"rows": [{"mode": "gba", "workers": 3}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}
 
 
 @pytest.mark.parametrize(

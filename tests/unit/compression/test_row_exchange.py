@@ -21,7 +21,7 @@ from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from tests.unit.thread_world import EventLog, ThreadWorld, Workers, miss_a_result
+from tests.unit.thread_world import EventLog, ThreadWorld, Workers, miss_a_result, rows_of
 
 SPECS = [
     Compression.none,
@@ -197,16 +197,6 @@ def test_messages_in_one_come_apart_again() -> None:
 def train(job: Any, dataset: Any, epochs: int) -> None:
     for job.state.epoch in range(job.state.epoch, epochs):
         job.epoch(dataset)
-
-
-def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    for job in jobs:
-        ready = job.tables.memory.marks().ready
-        for name, rows in job.all_rows().items():
-            here = ready[np.arange(len(rows)) % len(ready)] == 1
-            found.setdefault(name, np.full_like(rows, np.nan))[here] = rows[here]
-    return found
 
 
 @pytest.mark.parametrize("row_average", ["global", "contributors"])

@@ -16,20 +16,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
 from recovery import CheckpointCallback
-from tests.unit.thread_world import Workers, miss_a_result
-
-
-def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
-    """All rows of the job, each from a worker of the host where it lives; all other copies are gone."""
-    found: dict[str, np.ndarray] = {}
-    for spec in jobs[0].tables.layout.tables:
-        found[spec.name] = np.full((spec.n_rows, spec.dim), np.nan, dtype=np.float32)
-    for job in jobs:
-        ready = job.tables.memory.marks().ready
-        for name, rows in job.all_rows().items():
-            here = ready[np.arange(len(rows)) % len(ready)] == 1
-            found[name][here] = rows[here]
-    return found
+from tests.unit.thread_world import Workers, miss_a_result, rows_of
 
 
 def check_same(jobs: list[Any], expected: Any) -> None:

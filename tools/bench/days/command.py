@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 
 from ..harness import measure, resumable
-from ..harness.measure import Row, Subparsers, Variant
+from ..harness.measure import Row, Subparsers
 from ..quality import rule_name
 from .chains import (
     AFTER,
@@ -51,8 +50,7 @@ from .chains import (
 )
 from .plot import draw
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-CONFIG = EXAMPLES / "configs" / "daily.yaml"
+CONFIG = measure.EXAMPLES / "configs" / "daily.yaml"
 WORKERS = 3
 SLOW = {"kind": "slow", "worker": 2, "factor": 3.0}
 SEEDS = (2021, 2022, 2023)
@@ -88,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     settings = settings_of(args)
     shared = {name: value for name, value in settings.items() if name != "command"}
-    before = resumable.earlier(args.out, KEY, shared, usual=USUAL)
+    before = resumable.earlier(args.out, KEY, shared)
     rows, about = before["rows"], before.get("machine") or measure.machine()
     models = args.models or args.out.with_name(args.out.name + ".models")
     chains = planned(args.modes, args.directions, args.seeds, args.row_average, args.rule)
@@ -131,7 +129,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all rows of a file have in common."""
     return {
         "base_days": args.base_days, "days": args.days, "samples": args.samples, "workers": WORKERS,
-        "slow_worker": dict(SLOW), "config": CONFIG.read_text(), "command": str(variant()),
+        "slow_worker": dict(SLOW), "config": CONFIG.read_text(), "command": str(measure.train_ctr(CONFIG, WORKERS)),
     }  # fmt: skip
 
 
@@ -176,10 +174,10 @@ def inherit(chain: Chain, args: argparse.Namespace, base: Path) -> list[Row]:
 
 def train(mode: str, chain: Chain, days: range, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], float]:
     """One job, whose checkpoint is in `folder`: its summary, and how long it took. Raises RunFailed."""
-    faults, log = folder / "faults.json", folder / "log"
+    faults = folder / "faults.json"
     is_async = MODES[mode] != "allreduce"
     faults.write_text(json.dumps({"faults": [SLOW] if is_async else []}))
-    words = ["--out", str(folder), "--seed", str(chain.seed), "--faults", str(faults), "mlflow=false"]
+    words = ["--seed", str(chain.seed), "--faults", str(faults)]
     words += [f"train.epochs={days.stop}", f"train.max_norm={MEASURED_ONLY}", f"switching.mode={MODES[mode]}"]
     words += [f"switching.rule={chain.rule_of(mode)}", f"train.row_average={chain.row_average}"]
     words += [
@@ -191,15 +189,8 @@ def train(mode: str, chain: Chain, days: range, args: argparse.Namespace, folder
     if args.samples is not None:
         words.append(f"data.synthetic.train={args.samples}")
     started = time.monotonic()
-    measure.launch(variant(), words, log=log, timeout_s=args.timeout)
-    seconds = time.monotonic() - started
-    try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    except FileNotFoundError as error:
-        raise measure.RunFailed("ended without a summary") from error
-    if summary["status"] != "FINISHED":
-        raise measure.RunFailed(f"ended as {summary['status']}: {summary['error']}")
-    return summary, seconds
+    summary = measure.summary_of(measure.train_ctr(CONFIG, WORKERS), words, folder, args.timeout)
+    return summary, time.monotonic() - started
 
 
 def rows_or_failure(*of_job: Any) -> list[Row]:
@@ -207,12 +198,6 @@ def rows_or_failure(*of_job: Any) -> list[Row]:
         return rows_of_job(*of_job)
     except ValueError as error:
         raise measure.RunFailed(str(error)) from error
-
-
-def variant() -> Variant:
-    launcher = (measure.console_script("horovodrun"), "-np", str(WORKERS), "--network-interface", "lo")
-    script = (sys.executable, str(EXAMPLES / "train_ctr.py"), "--config", str(CONFIG))
-    return Variant("train_ctr", (*launcher, *script), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
 
 
 def forget_models(models: Path, waiting: Sequence[Chain]) -> None:

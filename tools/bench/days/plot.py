@@ -6,26 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from gba_hvd.extras import extra
-
+from ...picture import picture, plain
 from ..harness.measure import Row
 from .chains import MODES, SYNC, by_seed, norms_by_mode
 
 COLOURS = dict(zip(MODES, ("#333333", "#2f8f5b", "#c0392b", "#2c6fbb", "#d1761c", "#8e44ad"), strict=True))
-_GRID = "#dddddd"
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Write it; the name's ending says the format."""
-    with extra("plots", "matplotlib", "plots need"):
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    with picture(file, 10, 4, letters=9) as figure:
         from matplotlib.ticker import LogLocator
 
-    with rc_context({"svg.hashsalt": "quality-days", "font.size": 9}):
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        FigureCanvasAgg(figure)
         norms, days = figure.subplots(1, 2)
         for mode, counts in norms_by_mode(rows).items():
             bins = range(min(counts) - 1, max(counts) + 2)
@@ -52,10 +44,4 @@ def draw(rows: Sequence[Row], file: Path) -> None:
                 days.set_xticks(numbers)
         days.set_xlabel("day (synchronous before; tested on the day after)")
         days.set_ylabel("AUC less that of sync, mean of the seeds")
-        for axis in (norms, days):
-            axis.grid(color=_GRID, linewidth=0.6)
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(frameon=False)
-        figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else None)
+        plain((norms, days))

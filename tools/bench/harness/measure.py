@@ -33,6 +33,7 @@ else:
 
 Row = dict[str, Any]
 AS_RUN = {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}  # what `gba-hvd run` sets for a job on one host
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
@@ -139,6 +140,25 @@ def result_of(variant: Variant, more: Sequence[object], folder: Path, timeout_s:
     if not result.exists():
         raise RunFailed(f"{variant.name}: ended without a result\n{gist(log.read_text(errors='replace'))}")
     return json.loads(result.read_text())
+
+
+def train_ctr(config: Path, workers: int) -> Variant:
+    """`examples/train_ctr.py` with this file of settings."""
+    launcher = (console_script("horovodrun"), "-np", str(workers), "--network-interface", "lo")
+    script = (sys.executable, str(EXAMPLES / "train_ctr.py"), "--config", str(config))
+    return Variant("train_ctr", (*launcher, *script), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+
+
+def summary_of(job: Variant, more: Sequence[str], folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Launch a `train_ctr` that writes to `folder`; its summary. Raises RunFailed unless it has trained to its end."""
+    launch(job, ["--out", str(folder), *more, "mlflow=false"], log=folder / "log", timeout_s=timeout_s)
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    except FileNotFoundError as error:
+        raise RunFailed("ended without a summary") from error
+    if summary["status"] != "FINISHED":
+        raise RunFailed(f"ended as {summary['status']}: {summary['error']}")
+    return summary
 
 
 def gist(log: str, n_lines: int = 30) -> str:

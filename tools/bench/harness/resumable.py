@@ -30,13 +30,10 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def earlier(
-    path: Path, key: Sequence[str], settings: Mapping[str, Any] | None = None, usual: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def earlier(path: Path, key: Sequence[str], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The same of a file whose list `rows` was measured with these settings; `rows` is [] where there is no file.
 
     key: columns that every row has
-    usual: values of columns that rows of earlier versions lack; written into them
     Raises RunFailed for another file, and for other settings.
     """
     if not _has_content(path):
@@ -44,8 +41,6 @@ def earlier(
     found = read(path)
     try:
         for row in found["rows"]:
-            for name, value in (usual or {}).items():
-                row.setdefault(name, value)
             _ = [row[name] for name in key]
         before = found["settings"] if settings is not None else {}
         differ = {name: (before.get(name), now) for name, now in (settings or {}).items() if before.get(name) != now}
@@ -58,8 +53,11 @@ def earlier(
 
 
 def missing(runs: Iterable[Run], rows: Iterable[Row], key: Sequence[str]) -> list[Run]:
-    """Runs without a row. key: columns of a row that are attributes of a run."""
-    done = {tuple(row[name] for name in key) for row in rows}
+    """Runs without a row. key: columns of a row that are attributes of a run. RunFailed where a row lacks one."""
+    try:
+        done = {tuple(row[name] for name in key) for row in rows}
+    except KeyError as error:
+        raise RunFailed(f"a row of the result file has no {error}: give --out another name") from error
     return [run for run in runs if tuple(getattr(run, name) for name in key) not in done]
 
 

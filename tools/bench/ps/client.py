@@ -234,32 +234,6 @@ def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.n
             memory.close()
 
 
-# --- local memory ----------------------------------------------------------------------------------------------------
-
-
-class Local:
-    """The work itself: torch's own kernels, one thread."""
-
-    pids: Sequence[int] = ()
-
-    def __init__(self) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        self._torch, self._table = torch, torch.zeros(N_ROWS, DIM)
-
-    def pull(self, ids: np.ndarray) -> Any:
-        return self._table.index_select(0, self._torch.from_numpy(ids))
-
-    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
-        self._table.index_add_(0, self._torch.from_numpy(ids), self._torch.from_numpy(grads), alpha=-LEARNING_RATE)
-
-
-@contextmanager
-def local(servers: int) -> Iterator[ServerAddress]:
-    yield Local()
-
-
 # --- raw ZeroMQ ------------------------------------------------------------------------------------------------------
 
 
@@ -284,12 +258,11 @@ class Echo:
             s.recv_multipart(copy=False)
 
 
-def serve_echo(ready: Connection, secret: bytes | None) -> None:
+def serve_echo(ready: Connection, secret: bytes) -> None:
     """A ZeroMQ server's process: answers n bytes to n, until asked to end."""
     context: zmq.Context[Any] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    if secret is not None:
-        router.curve_server, router.curve_secretkey = True, secret
+    router.curve_server, router.curve_secretkey = True, secret
     ready.send(router.bind_to_random_port("tcp://127.0.0.1"))
     answer = memoryview(bytearray(4 * N_ROWS * DIM))
     while True:
@@ -302,9 +275,9 @@ def serve_echo(ready: Connection, secret: bytes | None) -> None:
 
 
 @contextmanager
-def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
+def zmq_curve(servers: int) -> Iterator[ServerAddress]:
     spawn = mp.get_context("spawn")
-    public, secret = zmq.curve_keypair() if curve else (None, None)
+    public, secret = zmq.curve_keypair()
     context: zmq.Context[Any] = zmq.Context()
     processes, sockets = [], []
     for _ in range(servers):
@@ -312,9 +285,8 @@ def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
         process = spawn.Process(target=serve_echo, args=(there, secret), daemon=True)
         process.start()
         dealer = context.socket(zmq.DEALER)
-        if public is not None:
-            dealer.curve_serverkey = public
-            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.curve_serverkey = public
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
         dealer.connect(f"tcp://127.0.0.1:{here.recv()}")
         processes.append(process)
         sockets.append(dealer)
@@ -326,12 +298,6 @@ def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
             process.join(10)
     finally:
         context.destroy(linger=0)
-
-
-@contextmanager
-def zmq_curve(servers: int) -> Iterator[ServerAddress]:
-    with zmq_echo(servers, curve=True) as endpoint:
-        yield endpoint
 
 
 # --- our own sockets -------------------------------------------------------------------------------------------------
@@ -502,11 +468,9 @@ OPEN: dict[str, Callable[[int], AbstractContextManager[ServerAddress]]] = {
     "ours_tls_bf16": partial(ours, wire="tls", rows=Compression.bf16.always()),
     "ours_plain": partial(ours, wire="plain"),
     "rpc": torch_rpc,
-    "zmq": zmq_echo,
     "zmq_curve": zmq_curve,
     "tls_echo": tls_echo,
     "plain_echo": plain_echo,
-    "local": local,
 }
 
 if __name__ == "__main__":

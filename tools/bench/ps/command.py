@@ -1,10 +1,9 @@
 """`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
 
 One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours, with each wire: a
-table server on `torch.distributed.rpc`, servers that answer as many bytes and do nothing (through the sockets that ours
-uses with that wire, and through ZeroMQ without encryption), and the same work on local memory. Of ours also the time of
-a lease, median and 99th percentile, while another process pulls and pushes. Every run is a fresh launch; runs of the
-contestants alternate.
+table server on `torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that
+ours uses with that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and
+pushes. Every run is a fresh launch; runs of the contestants alternate.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ CONTESTANTS = {
     "ours_tls_bf16": "wire tls, rows and their gradients as bfloat16",
     "ours_plain": "the same as ours, not encrypted: wire plain",
     "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
-    "zmq": "ZeroMQ DEALER and ROUTER over TCP: as many bytes there and back, no table",
-    "zmq_curve": "the same with CURVE encryption, as with wire curve",
+    "zmq_curve": "ZeroMQ DEALER and ROUTER over TCP with CURVE, as with wire curve: as many bytes both ways, no table",
     "tls_echo": "as many bytes there and back through the sockets of wire tls",
     "plain_echo": "the same through those of wire plain",
-    "local": "index_select and index_add_ on this process's memory",
 }
 WIRES = ("curve", "tls", "plain")
 OF_WIRE = {
@@ -57,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
-    variants = [variant(name, n) for name in chosen for n in SERVERS if name != "local" or n == 1]
+    variants = [variant(name, n) for name in chosen for n in SERVERS]
     rows: list[Row] = []
     about = measure.machine(("torch", "pyzmq", "numpy"))
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
@@ -114,12 +111,11 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
         of_wire = [("ours", "zmq_curve", what)]
         of_wire += [(f"ours_{wire}", f"{wire}_echo", f"{what}_{wire}") for wire in ("tls", "plain")]
         for ours, echo, name in of_wire:
-            for other in ("rpc", "zmq", echo, "local"):
+            for other in ("rpc", echo):
                 ratios = {
                     str(servers): speed[ours, servers] / against
                     for servers in SERVERS
-                    if (ours, servers) in speed
-                    and (against := speed.get((other, servers if other != "local" else 1))) is not None
+                    if (ours, servers) in speed and (against := speed.get((other, servers))) is not None
                 }
                 if ratios:
                     result[f"{name}_vs_{other}"] = min(ratios.values())

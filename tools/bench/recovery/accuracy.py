@@ -112,12 +112,6 @@ class AccuracyRun:
 KEY = tuple(AccuracyRun.__dataclass_fields__)  # what distinguishes one row of results from another
 
 
-def complete(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of results with all of KEY; earlier versions wrote no more than the first five."""
-    samples = 0 if DATASETS[row["dataset"]].needs_files else SYNTHETIC_TRAIN
-    return {"r": R, "servers": emulation.SERVERS, "target_pls": emulation.TARGET_PLS, "samples": samples, **row}
-
-
 def titled(dataset: str, epochs: int, samples: int) -> str:
     size = "" if samples in (0, SYNTHETIC_TRAIN) else f"{samples:,} samples, "
     return f"{dataset}, {size}{epochs} epoch{'s' * (epochs != 1)}"
@@ -358,12 +352,11 @@ def _taken(log: Any) -> Samples:
 # --- what it shows ---------------------------------------------------------------------------------------------------
 
 
-def by_log(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each data set and length, complete with what earlier versions did not write."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def by_log(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each data set and length."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        whole = complete(row)
-        found.setdefault(titled(whole["dataset"], whole["epochs"], whole["samples"]), []).append(whole)
+        found.setdefault(titled(row["dataset"], row["epochs"], row["samples"]), []).append(row)
     return found
 
 

@@ -140,7 +140,7 @@ def measure_accuracy(args: argparse.Namespace, document: dict[str, Any], started
     settings = [setting for name in args.experiments for setting in experiments.EXPERIMENTS[name]]
     settings = settings or accuracy.comparison(args.r)
     runs = accuracy.planned(args.accuracy, args.seeds, args.epochs, args.samples, settings)
-    waiting = resumable.missing(runs, [accuracy.complete(row) for row in rows], accuracy.KEY)
+    waiting = resumable.missing(runs, rows, accuracy.KEY)
     print(f"{len(rows)} trainings in {args.out}, {len(waiting)} to do", flush=True)
     logs = {
         name: accuracy.opened(name, args.data, args.samples) for name in dict.fromkeys(run.dataset for run in waiting)

@@ -8,7 +8,6 @@ float32 its AUC must be the job's own after the last epoch.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import measure
-from ..harness.measure import Row, Subparsers, Variant
+from ..harness.measure import EXAMPLES, Row, Subparsers, Variant
 
 DTYPES = ("float32", "int8", "bfloat16")
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 CONFIG = EXAMPLES / "configs" / "frappe_deepfm.yaml"
 GOAL = 0.0002  # AUC that int8 may lose
 
@@ -70,13 +68,10 @@ def measured(folder: Path, args: argparse.Namespace, seed: int) -> list[Row]:
     common: dict[str, Any] = {"log": folder / "log", "timeout_s": args.timeout}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *_path()])}
     checkpoints, model, samples = folder / "checkpoints", folder / "model", folder / "samples.parquet"
-    data = ["--config", str(CONFIG), "--data", str(args.data)]
-    train = (sys.executable, str(EXAMPLES / "train_ctr.py"), *data)
-    words = ["--out", str(folder / "out"), "--seed", str(seed), "mlflow=false", f"train.epochs={args.epochs}"]
+    words = ["--data", str(args.data), "--seed", str(seed), f"train.epochs={args.epochs}"]
     words += [f"checkpoint.url={checkpoints}", "checkpoint.every_steps=1000000000"]  # only the one at the end
-    horovod = (measure.console_script("horovodrun"), "-np", "1", "--network-interface", "lo")
-    launch(Variant("train_ctr", (*horovod, *train), env), words, **common)
-    export = (sys.executable, "-m", f"{__package__}.export", *data)
+    summary = measure.summary_of(measure.train_ctr(CONFIG, 1), words, folder, args.timeout)
+    export = (sys.executable, "-m", f"{__package__}.export", "--config", str(CONFIG), "--data", str(args.data))
     words = ["--checkpoints", str(checkpoints), "--model", str(model), "--samples", str(samples)]
     launch(Variant("export", export, env), words, **common)
     predict = (measure.console_script("gba-hvd"), "model", "predict", str(model), str(samples), "--keep", "label")
@@ -86,7 +81,7 @@ def measured(folder: Path, args: argparse.Namespace, seed: int) -> list[Row]:
         launch(Variant(dtype, predict, env), ["--out", str(out), "--row-dtype", dtype], **common)
         rows.append({"seed": seed, "dtype": dtype, **scored(out)})
         if dtype == "float32":
-            check_same(rows[-1]["auc"], json.loads((folder / "out" / "summary.json").read_text())["auc_last"])
+            check_same(rows[-1]["auc"], summary["auc_last"])
         print(f"seed {seed}  {dtype:8s} AUC {rows[-1]['auc']:.6f}", flush=True)
     return rows
 

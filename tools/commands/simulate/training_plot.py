@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gba_hvd.errors import BadInput
-from gba_hvd.extras import extra
+from ...picture import INK, picture, plain
 
 _COLOURS = ("#333333", "#2c6fbb", "#c0392b", "#2e8b57", "#e08e0b", "#8e44ad")
-_GRID, _INK = "#dddddd", "#333333"
 _A_ROW = 3
 
 
@@ -43,34 +41,22 @@ class TrainingLine:
 
 def draw(lines: Sequence[TrainingLine], title: str, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
-    with extra("plots", "matplotlib", "plots need"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     counts = list(dict.fromkeys(line.workers for line in lines))
     names = list(dict.fromkeys(line.rule for line in lines))
     n_rows = -(-len(counts) // _A_ROW)
-    figure = Figure(figsize=(4.2 * min(len(counts), _A_ROW), 3.4 * n_rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(n_rows, min(len(counts), _A_ROW), sharey=True, squeeze=False).ravel()
-    for panel, n in zip(panels, counts, strict=False):
-        for line in (line for line in lines if line.workers == n):
-            shown = [(done, loss) for _, done, loss in line.curve if math.isfinite(loss) and loss > 0]
-            label = f"{line.rule}: diverged" if line.why else line.rule
-            colour = _COLOURS[names.index(line.rule) % len(_COLOURS)]
-            panel.plot(*zip(*shown, strict=True), color=colour, linewidth=1.4, label=label)
-        panel.set_title(f"{n:,} workers", fontsize=10, color=_INK)
-        panel.set_yscale("log")
-        panel.set_xlabel("micro-batches")
-        panel.grid(color=_GRID, linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
-    for panel in panels[len(counts) :]:
-        panel.set_visible(False)
-    panels[0].set_ylabel("loss")
-    figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)
-    try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
-        raise BadInput(f"{file}: the plot cannot be written here: {error}") from error
+    with picture(file, 4.2 * min(len(counts), _A_ROW), 3.4 * n_rows) as figure:
+        panels = figure.subplots(n_rows, min(len(counts), _A_ROW), sharey=True, squeeze=False).ravel()
+        for panel, n in zip(panels, counts, strict=False):
+            for line in (line for line in lines if line.workers == n):
+                shown = [(done, loss) for _, done, loss in line.curve if math.isfinite(loss) and loss > 0]
+                label = f"{line.rule}: diverged" if line.why else line.rule
+                colour = _COLOURS[names.index(line.rule) % len(_COLOURS)]
+                panel.plot(*zip(*shown, strict=True), color=colour, linewidth=1.4, label=label)
+            panel.set_title(f"{n:,} workers", fontsize=10, color=INK)
+            panel.set_yscale("log")
+            panel.set_xlabel("micro-batches")
+        plain(panels[: len(counts)], 8)
+        for panel in panels[len(counts) :]:
+            panel.set_visible(False)
+        panels[0].set_ylabel("loss")
+        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
