@@ -169,8 +169,8 @@ def _cycle(here: Here, hosts: Mapping[str, int]) -> tuple[dict[str, str], list[s
     if len(hosts) != 1 or sum(hosts.values()) == 1 or "HOROVOD_CYCLE_TIME" in here.environ:
         return {}, []
     note = (
-        f"HOROVOD_CYCLE_TIME={ONE_HOST_CYCLE_MS}: on one host gradients go through memory. Set 1 where each step waits for "
-        "Horovod all the same: hvd.allreduce of the script, negatives of all workers, compression, ma or bmuf"
+        f"HOROVOD_CYCLE_TIME={ONE_HOST_CYCLE_MS}: on one host gradients go through memory. Set 1 where each step "
+        "waits for Horovod all the same: hvd.allreduce of the script, negatives of all workers, compression, ma or bmuf"
     )
     return {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}, [note]
 
