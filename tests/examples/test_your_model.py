@@ -33,6 +33,7 @@ def test_the_script_of_the_page_trains_and_its_model_can_be_exported(tmp_path: P
     said = run(sys.executable, "train.py")
     aucs = re.findall(r"^epoch (\d): step (\d+), AUC (0\.\d+)$", said, re.MULTILINE)
     assert [(epoch, step) for epoch, step, _ in aucs] == [("0", "20"), ("1", "40")], said
+    assert float(aucs[-1][2]) > 0.9, said
     assert "40,000 applied + 0 dropped + 0 lost = 40,000" in said
 
     tool = [sys.executable, "-m", "gba_hvd_tools.cli", "checkpoint", "export"]
