@@ -65,12 +65,12 @@ def in_batch_softmax(
     state: the job's, for negatives="global" only.
 
     negatives="global" is a collective. Every worker must make the same calls in each batch; otherwise they wait for
-    each other without end, and the log of Horovod, or of the worker that made fewer calls, says who waits for whom. It needs one batch a step on every worker
-    (`sync_micro_batch` = global_batch / workers), and users and items of all samples of the batch; otherwise BadInput
-    is raised. When workers of a running job are lost or join, negatives are those of the batch until the job has as
-    many workers again, and an event `negatives_local` warns of it. Negatives are those of the batch, too, in
-    asynchronous modes, in steps that measure single micro-batches (one in 20 with a `GBACallback`), and in a short last
-    step of an epoch that leaves workers idle; the log says each of these once.
+    each other without end, and the log of Horovod, or of the worker that made fewer calls, says who waits for whom. It
+    needs one batch a step on every worker (`sync_micro_batch` = global_batch / workers), and users and items of all
+    samples of the batch; otherwise BadInput is raised. When workers of a running job are lost or join, negatives are
+    those of the batch until the job has as many workers again, and an event `negatives_local` warns of it. Negatives
+    are those of the batch, too, in asynchronous modes, in steps that measure single micro-batches (one in 20 with a
+    `GBACallback`), and in a short last step of an epoch that leaves workers idle; the log says each of these once.
 
     Ids and log_q may be on the CPU beside vectors on a GPU. Logits and loss are float32, of vectors in half precision
     and under autocast, too; float64 of float64.
