@@ -51,7 +51,9 @@ class HostSum:
         stopped_s: how long a stopped worker is waited for; None: HOROVOD_GLOO_TIMEOUT_SECONDS
         """
         self._rank, self._outboxes = rank, dict(sorted(outboxes.items()))
-        self._stopped_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")) if stopped_s is None else stopped_s
+        self._stopped_s = (
+            float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")) if stopped_s is None else stopped_s
+        )
         self._n = 0  # sums so far: steps do not number them, since one that was not applied is computed again
 
     def sum_(self, values: Tensor) -> None:
