@@ -48,7 +48,7 @@ class Config:
     device_rows: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shard_dir", Path(self.shard_dir).absolute())
+        object.__setattr__(self, "shard_dir", Path(self.shard_dir).resolve())
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
         for name in ("timeout_s", "heartbeat_timeout_s", "lease_s", "server_timeout_s"):

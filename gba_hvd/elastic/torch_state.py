@@ -282,6 +282,8 @@ class TorchState:
             raise cause or endings.world_lost(engine)
         if endings.is_elastic() and engine.world.size > 1:
             job_events.worker_gone(engine)
+            if memory is not None:
+                memory.end_stopped(engine.host.neighbours.values())
         self._synced = False
         engine.signals.clear_interrupt()
         engine.signals.requested_mode = None

@@ -176,17 +176,16 @@ class Client:
 
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
-        sockets = {
-            (s, pull): self._connect(context, s, pull) for s in range(len(self.servers)) for pull in (False, True)
-        }
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        for socket in sockets.values():
-            poller.register(transport.pollable(socket), zmq.POLLIN)
+        sockets: dict[tuple[int, bool], Any] = {}
         pending: dict[int, _Pending] = {}
         next_beat = next_look = 0.0
         over = "the client was closed before the answer came"
         try:
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            for key in [(s, pull) for s in range(len(self.servers)) for pull in (False, True)]:
+                sockets[key] = self._connect(context, *key)
+                poller.register(transport.pollable(sockets[key]), zmq.POLLIN)
             while not self._closing:
                 ready = dict(poller.poll(int(1000 * _POLL_S)))
                 if self._wake in ready:

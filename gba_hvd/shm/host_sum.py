@@ -13,15 +13,13 @@ which all have posted after they had read.
     after that                           have the sum; they see that it is gone at the next one
 
 A worker that leaves the world for another reason says so (`leave`): it lives, so others would not see it. One that is
-stopped, by a signal or a debugger, for as long as Horovod waits for an answer counts as gone, and is killed: the
-launcher forms no world before it has ended.
+stopped, by a signal or a debugger, for as long as Horovod waits for an answer counts as gone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Mapping
 
@@ -34,6 +32,7 @@ from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.shard_memory import is_alive, is_stopped
 
 _LOOK_S = 0.02  # a worker that died wakes no other
+_LONG_LOOK_S = 1.0  # between two looks; where it is longer, this worker was stopped as well
 _NOTICE_S = 60.0  # after so long, and then after twice that, and so on, the log says what is waited for
 log = logging.getLogger("gba_hvd")
 
@@ -45,15 +44,10 @@ class WorkerGone(GbaError):
 class HostSum:
     """One worker's part. All workers of a world make the same sums in the same order; a new one for every world."""
 
-    def __init__(self, rank: int, outboxes: Mapping[int, Outbox], stopped_s: float | None = None) -> None:
-        """outboxes: by rank, those of all ranks; used for nothing else.
-
-        stopped_s: how long a stopped worker is waited for; None: HOROVOD_GLOO_TIMEOUT_SECONDS
-        """
+    def __init__(self, rank: int, outboxes: Mapping[int, Outbox]) -> None:
+        """outboxes: by rank, those of all ranks; used for nothing else."""
         self._rank, self._outboxes = rank, dict(sorted(outboxes.items()))
-        self._stopped_s = (
-            float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")) if stopped_s is None else stopped_s
-        )
+        self._patience_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))  # for a stopped worker
         self._n = 0  # sums so far: steps do not number them, since one that was not applied is computed again
 
     def sum_(self, values: Tensor) -> None:
@@ -90,18 +84,19 @@ class HostSum:
 
     def _await(self) -> None:
         """Wait until all ranks have posted."""
-        stopped: dict[int, float] = {}  # by rank, since when
+        stopped_s = dict.fromkeys(self._outboxes, 0.0)  # as far as this worker ran meanwhile
         began_s, notice_s = time.monotonic(), _NOTICE_S
+        looked_s = began_s
         missing = list(self._outboxes)
         while missing := [rank for rank in missing if not self._outboxes[rank].wait_posted(self._n, 0.0)]:
             if self._outboxes[missing[0]].wait_posted(self._n, _LOOK_S):
                 continue
             now_s = time.monotonic()
             for rank in missing:
-                since_s = stopped.setdefault(rank, now_s) if is_stopped(self._outboxes[rank].pid) else None
-                if since_s is None:
-                    stopped.pop(rank, None)
-                self._refuse_gone(rank, 0.0 if since_s is None else now_s - since_s)
+                more_s = min(now_s - looked_s, _LONG_LOOK_S)
+                stopped_s[rank] = stopped_s[rank] + more_s if is_stopped(self._outboxes[rank].pid) else 0.0
+                self._refuse_gone(rank, stopped_s[rank])
+            looked_s = now_s
             if now_s - began_s > notice_s:
                 notice_s *= 2
                 self._report(missing, now_s - began_s)
@@ -112,13 +107,11 @@ class HostSum:
             how = "left the world"
         elif not is_alive(box.pid):
             how = "has died"
-        elif stopped_s > self._stopped_s:
-            how = f"has been stopped for {stopped_s:.0f} s, and is killed,"
+        elif stopped_s > self._patience_s:
+            how = f"has been stopped for {stopped_s:.0f} s"
         else:
             return
         if not box.wait_posted(self._n, 0.0):  # else it posted before that
-            if stopped_s > self._stopped_s and box.is_mapped_by_owner():
-                os.kill(box.pid, signal.SIGKILL)
             raise WorkerGone(f"rank {rank} (process {box.pid}) {how} before its gradients were complete")
 
     def _report(self, missing: list[int], waited_s: float) -> None:

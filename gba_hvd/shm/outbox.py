@@ -35,10 +35,11 @@ class Outbox:
         with open(path, "w+b" if owned else "r+b") as file:
             if owned:
                 file.truncate(2 * 4 * half_words)  # a hole: space is taken as messages need it
-                for half in (0, 1):  # but for headers, which neighbours read before there is a message
-                    os.posix_fallocate(file.fileno(), half * 4 * half_words, 4 * _HEADER_WORDS)
             self._words = np.frombuffer(mmap.mmap(file.fileno(), 2 * 4 * half_words), dtype=np.float32)
         self._half_words, self._reserved = half_words, [0, 0]
+        if owned:  # neighbours read headers before there is a message
+            for half in (0, 1):
+                self._reserve(half, 4 * _HEADER_WORDS)
 
     @classmethod
     def create(cls, folder: Path, n_words: int) -> tuple[Outbox, int]:
@@ -65,16 +66,7 @@ class Outbox:
                 f"{need} bytes of gradients of one worker in one step, {4 * self._half_words} were planned for: "
                 "use a smaller global batch"
             )
-        if need > self._reserved[step % 2]:
-            try:
-                with open(self.path, "r+b") as file:
-                    os.posix_fallocate(file.fileno(), (step % 2) * 4 * self._half_words, need)
-            except OSError as error:
-                raise ShardMemoryError(
-                    f"no room for {need} bytes of gradients in {self.path.parent.parent}: {error.strerror}; "
-                    "name a larger folder with GBA_HVD_SHARD_DIR, or, for those of rows, use a smaller micro_batch"
-                ) from error
-            self._reserved[step % 2] = need
+        self._reserve(step % 2, need)
         header[0] = -1
         write(half[_HEADER_WORDS : _HEADER_WORDS + n_words])
         header[1 : 1 + len(words)] = np.cumsum(words)
@@ -108,13 +100,6 @@ class Outbox:
         for header in headers:  # neighbours may wait for either
             futex.wake(header.ctypes.data)
 
-    def is_mapped_by_owner(self) -> bool:
-        """Whether the process with the owner's number still is the owner."""
-        try:
-            return str(self.path).encode() in Path(f"/proc/{self.pid}/maps").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False
-
     @property
     def has_left(self) -> bool:
         return bool(self._half(0)[1][-1])
@@ -122,6 +107,20 @@ class Outbox:
     def close(self) -> None:
         if self._owned:
             self.path.unlink(missing_ok=True)
+
+    def _reserve(self, half: int, n_bytes: int) -> None:
+        """Take the space of a half's first bytes now, so that no write or read fails for lack of it."""
+        if n_bytes <= self._reserved[half]:
+            return
+        try:
+            with open(self.path, "r+b") as file:
+                os.posix_fallocate(file.fileno(), half * 4 * self._half_words, n_bytes)
+        except OSError as error:
+            raise ShardMemoryError(
+                f"no room for {n_bytes} bytes of gradients in {self.path.parent.parent}: {error.strerror}; "
+                "name a larger folder with GBA_HVD_SHARD_DIR, or, for those of rows, use a smaller micro_batch"
+            ) from error
+        self._reserved[half] = n_bytes
 
     def _half(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         half = self._words[(step % 2) * self._half_words : (step % 2 + 1) * self._half_words]

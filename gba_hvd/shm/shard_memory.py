@@ -53,6 +53,7 @@ _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
 _NO_PROCESS = -1
+_STOPPED_S = 1.0
 _BYTES_OF_A_THREAD = 64 << 20  # that it initialises in about a quarter of a second
 _ROOM = (
     "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
@@ -410,6 +411,22 @@ class ShardMemory:
                         f"process {pid} served shards, is no longer in the job and cannot be killed; end it by hand"
                     )
                 time.sleep(0.01)
+
+    def end_stopped(self, pids: Iterable[int]) -> None:
+        """End those of these workers of this host that are stopped: the launcher forms no world before they have ended.
+
+        One that is only looked at (a stack that is printed) continues within a second.
+        """
+        if not (stopped := [pid for pid in pids if is_stopped(pid)]):
+            return
+        time.sleep(_STOPPED_S)
+        for pid in stopped:
+            if is_stopped(pid) and self._maps_us(pid):
+                log.warning(
+                    "process %d of this host is stopped, and the job cannot continue with it: it is killed", pid
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _maps_us(self, pid: int) -> bool:
         """Whether the process with this number still is one of ours."""

@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from gba_hvd.callbacks import Event
-from gba_hvd.comm.collectives import World, hosts_updated
+from gba_hvd.comm.collectives import hosts_updated
 from gba_hvd.errors import GbaError
-from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
@@ -67,21 +65,13 @@ def leave(engine: Engine, position: JobPosition) -> None:
     switching.switched("allreduce", engine.progress.step)
     if position.requested_mode not in ("allreduce", "auto"):
         signals.requested_mode = (position.requested_mode, position.reason)  # from one mode with servers to another
-    if idle is not None and not _all_left(mode, engine.world):
+    if idle is not None and not servers.all_left_together(engine.world):
         idle.close()
         idle = engine.mode = None  # something of the mode hangs in its world
     if idle is None:
         raise hosts_updated()
     engine.traffic.mode = idle.name
     idle.exchange.resume()
-
-
-def _all_left(mode: ParameterServerMode, world: World) -> bool:
-    """Whether all workers resume in this world. A collective of Horovod, which fails where one has left it."""
-    if isinstance(mode, ModelAveragingMode):
-        return mode.servers.all_left_together(world)
-    world.gather("mode left", np.array([0], dtype=np.int64))
-    return True
 
 
 def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:

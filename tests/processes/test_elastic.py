@@ -105,11 +105,20 @@ def test_a_worker_that_stays_stopped_is_ended_and_the_others_continue(
     with cluster(tmp_path, environ, faults=[fault("before exchange", "stop")]) as job:
         job.run(lambda: job.start_elastic(TWO))
         assert job.fired() == 1
-        assert "(process" in job.said() and "has been stopped for 15 s" in job.said(), job.log()
+        assert "has been stopped for 15 s" in job.said() and "it is killed" in job.said(), job.log()
         job.assert_every_sample_once(epochs=2)
         assert_nobody_went_back(job)
         assert job.result()["shard_steps_missed"] == 0
         assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_worker_that_is_stopped_while_it_applies_is_ended(tmp_path: Path) -> None:
+    with cluster(tmp_path, {"GBA_HVD_TIMEOUT_S": "10"}, n_shards=4, faults=[fault("in apply", "stop")]) as job:
+        job.run(lambda: job.start_elastic(TWO))
+        assert job.fired() == 1
+        assert "it is killed" in job.said(), job.log()
+        job.assert_every_sample_once(epochs=2)
+        assert job.result()["shard_steps_missed"] == 2
 
 
 def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(

@@ -317,14 +317,17 @@ around(ReplicaWorker, "_submit", None, lambda _: (OUT / "another-ends").touch() 
 
 
 def world_has_changed(mode: ParameterServerMode) -> None:
-    """Where planned, one worker finds that the world has changed since the mode began, and another does not."""
+    """Where planned, one worker has left the world, and waits for the other one, which does not know of it."""
     if state.world.rank == PLAN.get("world_changes_for") and not (OUT / "world-changed").exists():
         assert mode.rejoin is not None
         (OUT / "world-changed").touch()
+        hvd.shutdown()
+        while not list(OUT.glob("fell-out-*")):
+            time.sleep(0.02)
         mode.rejoin.n_formed += 1
 
 
-around(ParameterServerMode, "end_rejoin", None, world_has_changed)
+around(ParameterServerMode, "end_rejoin", world_has_changed, None)
 enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
 ParameterServerMode.take_dense_state = take_dense_state  # type: ignore[method-assign]
 around(WorkerSaves, "_save_last", lambda _: die("before the last save", 0), None)

@@ -5,11 +5,17 @@ or the counting of a segment.
 The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is evaluated. What workers
 measure is added up as it comes, by `accumulators`; a worker that asks after the end, a late joiner for example, gets
 the result. None of it survives the coordinator's process: the evaluation begins again.
+
+A lease that takes too long is taken back, also from a worker that lives: it may hang. One that comes after that shows
+how long a batch may take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +28,16 @@ from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch,
 from gba_hvd.ps.validation import array_of
 
 _KEPT = 8
+log = logging.getLogger("gba_hvd")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A lease on a batch, and since when."""
+
+    worker: int
+    micro: int
+    since_s: float
 
 
 class _Evaluation:
@@ -32,12 +48,16 @@ class _Evaluation:
         self.measured = [accumulator(part) for part in request.parts]
         self.result: list[dict[str, Any]] | None = None
         self.like_probabilities: list[str] = []
+        self.given: dict[int, _Given] = {}  # by serial number, leases that no score has come for
+        self.late: dict[int, _Given] = {}  # the same, that were taken back
 
 
 class Evaluations:
     """Not thread-safe: belongs to the server's main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """lease_s: how long a lease may take, until a longer one is seen."""
+        self._lease_s, self._clock = lease_s, clock
         self._evaluations: dict[tuple[int, int], _Evaluation] = {}
 
     def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[EvaluationReply, Sequence[Any]]:
@@ -66,6 +86,7 @@ class Evaluations:
         answer = found.ledger.lease(request.worker, request.request)
         lease = None
         if isinstance(answer, Lease):
+            found.given.setdefault(answer.serial, _Given(request.worker, answer.micro, self._clock()))
             lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
         return EvaluationReply(lease=lease), (found.buffers,)
 
@@ -74,6 +95,8 @@ class Evaluations:
         found = self._evaluations.get((request.epoch, request.ordinal))
         if found is None or found.result is not None or found.like_probabilities:
             return
+        if (late := found.late.pop(request.serial, None)) is not None:
+            self._lease_s = max(self._lease_s, 2 * (self._clock() - late.since_s))
         parts = found.request.parts
         if not 0 <= request.micro < found.ledger.cut.n_steps:
             raise ProtocolError(f"batch {request.micro} of {found.ledger.cut.n_steps}")
@@ -82,6 +105,7 @@ class Evaluations:
             if wrong := part.wrong(some, found.ledger.cut.samples_of_micro(request.micro)):
                 raise ProtocolError(f"batch {request.micro}, task {part.name!r}: {wrong}")
         if found.ledger.accept(request.worker, request.micro, request.serial) == "accepted":
+            del found.given[request.serial]
             for so_far, some in zip(found.measured, measured, strict=True):
                 so_far.add(some)
             if request.micro == 0:
@@ -94,10 +118,24 @@ class Evaluations:
                 states = [so_far.state() for so_far in found.measured]
                 found.result = [combined(part, [state]) for part, state in zip(parts, states, strict=True)]
 
+    def take_back_late(self) -> None:
+        """Leases that take too long are for others. Called now and then."""
+        now_s = self._clock()
+        for (phase, ordinal), evaluation in self._evaluations.items():
+            for serial, given in list(evaluation.given.items()):
+                if now_s - given.since_s > self._lease_s:
+                    evaluation.late[serial] = evaluation.given.pop(serial)
+                    evaluation.ledger.revoke(given.micro)
+                    log.warning(
+                        "evaluation %d of phase %d: worker %d has had batch %d for %.0f s, another one gets it",
+                        ordinal, phase, given.worker, given.micro, now_s - given.since_s,
+                    )  # fmt: skip
+
     def leave(self, worker: int) -> None:
         """A worker is silent or gone: others compute what it had."""
         for evaluation in self._evaluations.values():
             evaluation.ledger.leave(worker)
+            evaluation.given = {serial: one for serial, one in evaluation.given.items() if one.worker != worker}
 
 
 def _by_part(parts: Sequence[Part], frames: Sequence[Any]) -> list[list[np.ndarray]]:

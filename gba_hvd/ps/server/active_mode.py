@@ -54,7 +54,7 @@ class ActiveMode:
             if table.hashed is not None and table.hashed.init:
                 init_functions.resolve(table.hashed.init)  # at the start, not in a step
         self._buffer_bytes = settings.buffer_bytes
-        self._evaluations = Evaluations()
+        self._evaluations = Evaluations(settings.lease_s)
         self._abandoned = 0  # the newest generation that its workers abandoned
         self._everywhere = np.ones(memory.layout.n_shards, dtype=bool)
 

@@ -208,9 +208,8 @@ class ReplicaWorker(PsWorker):
 
         Each waits for the end of its rounds for a while from a moment of its own, so they may find different things.
         """
-        if not self.rounds.are_collective:
-            return True
-        return bool(world.gather("rounds ended", np.array([self._left_well], dtype=np.int64)).all())
+        is_well = self._left_well or not self.rounds.are_collective
+        return bool(world.gather("mode left", np.array([is_well], dtype=np.int64)).all())
 
     def rescue(self, timeout_s: float) -> dict[int, DenseState]:
         self.replica.close()  # rounds mix nothing in any more

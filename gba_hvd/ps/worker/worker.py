@@ -88,6 +88,10 @@ class PsWorker:
         self.client.close()
         self._values.close()
 
+    def all_left_together(self, world: World) -> bool:
+        """Whether all workers resume in this world of Horovod's. A collective, which fails where one has left it."""
+        return bool(world.gather("mode left", np.array([True], dtype=np.int64)).all())
+
     def leave_together(self, patience_s: float) -> None:
         """Training is over for this worker: return when it is for all, or after a while.
 

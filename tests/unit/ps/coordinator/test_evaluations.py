@@ -72,7 +72,7 @@ class Worker:
 
 def test_workers_in_other_segments_or_epochs_share_an_evaluation() -> None:
     """The cursor follows the fastest worker, so it is not the same on all at the same call."""
-    evaluations = Evaluations()
+    evaluations = Evaluations(60.0)
     cursors = [Cursor(3, 5, segment=0), Cursor(3, 1, segment=1), Cursor(4, 0, segment=0)]
     workers = [Worker(evaluations, number, 2.0 + number, cursor) for number, cursor in enumerate(cursors)]
     assert [worker.evaluate() for worker in workers] == [[4.0]] * 3
@@ -80,14 +80,14 @@ def test_workers_in_other_segments_or_epochs_share_an_evaluation() -> None:
 
 
 def test_an_evaluation_after_the_epoch_is_another_one_than_within_it() -> None:
-    evaluations = Evaluations()
+    evaluations = Evaluations(60.0)
     first, second = (Worker(evaluations, number, 2.0 + number, Cursor(3, 5)) for number in range(2))
     second.progress.epoch_over = True
     assert (first.evaluate(), second.evaluate()) == ([4.0], [6.0])
 
 
 def test_a_late_joiner_counts_a_segment_with_many_evaluations_behind() -> None:
-    evaluations = Evaluations()
+    evaluations = Evaluations(60.0)
     worker = Worker(evaluations, 0, 2.0, Cursor(3, 5))
     assert worker.count() == [10, 11]
     for _ in range(20):
@@ -100,8 +100,50 @@ def test_a_late_joiner_counts_a_segment_with_many_evaluations_behind() -> None:
 
 
 def test_few_evaluations_are_kept() -> None:
-    evaluations = Evaluations()
+    evaluations = Evaluations(60.0)
     worker = Worker(evaluations, 0, 2.0, Cursor(3, 5))
     for _ in range(20):
         worker.evaluate()
     assert len(evaluations._evaluations) == 8
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_batch_of_a_worker_that_hangs_is_given_to_another_one() -> None:
+    clock = Clock()
+    evaluations = Evaluations(60.0, clock)
+    hangs, other = Servers(evaluations, 0), Servers(evaluations, 1)
+    taken, _ = hangs.request_evaluation(3, 0, 2, 1, PARTS, b"")
+    clock.now_s = 59.0
+    evaluations.take_back_late()
+    second, _ = other.request_evaluation(3, 0, 2, 1, PARTS, b"")
+    assert (taken.lease.micro, second.lease.micro) == (0, 1)
+    other.send_scores(3, 0, second.lease, [[np.array([2.0])]])
+    assert other.request_evaluation(3, 0, 2, 1, PARTS, b"")[0].lease is None
+    clock.now_s = 61.0
+    evaluations.take_back_late()
+    again, _ = other.request_evaluation(3, 0, 2, 1, PARTS, b"")
+    assert again.lease.micro == 0
+    hangs.send_scores(3, 0, taken.lease, [[np.array([100.0])]])  # too late: it does not count twice
+    other.send_scores(3, 0, again.lease, [[np.array([2.0])]])
+    assert other.request_evaluation(3, 0, 2, 1, PARTS, b"")[0].result[0]["sums"] == [4.0]
+
+
+def test_batches_that_take_longer_than_a_lease_come_to_an_end() -> None:
+    """One that comes too late shows how long the next one may take."""
+    clock = Clock()
+    evaluations = Evaluations(60.0, clock)
+    servers = Servers(evaluations, 0)
+    for batch in range(3):
+        lease = servers.request_evaluation(3, 0, 2, 1, PARTS, b"")[0].lease
+        assert lease.micro == max(0, batch - 1)
+        for _ in range(100):  # seconds
+            clock.now_s += 1.0
+            evaluations.take_back_late()
+        servers.send_scores(3, 0, lease, [[np.array([2.0])]])
+    assert servers.request_evaluation(3, 0, 2, 1, PARTS, b"")[0].result[0]["sums"] == [4.0]
