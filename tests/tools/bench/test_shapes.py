@@ -175,6 +175,7 @@ def test_torchrec_is_left_out_by_name_where_it_is_not_installed(
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_a_small_run_is_kept_and_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ PEERS = {
 }
 USUAL = ("ours", "horovod", "torchrec")
 PARTS = 8  # micro-batches of a batch, for ours_micro and ours_sync
-# What their workers are told besides.
+# More arguments of their workers.
 OF_OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours_micro": ("--parts", str(PARTS)),
@@ -60,7 +60,7 @@ SHOWN = {
     "ms/step": ("ms_per_step", 1, ".1f"),
     "CPU ms/step": ("cpu_ms_per_step", 1, ".1f"),
     "start-up s": ("startup_s", 1, ".1f"),
-    "own memory MiB": ("peak_own_bytes", 2**-20, ",.0f"),
+    "own MiB": ("peak_own_bytes", 2**-20, ",.0f"),
     "table copies": ("table_copies_per_host", 1, ".2f"),
     "load": ("load", 1, ".1f"),
 }
@@ -98,7 +98,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    """What fails before anything is measured is said in one line; what fails later is written and reported as well."""
+    """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
     planned = planned_runs(args)
     settings = {"workers": WORKERS, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
     before = resumable.earlier(args.out, KEY, settings)
@@ -199,6 +199,7 @@ def variant_of(peer: str) -> tuple[Variant, int]:
     if peer == DENSE:
         return measure.horovodrun(peer, WORKERS, f"{_MODULES}.dense_only", **measure.AS_RUN), WORKERS
     python = (sys.executable, "-m")
+    command: tuple[str, ...]
     if peer == "torch":
         command = (*python, f"gba_hvd_tools.{_MODULES}.torch_tables", "--alone", str(WORKERS))
         return Variant(peer, command, {"OMP_NUM_THREADS": str(WORKERS)}), 1
