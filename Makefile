@@ -54,7 +54,8 @@ pictures: setup  ## the pictures of README.md, to docs/img; runs the demo (4 min
 	$(PY) docs/pictures.py
 
 bench: setup  ## ours against plain Horovod and TorchRec, to runs/bench/allreduce.json
-	$(VENV)/bin/gba-hvd bench allreduce --out runs/bench/allreduce.json
+	rm -f runs/bench/allreduce.json
+	$(VENV)/bin/gba-hvd bench allreduce --batch 2048 8192 --out runs/bench/allreduce.json
 
 bench-smoke: setup  ## is a ratio to a peer worse than the one in docs/bench.json? (5 minutes, a quiet machine)
 	$(VENV)/bin/gba-hvd bench smoke

@@ -235,18 +235,19 @@ class Way:
 
 def _dlrm_ratios(rules: Sequence[str], ratios: dict[str, float], scratch: Path) -> None:
     """Bytes without over bytes with, of DLRM's batches; for rules of rows that are not in `ratios` yet."""
-    from .harness import clicks, dlrm, peer_worker  # here, because they import torch
+    from .allreduce import batches  # here, because they import torch
+    from .allreduce.shape import SHAPES
+    from .harness import dlrm
 
     missing = [rule for rule in rules if rule not in ratios and not rule.startswith("dct_dp")]
     if not missing:
         return
-    clicks.write(scratch / "dlrm", DLRM_BATCH, DLRM_STEPS, HOSTS)
-    ids = peer_worker.Clicks.load(scratch / "dlrm", 0).ids.numpy()
-    first = np.arange(dlrm.N_TABLES)[:, None] * dlrm.N_ROWS
+    batches.write(scratch / "dlrm", SHAPES["dlrm"], DLRM_BATCH, DLRM_STEPS, HOSTS)
+    prepared = batches.load(scratch / "dlrm", SHAPES["dlrm"], 0)
     for rule in missing:
         rng, way = np.random.default_rng(0), Way(specs_of(rule)[1], dlrm.DIM)
-        for step in ids:
-            keys = np.unique(step + first)
+        for step in prepared:
+            keys = np.unique(np.concatenate([ids + i * dlrm.N_ROWS for i, ids in enumerate(step.ids.values())]))
             keys = keys[keys % HOSTS == 1]
             way.pull(keys, rng.normal(size=(len(keys), dlrm.DIM)).astype(np.float32))
             way.push(keys, rng.normal(size=(len(keys), dlrm.DIM)).astype(np.float32))

@@ -48,7 +48,7 @@ class Short:
 
 def shorts() -> list[Short]:
     """What is run here; TorchRec only where it is installed."""
-    torchrec = ["torchrec"] if peer_environments.installed("torchrec") else []
+    torchrec = ["torchrec"] if peer_environments.torchrec_environment() else []
     return [
         Short(
             allreduce,
@@ -136,8 +136,9 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _of_allreduce(found: Mapping[str, Any]) -> dict[str, float]:
-    peers = {"plain Horovod": found["ratio_vs_horovod"], "TorchRec": found["ratio_vs_torchrec"]}
-    return {f"ours / {peer}, allreduce": ratio[str(_BATCH)] for peer, ratio in peers.items() if ratio}
+    names = {"horovod": "plain Horovod", "torchrec": "TorchRec"}
+    ratios = found["summary"]["dlrm"][str(_BATCH)]["ratios"]
+    return {f"ours / {names[peer]}, allreduce": ratio for peer, ratio in ratios.items()}
 
 
 def _speed(found: Mapping[str, Any], mode: str) -> float:

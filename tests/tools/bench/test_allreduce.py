@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gba_hvd_tools.bench.allreduce import command as allreduce
-from gba_hvd_tools.bench.harness import clicks, dlrm, measure, peer_worker
+from gba_hvd_tools.bench.allreduce.row import row_of
+from gba_hvd_tools.bench.allreduce.shape import dense_dlrm
+from gba_hvd_tools.bench.harness import dlrm, measure, peer_worker
 from gba_hvd_tools.bench.reader import command as reader
 
 SMAPS = """\
@@ -38,7 +38,7 @@ def run_of(rank: int, seconds: float, **more: float) -> measure.Row:
 
 
 def test_the_slowest_worker_makes_the_speed_of_a_run():
-    row = allreduce.row_of([run_of(0, 2.0), run_of(1, 4.0)], started=100.0, batch=10, steps=8)
+    row = row_of([run_of(0, 2.0), run_of(1, 4.0)], started=100.0, batch=10, steps=8)
     assert row["samples_per_s"] == 2 * 10 * 8 / 4.0
     assert row["ms_per_step"] == 500.0
     assert row["startup_s"] == 6.0
@@ -47,28 +47,7 @@ def test_the_slowest_worker_makes_the_speed_of_a_run():
 
 def test_table_copies_are_the_proportional_shares_of_all_workers_over_one_copy():
     ranks = [run_of(r, 1.0, shared_bytes=1000, shared_proportional_bytes=505) for r in range(2)]
-    assert allreduce.row_of(ranks, started=0.0, batch=1, steps=1)["table_copies_per_host"] == 1.01
-
-
-def test_headline_ratios_are_ratios_of_medians_by_batch_size():
-    speeds = {"ours": (30, 10, 20), "horovod": (5, 10, 40), "torchrec": (1, 2, 3)}
-    own = {"table_copies_per_host": 1.0, "startup_s": 3.0, "peak_own_bytes": 5}
-    rows = [
-        {"peer": peer, "batch": 64, "samples_per_s": speed, **(own if peer == "ours" else {})}
-        for peer, of_peer in speeds.items()
-        for speed in of_peer
-    ]
-    headline = allreduce.headline(rows)
-    assert headline["ratio_vs_horovod"] == {"64": 2.0}
-    assert headline["ratio_vs_torchrec"] == {"64": 10.0}
-    assert headline["startup_s"] == 3.0
-    assert json.loads(json.dumps(headline)) == headline
-
-
-def test_headline_without_ours_has_no_ratio():
-    headline = allreduce.headline([{"peer": "horovod", "batch": 64, "samples_per_s": 5}])
-    assert headline["ratio_vs_horovod"] == {}
-    assert headline["startup_s"] is None
+    assert row_of(ranks, started=0.0, batch=1, steps=1)["table_copies_per_host"] == 1.01
 
 
 def test_runs_of_the_variants_alternate():
@@ -111,29 +90,20 @@ def test_touched_pages_are_resident(tmp_path: Path):
     assert sizes == dict.fromkeys(sizes, size)
 
 
-def test_all_workers_get_their_own_batches_of_skewed_ids(tmp_path: Path):
-    clicks.write(tmp_path, batch=64, n_batches=2, workers=2)
-    first, second = (peer_worker.Clicks.load(tmp_path, rank) for rank in range(2))
-    assert first.ids.shape == (2, dlrm.N_TABLES, 64)
-    assert first.ids.dtype == torch.int64
-    assert first.dense.shape == (2, 64, dlrm.N_DENSE)
-    assert not torch.equal(first.ids, second.ids)
-    assert 0 <= int(first.ids.min()) <= int(first.ids.max()) < dlrm.N_ROWS
-    assert max(np.unique(first.ids[:, 0], return_counts=True)[1]) > 3  # uniform ids would hardly repeat
-
-
 def test_the_dense_model_interacts_every_pair_once():
     vectors = torch.randn(3, 4, 2)
     products = dlrm.Interaction(4)(vectors)
     expected = [[float(sample[i] @ sample[j]) for i in range(4) for j in range(i)] for sample in vectors]
     torch.testing.assert_close(products, torch.tensor(expected))
-    assert dlrm.DenseDLRM()(torch.randn(3, dlrm.N_DENSE), torch.randn(3, dlrm.N_TABLES, dlrm.DIM)).shape == (3,)
+    model = dense_dlrm()
+    assert model(torch.randn(3, dlrm.N_DENSE), torch.randn(3, dlrm.N_TABLES, dlrm.DIM)).shape == (3,)
 
 
-@pytest.mark.parametrize("name", [name for name in allreduce.SETTINGS if not name.startswith("torchrec")])
-def test_every_horovod_setting_has_a_launch_with_one_thread_per_worker(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["ours", "ours_micro", "ours_sync", "horovod", "dense"])
+def test_every_horovod_peer_has_a_launch_with_one_thread_per_worker(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "console_script", lambda script: f"/bin/{script}")
-    variant = allreduce.variant(name, workers=2)
+    variant, n_processes = allreduce.variant_of(name)
+    assert n_processes == 2
     assert variant.command[:5] == ("/bin/horovodrun", "-np", "2", "-H", "localhost:2")
     assert variant.env["OMP_NUM_THREADS"] == "1"
 

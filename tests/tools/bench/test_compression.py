@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools.bench import row_compression
+from gba_hvd_tools.bench.allreduce import batches
+from gba_hvd_tools.bench.allreduce.shape import SHAPES
 from gba_hvd_tools.bench.compression import command as compression
 from gba_hvd_tools.bench.compression import peers, workload
 from gba_hvd_tools.bench.compression.workload import Phase
-from gba_hvd_tools.bench.harness import clicks, dlrm, small_ctr
+from gba_hvd_tools.bench.harness import dlrm, small_ctr
 
 NET = """\
 Inter-|   Receive                                                |  Transmit
@@ -117,19 +120,20 @@ def test_the_settings_say_what_the_short_names_mean() -> None:
 
 
 def test_the_peers_train_the_dlrm_with_sparse_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlrm, "N_ROWS", 50)
+    shape = replace(SHAPES["dlrm"], tables=dict.fromkeys(SHAPES["dlrm"].tables, 50))
+    monkeypatch.setitem(SHAPES, "dlrm", shape)
     monkeypatch.setitem(workload.BATCH, "dlrm", 8)
-    clicks.write(tmp_path, 8, 2, 2)
+    batches.write(tmp_path, shape, 8, 2, 2)
     phases = [Phase("unlimited", 1, 2)]
     args = argparse.Namespace(model="dlrm", data=tmp_path, phases=phases, seed=0)
     source, n_samples = peers.samples_of(args, 1, 2)
     first, second, third = islice(source, 3)
     assert n_samples == 2 * 8 * 3
-    assert torch.equal(first[0], third[0]) and not torch.equal(first[0], second[0]), "batches in turn"
-    assert torch.equal(first[0], torch.from_numpy(np.load(tmp_path / "ids_1.npy")[0])), "of its own part"
+    assert first[0] is third[0] and not torch.equal(first[1], second[1]), "batches in turn"
+    assert torch.equal(first[0].dense, batches.load(tmp_path, shape, 1)[0].dense), "of its own part"
     model, lr, eps = peers.model_of("dlrm")
     assert (lr, eps) == (dlrm.LEARNING_RATE, dlrm.EPS)
-    torch.nn.functional.binary_cross_entropy_with_logits(model(*first[:2]), first[2]).backward()
+    torch.nn.functional.binary_cross_entropy_with_logits(model(first[0]), first[1]).backward()
     sparse = [p.shape for p in model.parameters() if p.grad is not None and p.grad.is_sparse]
     assert sparse == [(50, dlrm.DIM)] * dlrm.N_TABLES
 

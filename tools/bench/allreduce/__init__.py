@@ -1,1 +1,1 @@
-"""`gba-hvd bench allreduce`."""
+"""`gba-hvd bench allreduce`: from models whose dense layers take the time to those whose embeddings do."""

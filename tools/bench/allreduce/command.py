@@ -1,211 +1,295 @@
-"""`gba-hvd bench allreduce`: training speed of allreduce mode beside plain Horovod and TorchRec, two workers, one DLRM.
+"""`gba-hvd bench allreduce`: training speed of allreduce mode beside plain Horovod and TorchRec, two workers.
 
-All peers train the same dense modules (`dlrm.py`) on the same batches (`clicks.py`) with the same optimizer rule, one
-thread per worker. Every run is a fresh launch; runs of the peers alternate. Warm-up steps are not timed.
+Each shape is a model. All peers train the same dense modules on the same batches with the same optimizer rule, one
+thread per worker. Every run is a fresh launch; runs of the peers alternate. Warm-up steps are not timed. Beside the
+peers the dense modules run alone, which says what each shape's step consists of.
 
---shapes: other models beside that DLRM, up to one whose time goes into its embeddings; see `shapes.command`.
+Rows in the result file are kept and their runs not done again. Ratios are medians over the runs of one number, which
+follow each other.
+
+not dense   the share of a step of ours that the dense modules alone, on ready-made rows, do not take
+limit       samples/s of a step that consists of the dense modules and of reading and writing each distinct row of the
+            step once, with its Adagrad sum, as fast as the workers gather random rows of that width
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..harness import measure
+from ..harness import measure, peer_environments, resumable
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
 from ..harness.noise import Noise
 from .row import row_of
-from .shapes import command as shapes
 
-WORKERS = 2
-BATCHES_KEPT = 24  # per worker; cycled
-WARMUP_STEPS = 8
-SAMPLES_TIMED = 250_000  # per worker and run, at least STEPS_LEAST steps, unless --steps says otherwise
-STEPS_LEAST = 30
-PEERS = ("ours", "horovod", "torchrec")
-BATCHES = (2048, 8192)
-# How peers are launched: each gets the best of the settings tried; the others stay here under names of their own.
-SETTINGS = {
-    "ours": "HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
+KEY = ("shape", "batch", "peer", "run")
+SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
+PEERS = {
+    "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
-    "horovod": "26 sparse tables, HOROVOD_CYCLE_TIME=3: the 52 allgathers of a step go in fewer, fuller responses",
-    "horovod_default_cycle": "HOROVOD_CYCLE_TIME=1, Horovod's default",
-    "horovod_short_cycle": "HOROVOD_CYCLE_TIME=0.3",
-    "horovod_merged": "one sparse table of 5.2 M rows instead of 26: two allgathers a step",
-    "horovod_dense": "sparse_as_dense=True: allreduce of whole tables",
-    "torchrec": "table_wise, fused Adagrad, DDP for the dense part",
+    "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
+    "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
+    "torch": "plain torch, one process with a thread for each worker, which computes the batches of all",
 }
+USUAL = ("ours", "horovod", "torchrec")
+PARTS = 8  # micro-batches of a batch, for ours_micro and ours_sync
+# More arguments of their workers.
+OF_OURS: dict[str, tuple[str, ...]] = {
+    "ours": (),
+    "ours_micro": ("--parts", str(PARTS)),
+    "ours_sync": ("--parts", str(PARTS), "--together"),
+}
+OF_TORCHREC: dict[str, tuple[str, ...]] = {"torchrec": (), "torchrec_pipeline": ("--pipeline",)}
+DENSE = "dense"  # the dense modules alone
+GOALS = {
+    "torchrec": {"dlrm": 1.0, "bags": 1.3, "wide": 1.3, "din": 1.3},
+    "horovod": dict.fromkeys(SHAPE_NAMES, 1.5),
+}
+SHOWN = {
+    "samples/s": ("samples_per_s", 1, ",.0f"),
+    "ms/step": ("ms_per_step", 1, ".1f"),
+    "CPU ms/step": ("cpu_ms_per_step", 1, ".1f"),
+    "start-up s": ("startup_s", 1, ".1f"),
+    "own MiB": ("peak_own_bytes", 2**-20, ",.0f"),
+    "table copies": ("table_copies_per_host", 1, ".2f"),
+    "load": ("load", 1, ".1f"),
+}
+COLUMNS = (*(column for column, _, _ in SHOWN.values()), "loss_last", "copied_per_s", "gathered_per_s")
+WORKERS, BATCHES_KEPT, WARMUP_STEPS, STEPS = 2, 12, 6, 30
+_MODULES = "bench.allreduce"
+
+
+@dataclass(frozen=True)
+class Run:
+    shape: str
+    batch: int
+    peer: str
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.shape}, batch {self.batch}, {self.peer}, run {self.run + 1}"
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "allreduce", "samples/s beside plain Horovod and TorchRec", __doc__, run)
+    does = "samples/s beside plain Horovod and TorchRec"
+    parser = measure.add_benchmark(subparsers, "allreduce", does, __doc__, run, help="rows in it are kept")
     parser.add_argument(
-        "--shapes", nargs="*", choices=shapes.SHAPE_NAMES, metavar="SHAPE",
-        help=f"{', '.join(shapes.SHAPE_NAMES)}, or all of them where none is named; rows in --out are kept then",
+        "--shapes", nargs="*", default=["dlrm"], choices=SHAPE_NAMES, metavar="SHAPE",
+        help=f"{', '.join(SHAPE_NAMES)}, or all of them where none is named",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step; default: "
-                        f"{' '.join(map(str, BATCHES))}, or what each shape has")  # fmt: skip
-    parser.add_argument("--runs", type=int, default=5, help="launches of each peer at each batch size")
-    parser.add_argument("--steps", type=int, help="timed steps per run")
-    others = " ".join(name for name in SETTINGS if name not in PEERS)
-    names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}. With --shapes: "
-    peers = dict.fromkeys((*SETTINGS, *shapes.PEERS))
-    measure.add_chosen(parser, "--peers", peers, "PEER", default=None, help=names + " ".join(shapes.PEERS))
+    parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step; default: what a shape has")
+    parser.add_argument("--runs", type=int, default=5, help="launches of each peer with each shape and batch")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per run")
+    others = ", ".join(name for name in PEERS if name not in USUAL)
+    measure.add_chosen(parser, "--peers", PEERS, "PEER", default=USUAL, help=f"also: {others}")
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
     parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
-    parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    if args.shapes is not None:
-        args.peers = _of_these(args.peers, shapes.PEERS, shapes.PEERS, "with --shapes")
-        if args.profile or len(args.batch or [0]) > 1:
-            raise RunFailed("--shapes takes one --batch for all shapes, and no --profile")
-        with Noise(args.noise):
-            return shapes.run(args)
-    args.peers = _of_these(args.peers, SETTINGS, PEERS, "without --shapes")
-    args.batch = args.batch or list(BATCHES)
-    with Noise(args.noise):
-        rows, result = compare(args)
-    measure.write_json(args.out, result)
-    show(rows, result)
+    """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
+    planned = planned_runs(args)
+    settings = {"workers": WORKERS, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
+    before = resumable.earlier(args.out, KEY, settings)
+    rows, traffic = before["rows"], dict(before.get("traffic") or {})
+    about = before.get("machine") or measure.machine()
+    waiting = resumable.missing(planned, rows, KEY)
+    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
+    failures: dict[str, str] = {}
+    with Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        launches: dict[tuple[str, int], Launches] = {}
+
+        def one_run(one: Run) -> None:
+            prepared = launches.get((one.shape, one.batch))
+            if prepared is None:
+                folder = Path(scratch) / f"{one.shape}-{one.batch}"
+                prepared = Launches(folder, one.shape, one.batch, args.steps, args.timeout)
+                launches[one.shape, one.batch] = prepared
+                traffic.setdefault(one.shape, {})[str(one.batch)] = prepared.traffic
+            row = {**asdict(one), **prepared.run(one.peer), "load": os.getloadavg()[0]}
+            rows.append(row)
+            print(f"{one}: {row['samples_per_s']:,.0f} samples/s, load {row['load']:.1f}", flush=True)
+
+        def write() -> None:
+            found = {"machine": about, "settings": settings, "peers": PEERS, "traffic": traffic, "rows": rows}
+            found |= {"summary": summary(rows, traffic), "failures": failures}
+            measure.write_whole(args.out, found)
+
+        resumable.run_each(waiting, one_run, write, failures)
+        write()
+    show(summary(rows, traffic))
     print(f"written to {args.out}")
-    return 0
+    return 1 if failures else 0
 
 
-def _of_these(names: Sequence[str] | None, known: Iterable[str], usual: Iterable[str], when: str) -> list[str]:
-    """The names, or the usual ones where none are given. Raises RunFailed for one that is not known."""
-    if strange := [name for name in names or () if name not in known]:
-        raise RunFailed(f"--peers {strange[0]} {when}: expected {', '.join(known)}")
-    return list(names or usual)
+def planned_runs(args: argparse.Namespace) -> list[Run]:
+    """The dense modules alone among them. Raises RunFailed for a batch that cannot be."""
+    from .shape import SHAPES
 
-
-def compare(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """All runs, and the whole result with them in it. Raises RunFailed at the first run that fails."""
-    about = measure.machine()
-    peers = {name: variant(name, WORKERS) for name in args.peers}
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        for batch in args.batch:
-            prepared = Launches(Path(scratch) / str(batch), batch, args.steps, args.timeout)
-            rows += measure.interleave(list(peers.values()), args.runs, prepared.run)
-            if args.profile:
-                print(prepared.profile(variant("ours", WORKERS)))
-    return rows, {
-        "machine": about,
-        "commands": {name: str(peer) for name, peer in peers.items()},
-        "settings": {name: SETTINGS[name] for name in peers},
-        "noise": args.noise,
-        **headline(rows),
-        "rows": rows,
-    }
+    peers = list(args.peers)
+    for batch in args.batch or ():
+        if batch < 1 or (batch % PARTS and not {"ours_micro", "ours_sync"}.isdisjoint(peers)):
+            raise RunFailed(
+                f"--batch {batch}: expected 1 or more, and for ours_micro and ours_sync a multiple of {PARTS}"
+            )
+    if peer_environments.torchrec_environment() is None and (absent := [one for one in peers if one in OF_TORCHREC]):
+        peers = [one for one in peers if one not in absent]
+        print(f"{', '.join(absent)}: left out, as TorchRec is not in .peers/models, where `make setup` installs it")
+    runs = [
+        Run(shape, batch, peer, number)
+        for shape in args.shapes or SHAPE_NAMES
+        for batch in args.batch or [SHAPES[shape].batch]
+        for number in range(args.runs)
+        for peer in (*peers, DENSE)
+    ]
+    return list(dict.fromkeys(runs))
 
 
 class Launches:
-    """Runs at one batch size, all on the same prepared batches. Owns the files in `folder`."""
+    """Runs of one shape and batch, all on the same prepared batches. Owns the files in `folder`."""
 
-    def __init__(self, folder: Path, batch: int, steps: int | None, timeout_s: float) -> None:
-        from ..harness import clicks
+    def __init__(self, folder: Path, name: str, batch: int, steps: int, timeout_s: float) -> None:
+        from . import batches
+        from .shape import SHAPES
 
-        self._folder, self._batch, self._timeout_s = folder, batch, timeout_s
-        self._steps = steps or max(STEPS_LEAST, SAMPLES_TIMED // batch)
-        clicks.write(folder / "clicks", batch, BATCHES_KEPT, WORKERS)
+        self._folder, self._name, self._batch = folder, name, batch
+        self._steps, self._timeout_s = steps, timeout_s
+        shape = SHAPES[name]
+        drawn = batches.write(folder / "batches", shape, batch, BATCHES_KEPT, WORKERS)
+        bytes_per_row = 2 * 2 * 4 * shape.dim  # read and written, weights and Adagrad's sum
+        self.traffic = {
+            "ids_per_sample": drawn.ids,
+            "distinct_rows_per_step": drawn.distinct_rows,
+            "bytes_per_step": drawn.distinct_rows * bytes_per_row,
+        }
 
-    def run(self, peer: Variant, number: int) -> Row:
+    def run(self, peer: str) -> Row:
         """One launch, as a row of the result. Raises RunFailed."""
-        started, ranks = self._launch(peer)
-        row = row_of(ranks, started, self._batch, self._steps)
-        print(
-            f"batch {self._batch:5d}  run {number + 1}  {peer.name:22s} {row['samples_per_s']:9,.0f} samples/s",
-            flush=True,
-        )
-        return {"peer": peer.name, "batch": self._batch, "run": number, **row}
-
-    def profile(self, ours: Variant) -> str:
-        """What rank 0 of a profiled run prints."""
-        self._launch(ours, "--profile")
-        return (self._folder / "log").read_text(errors="replace")
-
-    def _launch(self, peer: Variant, *more: str) -> tuple[float, list[Row]]:
-        results = [self._folder / f"rank{rank}.json" for rank in range(WORKERS)]
+        variant, n_processes = variant_of(peer)
+        results = [self._folder / f"rank{rank}.json" for rank in range(n_processes)]
         for path in results:
             path.unlink(missing_ok=True)
-        arguments = ["--clicks", self._folder / "clicks", "--result", self._folder]
-        arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps, *more]
+        arguments = ["--shape", self._name, "--clicks", self._folder / "batches", "--result", self._folder]
+        arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps]
         log = self._folder / "log"
-        started = measure.launch(peer, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
-        return started, [json.loads(path.read_text()) for path in results]
+        started = measure.launch(variant, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
+        ranks = [json.loads(path.read_text()) for path in results]
+        row = row_of(ranks, started, self._batch * WORKERS // n_processes, self._steps)
+        rates = ("copied_per_s", "gathered_per_s")
+        return row | {name: sum(rank[name] for rank in ranks) for name in rates if name in ranks[0]}
 
 
-def headline(rows: Sequence[Row]) -> dict[str, Any]:
-    """The figures people ask for, medians over the runs; None where a peer did not run."""
-    speed = measure.medians(rows, ("peer", "batch"), "samples_per_s")
-    ours = [row for row in rows if row["peer"] == "ours"]
+def variant_of(peer: str) -> tuple[Variant, int]:
+    """The launch of a peer, and its processes."""
+    if peer in OF_OURS:
+        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.ours", *OF_OURS[peer], **measure.AS_RUN), WORKERS
+    if peer == "horovod":
+        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.torch_tables"), WORKERS
+    if peer == DENSE:
+        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.dense_only", **measure.AS_RUN), WORKERS
+    python = (sys.executable, "-m")
+    command: tuple[str, ...]
+    if peer == "torch":
+        command = (*python, f"gba_hvd_tools.{_MODULES}.torch_tables", "--alone", str(WORKERS))
+        return Variant(peer, command, {"OMP_NUM_THREADS": str(WORKERS)}), 1
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
+    command = (*python, *launcher, "-m", f"gba_hvd_tools.{_MODULES}.torchrec", *OF_TORCHREC[peer])
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(peer_environments.torchrec_environment() or {})}
+    return Variant(peer, command, env), WORKERS
 
-    def ratio(peer: str) -> dict[str, float]:
-        return {str(b): speed["ours", b] / v for (name, b), v in speed.items() if name == peer and ("ours", b) in speed}
 
-    def of_ours(column: str) -> float | None:
-        return median(row[column] for row in ours) if ours else None
+def summary(rows: Sequence[Row], traffic: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """By shape and batch; what was not run is left out."""
+    found: dict[str, Any] = {}
+    for shape, batch in dict.fromkeys((row["shape"], row["batch"]) for row in rows):
+        some = [row for row in rows if (row["shape"], row["batch"]) == (shape, batch)]
+        of_step = traffic.get(shape, {}).get(str(batch))
+        found.setdefault(shape, {})[str(batch)] = _summary_of(some, shape, batch, of_step)
+    return found
 
-    return {
-        "ratio_vs_horovod": ratio("horovod"),
-        "ratio_vs_torchrec": ratio("torchrec"),
-        "samples_per_s": {f"{peer} {batch}": value for (peer, batch), value in speed.items()},
-        "table_copies_per_host": of_ours("table_copies_per_host"),
-        "startup_s": of_ours("startup_s"),
-        "peak_extra_memory_bytes": max((row["peak_own_bytes"] for row in ours), default=None),
+
+def _summary_of(rows: Sequence[Row], shape: str, batch: int, traffic: Mapping[str, float] | None) -> dict[str, Any]:
+    """Medians of each peer, ours over each, and the parts of a step. rows: all of one shape and batch"""
+    peers = measure.by_groups(rows, "shape", "peer", COLUMNS)[shape]
+    dense = peers.pop(DENSE, None)
+    found: dict[str, Any] = {"peers": peers, "ratios": ratios(rows)}
+    found["goals"] = {
+        peer: {"goal": goals[shape], "is_met": found["ratios"][peer] >= goals[shape]}
+        for peer, goals in GOALS.items()
+        if peer in found["ratios"]
     }
+    if dense is not None and traffic is not None:
+        copied, gathered = dense.pop("copied_per_s"), dense.pop("gathered_per_s")
+        found["step"] = step_of(peers.get("ours"), dense, gathered, traffic["bytes_per_step"], batch)
+        found["step"] |= {"copied_per_s": copied, "gathered_per_s": gathered, **traffic}
+    return found
 
 
-def show(rows: Sequence[Row], result: Row) -> None:
-    """Print the medians as a table, and the headline figures."""
-    columns = {
-        "samples/s": ("samples_per_s", 1, ",.0f"),
-        "ms/step": ("ms_per_step", 1, ".1f"),
-        "CPU ms/step": ("cpu_ms_per_step", 1, ".1f"),
-        "start-up s": ("startup_s", 1, ".1f"),
-        "own memory MiB": ("peak_own_bytes", 2**-20, ",.0f"),
-    }
-    values = {name: measure.medians(rows, ("peer", "batch"), name) for name, _, _ in columns.values()}
-    table = [
-        (peer, str(batch), *(format(values[name][peer, batch] * unit, how) for name, unit, how in columns.values()))
-        for peer, batch in values["samples_per_s"]
-    ]
-    measure.print_table(f"allreduce, {WORKERS} workers, medians", ("peer", "batch", *columns), table)
-    for name in ("ratio_vs_horovod", "ratio_vs_torchrec"):
-        if result[name]:
-            print(f"{name}: " + ", ".join(f"{ratio:.2f} at {batch}" for batch, ratio in result[name].items()))
-    if result["table_copies_per_host"] is not None:
-        print(f"table copies per host: {result['table_copies_per_host']:.3f}")
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Samples/s of ours over those of each peer: the median over runs of one number."""
+    speed = {(row["peer"], row["run"]): row["samples_per_s"] for row in rows}
+    by_peer: dict[str, list[float]] = {}
+    for (peer, number), value in speed.items():
+        if peer in PEERS and peer != "ours" and ("ours", number) in speed:
+            by_peer.setdefault(peer, []).append(speed["ours", number] / value)
+    return {peer: median(values) for peer, values in by_peer.items()}
 
 
-def variant(name: str, workers: int) -> Variant:
-    """The launch of one of SETTINGS, short of the arguments that all workers take."""
-    if name.startswith("torchrec"):
-        return _torchrec(name, workers)
-    if name == "ours":
-        return measure.horovodrun(name, workers, "bench.allreduce.ours", **measure.AS_RUN)
-    if name in ("ours_micro", "ours_sync"):
-        flags = ("--parts", "8", *(("--together",) if name == "ours_sync" else ()))
-        return measure.horovodrun(name, workers, "bench.allreduce.ours", *flags, **measure.AS_RUN)
-    cycle_ms = {"horovod_default_cycle": "1", "horovod_short_cycle": "0.3"}.get(name, "3")
-    flags = {"horovod_merged": ("--merged",), "horovod_dense": ("--sparse-as-dense",)}.get(name, ())
-    return measure.horovodrun(name, workers, "bench.allreduce.plain_horovod", *flags, HOROVOD_CYCLE_TIME=cycle_ms)
+def step_of(
+    ours: Mapping[str, float] | None, dense: Mapping[str, float], gathered_per_s: float, n_bytes: float, batch: int
+) -> dict[str, float]:
+    """Of a step: the dense modules' time, the limit, and where ours stands. n_bytes: of rows, of all workers."""
+    least_s = dense["ms_per_step"] / 1000 + n_bytes / gathered_per_s
+    found = {"dense_ms": dense["ms_per_step"], "limit_samples_per_s": WORKERS * batch / least_s}
+    if ours is not None:
+        found["not_dense_share"] = 1 - dense["ms_per_step"] / ours["ms_per_step"]
+        found["share_of_limit"] = ours["samples_per_s"] / found["limit_samples_per_s"]
+    return found
 
 
-def _torchrec(name: str, workers: int) -> Variant:
-    from ..harness import peer_environments
+def show(found: Mapping[str, Any]) -> None:
+    """For each shape and batch a table, the parts of its step, and its goals."""
+    columns = ["peer", *SHOWN, "ours / peer"]
+    for shape, by_batch in found.items():
+        for batch, one in by_batch.items():
+            name = f"{shape}, batch {batch}"
+            lines = [
+                [peer, *shown(of), f"{one['ratios'][peer]:.2f}" if peer in one["ratios"] else ""]
+                for peer, of in one["peers"].items()
+            ]
+            measure.print_table(f"{name}, {WORKERS} workers, medians", columns, lines)
+            if "step" in one:
+                print(parts_of_step(name, one["step"]))
+            for peer, goal in one["goals"].items():
+                is_met = "met" if goal["is_met"] else "missed"
+                print(f"{name}: {one['ratios'][peer]:.2f}x {peer}, the goal of {goal['goal']:.1f} is {is_met}")
 
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
-    flags = ("--pipeline",) if name == "torchrec_pipeline" else ()
-    command = (str(peer_environments.torchrec_python()), *launcher, "-m", f"{__package__}.torchrec", *flags)
-    return Variant(name, command, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+
+def shown(figures: Mapping[str, float]) -> list[str]:
+    """A peer's, in the columns of SHOWN; empty where it has none."""
+    return [format(figures[column] * unit, how) if column in figures else "" for column, unit, how in SHOWN.values()]
+
+
+def parts_of_step(name: str, step: Mapping[str, float]) -> str:
+    """One line, in words."""
+    text = f"{name}: {step['ids_per_sample']:.0f} ids a sample; dense modules alone {step['dense_ms']:.1f} ms a step"
+    if "not_dense_share" in step:
+        text += f", {step['not_dense_share']:.0%} of ours is not dense"
+    text += (
+        f"; {step['bytes_per_step'] / 1e6:.0f} MB of distinct rows at {step['gathered_per_s'] / 1e9:.1f} GB/s (a long "
+        f"copy: {step['copied_per_s'] / 1e9:.1f}) beside them: limit {step['limit_samples_per_s']:,.0f} samples/s"
+    )
+    if "share_of_limit" in step:
+        text += f", ours at {step['share_of_limit']:.2f} of it"
+    return text

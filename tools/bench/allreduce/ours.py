@@ -1,10 +1,6 @@
-"""Ours, as a user would write it: tables in shard memory, rows by alltoall, one dense allreduce per step."""
+"""Ours: tables in shard memory, rows between workers through memory, one dense allreduce a step."""
 
 from __future__ import annotations
-
-import cProfile
-import pstats
-from collections.abc import Callable
 
 import horovod.torch as hvd
 import numpy as np
@@ -15,23 +11,18 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import gba_hvd
 
 from ..harness import dlrm, peer_worker
-
-FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
+from . import batches, worker
+from .batches import ShapeBatch
+from .shape import SHAPES, Shape
 
 
 class Cycled:
-    """A dataset that answers with the prepared batches in turn, for any rows. parts: each batch comes in so many."""
+    """A dataset that answers with the prepared batches in turn, for any rows."""
 
-    def __init__(self, clicks: peer_worker.Clicks, n_samples: int, parts: int = 1) -> None:
-        size = clicks.label.shape[1] // parts
-        cuts = [(i, slice(at, at + size)) for i in range(len(clicks)) for at in range(0, size * parts, size)]
+    def __init__(self, shape: Shape, prepared: list[ShapeBatch], n_samples: int) -> None:
         self._batches = [
-            gba_hvd.Batch(
-                dict(zip(FIELDS, clicks.ids[i][:, cut].contiguous(), strict=True)),
-                clicks.dense[i][cut],
-                clicks.label[i][cut],
-            )
-            for i, cut in cuts
+            gba_hvd.Batch({name: ids_of(shape, one, name) for name in shape.fields}, one.dense, one.label)
+            for one in prepared
         ]
         self._n_samples, self._given = n_samples, 0
 
@@ -43,35 +34,57 @@ class Cycled:
         return self._batches[(self._given - 1) % len(self._batches)]
 
 
-class DLRM(nn.Module):
-    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
+def ids_of(shape: Shape, batch: ShapeBatch, name: str) -> Tensor | gba_hvd.Bag:
+    """[B], [B, L] where all samples have L ids, or a bag."""
+    (least, most), ids = shape.fields[name].ids, batch.ids[name]
+    if least < most:
+        return gba_hvd.Bag(ids, batch.offsets(name))
+    return ids if most == 1 else ids.view(-1, most)
+
+
+class Model(nn.Module):
+    def __init__(self, shape: Shape, tables: gba_hvd.EmbeddingTables) -> None:
         super().__init__()
-        self.tables = tables
-        self.dense = dlrm.DenseDLRM()
+        self.tables, self.dense = tables, shape.dense()
+        self._pooled, self._histories = shape.pooled, shape.histories
 
     def forward(self, batch: gba_hvd.Batch) -> Tensor:
-        logits: Tensor = self.dense(batch.dense, self.tables.stacked(batch.ids))
+        if not self._histories:
+            logits: Tensor = self.dense(batch.dense, self.tables.stacked(batch.ids), [])
+            return logits
+        rows = self.tables(batch.ids)
+        pooled = torch.stack([rows[name] for name in self._pooled], dim=1)
+        logits = self.dense(batch.dense, pooled, [rows[name] for name in self._histories])
         return logits
 
 
+def tables_of(shape: Shape) -> gba_hvd.EmbeddingTables:
+    """The shape's tables, with the optimizer that all peers have, and the standard deviation of their initial rows."""
+    return gba_hvd.EmbeddingTables(
+        {name: gba_hvd.Table(n_rows, shape.dim, init=(3 * n_rows) ** -0.5) for name, n_rows in shape.tables.items()},
+        optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
+        features={
+            name: gba_hvd.Feature(field.table, pooling=None if field.is_history else "sum")
+            for name, field in shape.fields.items()
+        },
+    )
+
+
 def main() -> None:
-    parser = peer_worker.parser(__doc__)
-    parser.add_argument("--profile", action="store_true", help="print a profile of rank 0's timed steps")
+    parser = worker.parser(__doc__)
     parser.add_argument("--parts", type=int, default=1, help="micro-batches that a worker's batch consists of")
     parser.add_argument("--together", action="store_true", help="compute them at once: sync_micro_batch")
     args = parser.parse_args()
+    shape = SHAPES[args.shape]
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    clicks = peer_worker.Clicks.load(args.clicks, hvd.rank())
-    batch_size, workers = clicks.label.shape[1], hvd.size()
-    n_samples = workers * batch_size * (args.warmup + args.steps)
-    dataset = Cycled(clicks, n_samples, 1 if args.together else args.parts)
-    tables = gba_hvd.EmbeddingTables(
-        {field: (dlrm.N_ROWS, dlrm.DIM) for field in FIELDS},
-        optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
-    )
-    model = DLRM(tables)
+    prepared, workers = batches.load(args.clicks, shape, hvd.rank()), hvd.size()
+    batch_size, calls = len(prepared[0].label), 1 if args.together else args.parts
+    prepared = [part for one in prepared for part in batches.cut(one, calls)]
+    dataset = Cycled(shape, prepared, workers * batch_size * (args.warmup + args.steps))
+    tables = tables_of(shape)
+    model = Model(shape, tables)
     optimizer = gba_hvd.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
         tables,
@@ -83,11 +96,11 @@ def main() -> None:
 
     @gba_hvd.elastic.run
     def train(state: gba_hvd.elastic.TorchState) -> None:
-        batches = gba_hvd.batches(dataset, state)
+        given = gba_hvd.batches(dataset, state)
 
         def step(i: int) -> float:
-            for _ in range(1 if args.together else args.parts):
-                batch = next(batches)
+            for _ in range(calls):
+                batch = next(given)
                 optimizer.zero_grad()
                 loss = binary_cross_entropy_with_logits(model(batch), batch.label)
                 loss.backward()
@@ -96,38 +109,12 @@ def main() -> None:
 
         assert tables.memory is not None
         peer_worker.time_steps(
-            args,
-            hvd.rank(),
-            step,
-            barrier=lambda: hvd.allreduce(torch.zeros(1), name="bench.barrier"),
+            args, hvd.rank(), step, lambda: hvd.allreduce(torch.zeros(1), name="bench.barrier"),
             shared_files=str(tables.memory.folder),
-            around=profiled if args.profile and hvd.rank() == 0 else peer_worker.plainly,
-        )
+        )  # fmt: skip
 
     train(state)
     hvd.shutdown()
-
-
-def profiled(steps: Callable[[], None]) -> None:
-    """Print the 25 dearest functions, and how the time divides between Python and compiled code."""
-    profiler = cProfile.Profile()
-    profiler.runcall(steps)
-    stats = pstats.Stats(profiler).sort_stats("tottime")
-    stats.print_stats(25)
-    own: dict[str, float] = {}
-    for (file, _, _), (_, _, seconds, _, _) in stats.stats.items():  # type: ignore[attr-defined]
-        kind = origin(file)
-        own[kind] = own.get(kind, 0.0) + seconds
-    print("seconds, profiler's cost included: " + ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in own.items()))
-
-
-def origin(file: str) -> str:
-    """Whose code the profiler means by this file name; numba shows its compiled functions as if they were Python."""
-    if file == "~":
-        return "torch, Horovod and built-ins"
-    if file.endswith("gba_hvd/kernels.py"):
-        return "our compiled kernels"
-    return "our Python" if "/gba_hvd/" in file else "other Python"
 
 
 if __name__ == "__main__":

@@ -142,11 +142,13 @@ class Launches:
     always: bool = False
 
     def __post_init__(self) -> None:
-        from ..harness import clicks, small_ctr
-        from . import workload  # here, because they import torch
+        from ..allreduce import batches  # here, because they import torch
+        from ..allreduce.shape import SHAPES
+        from ..harness import small_ctr
+        from . import workload
 
         small_ctr.write(self.folder / "small", N_SAMPLES)
-        clicks.write(self.folder / "clicks", workload.BATCH["dlrm"], 8, len(HOSTS))
+        batches.write(self.folder / "dlrm", SHAPES["dlrm"], workload.BATCH["dlrm"], 8, len(HOSTS))
         self._number = 0
 
     def speed(self, rows: list[Row], model: str, link: str, name: str, number: int) -> None:
@@ -173,7 +175,7 @@ class Launches:
         self._number += 1
         folder = self.folder / f"run-{self._number}"
         folder.mkdir()
-        data = self.folder / ("clicks" if "dlrm" in flags else "small")
+        data = self.folder / ("dlrm" if "dlrm" in flags else "small")
         arguments = [*flags, "--data", str(data), "--folder", str(folder)]
         self.lab.limit(None)
         processes = self._start(name, arguments, folder)

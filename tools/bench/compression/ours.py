@@ -13,8 +13,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 
-from ..allreduce import ours
-from ..harness import dlrm, peer_worker, small_ctr
+from ..allreduce import batches, ours
+from ..allreduce.shape import SHAPES
+from ..harness import dlrm, small_ctr
 from ..harness.ours_small_ctr import Log, Model, embedding_tables
 from . import workload
 from .compressors import COMPRESSION
@@ -72,9 +73,8 @@ def main() -> None:
 def model_of(args: Any) -> tuple[nn.Module, gba_hvd.EmbeddingTables, float, float]:
     """(model, its tables, learning rate, eps)"""
     if args.model == "dlrm":
-        sizes = {field: (dlrm.N_ROWS, dlrm.DIM) for field in ours.FIELDS}
-        tables = gba_hvd.EmbeddingTables(sizes, optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS))
-        return ours.DLRM(tables), tables, dlrm.LEARNING_RATE, dlrm.EPS
+        tables = ours.tables_of(SHAPES["dlrm"])
+        return ours.Model(SHAPES["dlrm"], tables), tables, dlrm.LEARNING_RATE, dlrm.EPS
     lr = small_ctr.LEARNING_RATE if args.model == "small" else 0.005
     model = Model(embedding_tables(args.seed), workload.HIDDEN[args.model])
     return model, model.tables, lr, small_ctr.EPS
@@ -83,7 +83,8 @@ def model_of(args: Any) -> tuple[nn.Module, gba_hvd.EmbeddingTables, float, floa
 def dataset_of(args: Any, n_samples: int) -> Any:
     """n_samples: of all phases; otherwise all that there are."""
     if args.model == "dlrm":
-        return ours.Cycled(peer_worker.Clicks.load(args.data, hvd.rank()), n_samples)
+        shape = SHAPES["dlrm"]
+        return ours.Cycled(shape, batches.load(args.data, shape, hvd.rank()), n_samples)
     n = n_samples or len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
     return Log(small_ctr.Samples.train(args.data, n))
 

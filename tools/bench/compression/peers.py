@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..harness import dlrm, peer_worker, small_ctr
-from ..harness.dlrm import SparseDLRM
+from ..allreduce import batches, torch_tables
+from ..allreduce.shape import SHAPES
+from ..harness import dlrm, small_ctr
 from . import workload
 
 
@@ -59,9 +60,9 @@ def main() -> None:
     source, n_samples = samples_of(args, rank, size)
 
     def step() -> None:
-        ids, dense, label = next(source)
+        *inputs, label = next(source)
         optimizer.zero_grad()
-        binary_cross_entropy_with_logits(trained(ids, dense), label).backward()
+        binary_cross_entropy_with_logits(trained(*inputs), label).backward()
         optimizer.step()
 
     def barrier() -> None:
@@ -88,7 +89,7 @@ def main() -> None:
 def model_of(name: str) -> tuple[nn.Module, float, float]:
     """(model, learning rate, eps): those of our contestants."""
     if name == "dlrm":
-        return SparseDLRM(), dlrm.LEARNING_RATE, dlrm.EPS
+        return torch_tables.Model(SHAPES["dlrm"]), dlrm.LEARNING_RATE, dlrm.EPS
     return (
         small_ctr.OneTable(workload.HIDDEN[name]),
         small_ctr.LEARNING_RATE if name == "small" else 0.005,
@@ -96,13 +97,12 @@ def model_of(name: str) -> tuple[nn.Module, float, float]:
     )
 
 
-def samples_of(args: argparse.Namespace, rank: int, size: int) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], int]:
-    """(ids [F, B], dense, label) of each step, for ever; and the samples of an epoch."""
+def samples_of(args: argparse.Namespace, rank: int, size: int) -> tuple[Iterator[tuple[Any, ...]], int]:
+    """What the model takes and the label, of each step, for ever; and the samples of an epoch."""
     n_phases = size * workload.BATCH[args.model] * workload.n_steps(args.phases)
     if args.model == "dlrm":
-        clicks = peer_worker.Clicks.load(args.data, rank)
-        steps = itertools.cycle(range(len(clicks)))
-        return ((clicks.ids[i], clicks.dense[i], clicks.label[i]) for i in steps), n_phases
+        prepared = batches.load(args.data, SHAPES["dlrm"], rank)
+        return ((one, one.label) for one in itertools.cycle(prepared)), n_phases
     n_samples = n_phases or len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
     return workload.batches(small_ctr.Samples.train(args.data, n_samples), args, rank, size), n_samples
 

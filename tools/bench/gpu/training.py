@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..allreduce.shapes.shape import DenseDLRM
+from ..allreduce.shape import DenseDLRM
 from ..harness import dlrm
 
 RULES = ("adagrad", "row_adagrad")

@@ -1,7 +1,4 @@
-"""What every peer's worker does around its own training step: load the batches, warm up, time, write the result.
-
-Runs inside the launched workers, in each peer's virtual environment: torch and numpy only.
-"""
+"""What every peer's worker does around its own training step: warm up, time, write the result."""
 
 from __future__ import annotations
 
@@ -12,35 +9,10 @@ import mmap
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Clicks:
-    """The batches one worker cycles through, all in memory.
-
-    ids:   int64   [n, F, B]
-    dense: float32 [n, B, 13]
-    label: float32 [n, B]
-    """
-
-    ids: Tensor
-    dense: Tensor
-    label: Tensor
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    @classmethod
-    def load(cls, folder: Path, rank: int) -> Clicks:
-        """The part of worker `rank` of what `clicks.write` wrote."""
-        return cls(*(torch.from_numpy(np.load(folder / f"{name}_{rank}.npy")) for name in ("ids", "dense", "label")))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -53,10 +25,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def plainly(steps: Callable[[], None]) -> None:
-    steps()
-
-
 def time_steps(
     args: argparse.Namespace,
     rank: int,
@@ -64,12 +32,10 @@ def time_steps(
     barrier: Callable[[], object],
     *,
     shared_files: str = "",
-    around: Callable[[Callable[[], None]], None] = plainly,
 ) -> None:
     """Run `step(i)`, which returns the loss, warm-up first, and write rank<r>.json.
 
     shared_files: where table pages are mapped from, if several workers share them; they count apart from own memory
-    around:       calls the timed steps, for a profiler
     """
     result: dict[str, Any] = {"rank": rank, "steps": args.steps}
     losses = [step(0)]
@@ -85,13 +51,10 @@ def time_steps(
     Path("/proc/self/clear_refs").write_text("5")  # peak resident size restarts here
     barrier()
 
-    def timed() -> None:
-        start, cpu = time.perf_counter(), time.process_time()
-        losses.extend(step(i) for i in range(args.warmup, args.warmup + args.steps))
-        barrier()
-        result["seconds"], result["cpu_s"] = time.perf_counter() - start, time.process_time() - cpu
-
-    around(timed)
+    start, cpu = time.perf_counter(), time.process_time()
+    losses.extend(step(i) for i in range(args.warmup, args.warmup + args.steps))
+    barrier()
+    result["seconds"], result["cpu_s"] = time.perf_counter() - start, time.process_time() - cpu
     result["peak_own_bytes"] = status_bytes("VmHWM") - result.get("shared_resident_bytes", 0)
     result["loss_first"], result["loss_last"] = losses[0], float(np.mean(losses[-10:]))
     (args.result / f"rank{rank}.json").write_text(json.dumps(result))

@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     about = before.get("machine") or measure.machine(("torch", "mlflow", "numpy"))
     rows: list[dict[str, Any]] = before["rows"]
     failures: dict[str, str] = {}
-    pythons = {name: _python(name) for name in args.systems}
-    absent = {name: "not installed" for name, python in pythons.items() if python is None}
+    environments = {name: _environment(name) for name in args.systems}
+    absent = {name: "not installed" for name, env in environments.items() if env is None}
 
     def write() -> None:
         found = {"machine": about, "settings": settings, "systems": SYSTEMS, "not_run": absent, "failures": failures}
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             launches = Launches(Path(scratch), model, args)
 
             def one_run(one: Run, launches: Launches = launches) -> None:
-                rows.append(launches.run(one, str(pythons[one.system])))
+                rows.append(launches.run(one, environments[one.system] or {}))
 
             resumable.run_each(waiting, one_run, write, failures)
     failures |= different(rows)
@@ -107,11 +107,11 @@ class Launches:
         print(f"{model}: writing {self._n_rows:,} rows", flush=True)
         ours.write(folder, self._dense, self._n_rows)
 
-    def run(self, one: Run, python: str) -> Row:
-        command = (python, "-W", "ignore", "-m", f"{__package__}.worker", one.system)
+    def run(self, one: Run, env: Mapping[str, str]) -> Row:
+        command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.worker", one.system)
         more = ["--folder", self._folder, "--model", self._dense, "--rows", self._n_rows]
         more += ["--seconds", self._args.seconds, *(["--samples", *self._samples] if self._samples else [])]
-        variant = Variant(one.system, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+        variant = Variant(one.system, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **env})
         found = measure.result_of(variant, more, self._folder, self._args.timeout)
         speeds = "".join(f", {n}: {f['samples_per_s']:,.0f} samples/s" for n, f in found["sizes"].items())
         for n, cold in found.get("cold", {}).items():
@@ -200,9 +200,9 @@ def _verdict(goal: Mapping[str, Any]) -> str:
     return f"missed by {abs(goal['value'] / goal['goal'] - 1):.0%}{limit}"
 
 
-def _python(system: str) -> Path | None:
-    """Which Python runs it; None: it is not installed."""
-    return peer_environments.installed("torchrec") if system == "torchrec" else Path(sys.executable)
+def _environment(system: str) -> dict[str, str] | None:
+    """What its process needs; None: it is not installed."""
+    return peer_environments.torchrec_environment() if system == "torchrec" else {}
 
 
 def _n_bytes(path: Path) -> int:

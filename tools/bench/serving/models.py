@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..allreduce.shape import dense_dlrm
 from ..harness import dlrm
 
 DIM, HISTORY = dlrm.DIM, 50
@@ -64,7 +65,7 @@ class DenseDIN(nn.Module):
 
 
 def dense_of(name: str) -> nn.Module:
-    return DenseDIN() if name == "din" else dlrm.DenseDLRM()
+    return DenseDIN() if name == "din" else dense_dlrm()
 
 
 def logits_of(dense: nn.Module, features: Tensor, rows: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ...harness import dlrm
+from ..harness import dlrm
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,17 @@ class DenseDLRM(nn.Module):
         self.interaction = dlrm.Interaction(n_fields + 1)
         self.top = dlrm.mlp((n_pairs + bottom[-1], *top), last_relu=False)
 
-    def forward(self, dense: Tensor, rows: Tensor, histories: Sequence[Tensor]) -> Tensor:
+    def forward(self, dense: Tensor, rows: Tensor, histories: Sequence[Tensor] = ()) -> Tensor:
         """dense: [B, 13], rows: [B, F, dim] -> logits [B]"""
         bottom = self.bottom(dense)
         pairs = self.interaction(torch.cat([bottom.unsqueeze(1), rows], dim=1))
         logits: Tensor = self.top(torch.cat([bottom, pairs], dim=1))
         return logits.squeeze(1)
+
+
+def dense_dlrm() -> DenseDLRM:
+    """At its Kaggle size."""
+    return DenseDLRM(dlrm.N_TABLES, dlrm.BOTTOM, dlrm.TOP)
 
 
 class DenseDIN(nn.Module):
@@ -88,12 +93,12 @@ _WIDE_FIELDS = [f"c{i}" for i in range(40)]
 _WIDE_DIM, _HISTORY = 64, (50, 50)
 
 _DLRM = Shape(
-    "DLRM as without --shapes: 26 tables of 200,000 rows x 16, one id each",
+    "DLRM at its Kaggle size: 26 tables of 200,000 rows x 16, one id each",
     dict.fromkeys(_DLRM_FIELDS, dlrm.N_ROWS),
     {name: Field(name) for name in _DLRM_FIELDS},
     dlrm.DIM,
     2048,
-    lambda: DenseDLRM(dlrm.N_TABLES, dlrm.BOTTOM, dlrm.TOP),
+    dense_dlrm,
 )
 SHAPES = {
     "dlrm": _DLRM,

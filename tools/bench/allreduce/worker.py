@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ...harness import peer_worker
+from ..harness import peer_worker
 from .shape import SHAPES, Shape
 
 Batch = TypeVar("Batch")

@@ -13,7 +13,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from ...harness import dlrm, peer_worker
+from ..harness import dlrm, peer_worker
 from . import batches, worker
 from .batches import ShapeBatch
 from .shape import Shape

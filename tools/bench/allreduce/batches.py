@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...harness import dlrm
+from ..harness import dlrm
 from .shape import Field, Shape
 
 ID_ZIPF, LENGTH_ZIPF = 1.05, 1.5
@@ -79,6 +79,22 @@ def joined(parts: Sequence[ShapeBatch]) -> ShapeBatch:
         torch.cat([part.dense for part in parts]),
         torch.cat([part.label for part in parts]),
     )
+
+
+def cut(batch: ShapeBatch, n: int) -> list[ShapeBatch]:
+    """The batch as n equal ones; its size is a multiple of n."""
+    lengths = {name: of_field.chunk(n) for name, of_field in batch.lengths.items()}
+    ids = {name: batch.ids[name].split([int(part.sum()) for part in parts]) for name, parts in lengths.items()}
+    dense, label = batch.dense.chunk(n), batch.label.chunk(n)
+    return [
+        ShapeBatch(
+            {name: parts[i] for name, parts in ids.items()},
+            {name: parts[i] for name, parts in lengths.items()},
+            dense[i],
+            label[i],
+        )
+        for i in range(n)
+    ]
 
 
 def _read(path: Path, shape: Shape) -> ShapeBatch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...harness import dlrm, peer_worker
+from ..harness import dlrm, peer_worker
 from . import batches, worker
 from .batches import ShapeBatch
 from .shape import SHAPES, Shape
