@@ -1,4 +1,4 @@
-"""Ours: tables in shard memory, rows between workers through memory, one dense allreduce a step."""
+"""Ours: tables in shard memory, rows between workers through memory, dense gradients as well."""
 
 from __future__ import annotations
 
