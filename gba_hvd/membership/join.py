@@ -270,12 +270,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     members = WorkerTopology(tuple(f.host for f in facts))
     gone = {server.host for server in session.servers} - set(members.order)
     if gone:
-        why = "a host that holds shards has gone"
-        if inside is not None:  # its training waits for servers that will not answer
-            for host in gone:
-                inside.client.abandon_host(host, why)
-            inside.abandon(why)
-        raise worker_lost(why)
+        raise worker_lost("a host that holds shards has gone")
     is_new = mine.generation != session.generation
     memory = all_or_none(world, True, "open", lambda: shard_transfer.open_memory(engine, session.job, session.key))
     _refuse_hosts_without_memory(engine, world, facts, session, memory.folder)
