@@ -84,7 +84,10 @@ def check_discovery(
 
 
 def check_ssh(host: str, run: Runner = _run) -> Finding:
-    """Whether this machine may start processes there without a password; its own names need no ssh."""
+    """Whether this machine may start processes there without a password, and notices when the host vanishes.
+
+    Its own names need no ssh.
+    """
     if is_local(host):
         return Finding("ssh", "ok", f"{host} is this machine")
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}", "-o", "StrictHostKeyChecking=no"]
@@ -95,7 +98,11 @@ def check_ssh(host: str, run: Runner = _run) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("ssh", "FAIL", f"{host} does not answer within {SSH_TIMEOUT_S + 5} s", f"try: ssh {host} true")
     if done.returncode == 0:
-        return Finding("ssh", "ok", f"{host} lets this user in")
+        settings = run(["ssh", "-G", host], SSH_TIMEOUT_S).stdout.split("\n")
+        if "serveraliveinterval 0" not in settings:
+            return Finding("ssh", "ok", f"{host} lets this user in")
+        found = f"{host} lets this user in; if it vanishes, the launcher may notice it after two hours only"
+        return Finding("ssh", "warning", found, "ServerAliveInterval 5 and ServerAliveCountMax 3 in ~/.ssh/config")
     output = done.stderr.strip().splitlines()
     found = f"{host} refuses: {output[-1] if output else f'exit status {done.returncode}'}"
     return Finding("ssh", "FAIL", found, f"ssh-copy-id {host}, until `ssh {host} true` asks for nothing")

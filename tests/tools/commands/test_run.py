@@ -166,6 +166,12 @@ def test_checks_say_what_to_do(tmp_path: Path) -> None:
     refused = subprocess.CompletedProcess([], 255, "", "Permission denied (publickey).")
     assert "Permission denied" in check_ssh("h9.invalid", lambda command, timeout_s: refused).found
     assert check_ssh("localhost").status == "ok"
+    for seconds, status in ((0, "warning"), (5, "ok")):
+        settings = subprocess.CompletedProcess(
+            [], 0, f"port 22\nserveraliveinterval {seconds}\nserveralivecountmax 3\n", ""
+        )
+        finding = check_ssh("h9.invalid", lambda command, timeout_s, answer=settings: answer)
+        assert finding.status == status and ("ServerAliveInterval 5" in finding.advice) == (status == "warning")
     assert check_threads({}, lambda: 4).status == check_threads({"OMP_NUM_THREADS": "9"}, lambda: 4).status == "warning"
     assert check_threads({"OMP_NUM_THREADS": "2"}, lambda: 4).status == "ok"
     key = tmp_path / "key"
