@@ -28,13 +28,15 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         checked_state(state, "a function with @gba_hvd.elastic.run")
-        restore_sigterm = _leave_on_sigterm(state)
+        ends = threading.Event()
+        restore_sigterm = _leave_on_sigterm(state, ends)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
             result = _elastic(function, state)(state, *args, **kwargs)
             state.saving.end()
         except BaseException as error:
+            ends.set()
             cause = endings.explained(state.engine, error)
             status = endings.status_of(cause)
             state.close(status, None if status == "FINISHED" else cause)
@@ -65,14 +67,23 @@ def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., A
     return wrapped
 
 
-def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
-    """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not."""
+def _leave_on_sigterm(state: TorchState, ends: threading.Event) -> Callable[[], None]:
+    """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not.
+
+    ends: set when this worker ends with an error. The launcher signals all workers, and another one may have left
+    before: a first signal then does not interrupt how the end is reported.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
     previous: dict[int, Any] = {}
+    n_signals = 0
 
     def interrupt(signum: int, frame: Any) -> None:
+        nonlocal n_signals
+        n_signals += 1
+        if ends.is_set() and n_signals == 1:
+            return
         engine = state.engine
         checkpoints = checkpoints_of(engine)
         allowed_s = None if checkpoints is None else checkpoints.callback.preemption_s

@@ -141,6 +141,31 @@ def test_sigterm_is_an_interruption(training: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_the_end_is_reported_though_the_launcher_signals_a_worker_that_ends_with_another_one(training: Any) -> None:
+    class Slow(gba_hvd.Callback):
+        def __init__(self, n_signals: int) -> None:
+            self.n_signals = n_signals
+
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            for _ in range(self.n_signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.sigtimedwait([], 0.01)
+            reported.append(status)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        raise RuntimeError("another worker has left")
+
+    reported: list[str] = []
+    for n_signals, expected in ((1, ["FAILED"]), (2, [])):  # a second signal is meant for what it does now
+        reported.clear()
+        job = training()
+        job.state.register_callbacks([Slow(n_signals)])
+        with pytest.raises(RuntimeError, match="another worker"):
+            train(job.state)
+        assert reported == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
     training: Any, tmp_path: Path, number: signal.Signals
