@@ -105,7 +105,7 @@ class Evaluations:
             if wrong := part.wrong(some, found.ledger.cut.samples_of_micro(request.micro)):
                 raise ProtocolError(f"batch {request.micro}, task {part.name!r}: {wrong}")
         if found.ledger.accept(request.worker, request.micro, request.serial) == "accepted":
-            del found.given[request.serial]
+            found.given.pop(request.serial, None)
             for so_far, some in zip(found.measured, measured, strict=True):
                 so_far.add(some)
             if request.micro == 0:
@@ -122,6 +122,8 @@ class Evaluations:
         """Leases that take too long are for others. Called now and then."""
         now_s = self._clock()
         for (phase, ordinal), evaluation in self._evaluations.items():
+            if evaluation.like_probabilities:  # it is refused, and what was leased is of no use
+                continue
             for serial, given in list(evaluation.given.items()):
                 if now_s - given.since_s > self._lease_s:
                     evaluation.late[serial] = evaluation.given.pop(serial)

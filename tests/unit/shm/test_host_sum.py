@@ -148,20 +148,27 @@ def test_a_worker_that_dies_after_it_posted_leaves_the_sum_to_all_others(
         assert [status(pids[0]), status(pids[2])] == [0, 0]
 
 
-def test_a_worker_that_lives_and_leaves_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_worker_that_lives_and_leaves_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had posted before counts."""
+
     def work(rank: int, summed: HostSum) -> None:
         values = torch.ones(8)
         summed.sum_(values)
         if rank == 1:
-            summed.sum_(values)
-            summed.leave()
+            monkeypatch.setattr(HostSum, "_await", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                summed.sum_(values)
             until((tmp_path / "seen").exists)
             return
-        time.sleep(0.05)  # it has left by now, mostly: it had posted before that
+        until(lambda: summed._outboxes[1].has_left)
         summed.sum_(values)
+        assert torch.equal(values, torch.full((8,), 4.0))
         with pytest.raises(WorkerGone, match=r"rank 1 \(process \d+\) left the world"):
             summed.sum_(values)
         (tmp_path / "seen").touch()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
     with ranks(tmp_path, work, 2) as pids:
         assert [status(pid) for pid in pids] == [0, 0]
