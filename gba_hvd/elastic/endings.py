@@ -27,6 +27,7 @@ from gba_hvd.shm.shard_memory import is_alive
 if TYPE_CHECKING:
     from gba_hvd.training.engine import Engine
 
+_WAS_SHOWN = "was_shown_by_gba_hvd"  # an attribute of an error whose traceback has been printed
 SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begins so
 
 
@@ -149,6 +150,19 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
         path.with_suffix(".new").rename(path)
 
 
+def show_at_once(engine: Engine, error: BaseException, behind: BaseException) -> None:
+    """Show the traceback before callbacks report the end, where the launcher kills this worker while they do.
+
+    That is 5 s after another worker has ended. behind: the error that `error` explains, or `error` itself.
+    """
+    if is_elastic() or engine.world.size == 1 or not isinstance(error, Exception):
+        return
+    if error is not behind:
+        error.__cause__ = behind
+    sys.excepthook(type(error), error, error.__traceback__)
+    setattr(error, _WAS_SHOWN, True)
+
+
 class ExitWatch:
     """What a script without `elastic.run` ends with: Python does not pass `sys.exit` to exit functions.
 
@@ -192,6 +206,8 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if getattr(error, _WAS_SHOWN, False):
+            return
         if isinstance(error, BadInput):
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):

@@ -39,6 +39,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             ends.set()
             cause = endings.explained(state.engine, error)
             status = endings.status_of(cause)
+            endings.show_at_once(state.engine, cause, error)
             state.close(status, None if status == "FINISHED" else cause)
             if cause is error:
                 raise

@@ -281,6 +281,7 @@ def _run(code: types.CodeType) -> NoReturn:
     except SystemExit as end:
         status = _status(end.code)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         status, interrupted = 1, type(error) is KeyboardInterrupt
     try:

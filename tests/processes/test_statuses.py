@@ -109,6 +109,15 @@ def run_of(uri: str, job: Cluster) -> Run:
     return run
 
 
+def test_a_worker_that_is_killed_while_it_reports_its_end_has_said_why(tmp_path: Path) -> None:
+    """It waits for an MLflow that cannot be reached, and the launcher kills it 5 s after the other one."""
+    with cluster(tmp_path, faults=[at_step_5("raise", 1)], mlflow=NOWHERE | {"flush_timeout_s": 120.0}) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        assert "WorldLost: rank 1 (process" in job.said() and "ended first (RuntimeError: planned" in job.said()
+        assert job.said().count("RuntimeError: planned failure\n") == 1, job.log()  # each traceback once
+
+
 @pytest.mark.parametrize(
     ("do", "rank", "said"),
     [
