@@ -184,6 +184,46 @@ def test_an_operation_that_was_given_up_is_forgotten_in_the_next_world() -> None
     assert "the next world sums 4.0 and keeps 0" in done.stdout, done.stdout + done.stderr
 
 
+HANGS = """
+import sys, time
+from pathlib import Path
+import horovod.torch as hvd
+hvd.init()
+hangs = Path(sys.argv[1])
+if hvd.rank() == 1:
+    hangs.touch()
+    time.sleep(3600)
+while not hangs.exists():
+    time.sleep(0.05)
+hvd.shutdown()
+hvd.init()
+print("finished in a world of", hvd.size())
+"""
+
+
+def test_a_worker_that_asks_for_no_place_is_named_and_ended(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(HANGS)
+    elastic = ["-np", "2", "--min-np", "1", "--host-discovery-script", "echo localhost:2", "--elastic-timeout", "10"]
+    command = [str(HOROVODRUN), *elastic, sys.executable, str(script), str(tmp_path / "hangs")]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=2 * PATIENCE_S)
+    said = done.stdout + done.stderr
+    assert re.search(r"waited [5-9] s for the next world, for lack of localhost\[1\]: .* ended in [1-5] s", said), said
+    assert re.search(r"ending localhost\[1\]: no request .* waited 1\d s \(--elastic-timeout\)", said), said
+    assert done.returncode == 0 and "finished in a world of 1" in said, said
+
+
+def test_a_worker_is_gone_though_its_child_holds_its_output(tmp_path: Path) -> None:
+    script, left = tmp_path / "work.sh", tmp_path / "pid"
+    script.write_text(f"echo works\nsleep 600 & echo $! > {left}; kill -9 $$\n")
+    command = [str(HOROVODRUN), "-np", "1", "sh", str(script)]
+    try:
+        done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)  # raises if it is gone
+    assert done.returncode == 1 and "works" in done.stdout, done.stdout + done.stderr
+
+
 FAILS_LATE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -245,7 +285,7 @@ class Registry:
     def __init__(self) -> None:
         from horovod.runner.elastic.registration import WorkerStateRegistry
 
-        self.driver, self.hosts = Mock(), Mock()
+        self.driver, self.hosts = Mock(host_assignments={}), Mock()
         self.driver.finished.return_value = self.hosts.is_blacklisted.return_value = False
         self.registry = WorkerStateRegistry(self.driver, self.hosts)
 
@@ -308,6 +348,15 @@ def test_a_discovery_script_is_run_by_a_shell_and_its_changed_answer_is_seen(tmp
     for command, status in (("exit 3", 3), ("kill -9 $$", 137)):
         with pytest.raises(RuntimeError, match=f"Exit code: {status}"):
             discovered(command)
+
+
+def test_a_discovery_script_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner.elastic import discovery
+
+    monkeypatch.setattr(discovery, "DISCOVERY_TIMEOUT_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match=r"did not end within 0.5 s and was killed: sleep 600"):
+        discovered("sleep 600")
+    assert discovered("echo a:1") == {"a": 1}
 
 
 def test_a_process_that_a_discovery_script_leaves_behind_lives(tmp_path: Path) -> None:
