@@ -14,7 +14,7 @@ import torch
 from gba_hvd.metrics.grouped_auc import grouped_auc
 from gba_hvd.metrics.scores import exact_auc
 
-from .cluster import NAMES, Cluster, cluster
+from .cluster import NAMES, Cluster, cluster, wait_for
 from .workload import Clicks
 
 sys.path.insert(0, str(Path(__file__).parent))  # as it is for a worker's script
@@ -105,6 +105,21 @@ def test_evaluations_that_read_ahead_find_the_same(
     with cluster(tmp_path, evaluation_reading=reading, **more, **SHORT) as job:
         job.run(lambda: job.start_static(workers))
         check(job, workers, mode)
+
+
+@pytest.mark.parametrize("mode", ["gba", "hop_bs"])
+def test_a_worker_that_hangs_within_an_evaluation_does_not_hold_it_up(tmp_path: Path, mode: str) -> None:
+    """The other one gets its batch, and the result; the next epoch is trained and evaluated without the first."""
+    plan = {"gba": {"mode": mode}, "epochs": 2, "hangs_in_evaluation": 0}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "3"}, **plan) as job:
+        job.start_static(2)
+        wait_for(lambda: [one for one in job.notes("of_epoch") if one["of_epoch"] == 1], "the end of the next epoch")
+        assert (job.out / "hangs").exists()
+        (job.out / "go on").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_every_sample_once(epochs=2)
+        aucs = [line["auc"] for line in job.notes("auc")]
+        assert len(aucs) == 4 and len(set(aucs)) == 2, "one result of each evaluation, for both"
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])

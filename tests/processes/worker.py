@@ -485,7 +485,9 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 time.sleep(PLAN["sleep_s"])
         scale = None if scaler is None else scaler.state_dict()
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name, scaler=scale)
-        scores = gba_hvd.evaluate(model, training.dataset, state, batch=64)
+        late = {"label": label_that_waits} if PLAN.get("hangs_in_evaluation") == state.epoch else {}
+        scores = gba_hvd.evaluate(model, training.dataset, state, batch=64, **late)
+        note(auc=scores.auc)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
         if PLAN.get("evaluates_more"):
@@ -498,6 +500,17 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         books.close()
     if state.world.rank == 0:
         write_result()
+
+
+def label_that_waits(batch: gba_hvd.Batch) -> Any:
+    """On rank 1 until the test says so: it hangs in the user's code, and its heartbeats go on. Others wait for that."""
+    deadline = time.monotonic() + 300
+    if state.world.rank == 1:
+        (OUT / "hangs").touch()
+    while not (OUT / ("go on" if state.world.rank == 1 else "hangs")).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return batch.label
 
 
 def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:

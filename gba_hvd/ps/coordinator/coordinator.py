@@ -65,6 +65,7 @@ class WorkerSeen:
     host: int
     pid: int
     last_seen_s: float
+    worked_s: float  # when it last asked for a lease, or pushed: one whose heartbeats go on may hang
     silent: bool = False
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
@@ -91,7 +92,7 @@ class Coordinator:
         self._order: int | None = None  # digest of the ledger's samples in their order, as the first worker has them
         self.workers: dict[int, WorkerSeen] = {}
         for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
-            self.workers[worker] = WorkerSeen(rank, host, pid, clock())
+            self.workers[worker] = WorkerSeen(rank, host, pid, clock(), clock())
             self.ledger.join(worker)
         self.moved = dict(position.remapped)
         self.world = position.membership_epoch
@@ -135,6 +136,7 @@ class Coordinator:
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
+        self._works(request.worker)
         if request.run < ledger.run:
             n_steps = self._cut(request.n_samples).n_steps
             return LeaseReply(self.position(at, steps_done=n_steps), None, "finished")
@@ -151,7 +153,7 @@ class Coordinator:
             ledger = new
             self._finished_s = None
             for worker, seen in self.workers.items():
-                if not seen.silent:
+                if not (seen.silent or self._hangs(seen)):
                     ledger.join(worker)
             self._losses.clear()
             self.moved.clear()
@@ -203,6 +205,7 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
+        self._works(request.worker)
         self._traffic[request.worker] = max(
             self._traffic.get(request.worker, NOTHING), request.traffic
         )  # both only grow
@@ -256,11 +259,14 @@ class Coordinator:
             return  # a host leader as client of its own server, or a worker that was away through a change of mode
         seen = self.workers.get(request.worker)
         if seen is None:
-            seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
+            seen = self.workers[request.worker] = WorkerSeen(
+                request.rank, request.host, request.pid, self._clock(), self._clock()
+            )
         seen.rank, seen.last_seen_s, seen.silent = request.rank, self._clock(), False
         if request.rank == 0:
             self._chief_died_s = None
-        self.ledger.join(request.worker)
+        if not self._hangs(seen):
+            self.ledger.join(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
 
@@ -315,13 +321,26 @@ class Coordinator:
         for micro, handed in list(self._given.items()):
             # A worker that never sent a heartbeat, or has left: its request was late.
             leased_to = self.workers.get(handed.worker)
-            limit = (
-                self._heartbeat_timeout_s if leased_to is None else max(self._lease_s, _PATIENCE * leased_to.seconds)
-            )
+            limit = self._heartbeat_timeout_s if leased_to is None else self._longest_s(leased_to)
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]
+        for worker, seen in self.workers.items():
+            if self._hangs(seen):
+                self.ledger.await_no_more(worker)
         return [worker for worker, seen in self.workers.items() if seen.silent]
+
+    def _longest_s(self, seen: WorkerSeen) -> float:
+        """So long a micro-batch of this worker may take."""
+        return max(self._lease_s, _PATIENCE * seen.seconds)
+
+    def _hangs(self, seen: WorkerSeen) -> bool:
+        """It sends heartbeats, and has been at something else than training for longer than a micro-batch may take."""
+        return self._clock() - seen.worked_s > self._longest_s(seen)
+
+    def _works(self, worker: int) -> None:
+        if worker in self.workers:
+            self.workers[worker].worked_s = self._clock()
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
         """Another mode is requested: stop at the next step boundary. "auto" and this mode are for the workers to note.
@@ -479,7 +498,8 @@ class Coordinator:
         """Resume from the state of a coordinator that died; workers get the full heartbeat time-out."""
         self.ledger = Ledger.from_state(state["ledger"])
         self.account = self.ledger.account
-        self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}
+        now = self._clock()
+        self.workers = {w: WorkerSeen(rank, host, pid, now, now) for w, rank, host, pid in state["workers"]}
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
             self._chief_died_s = self._clock()

@@ -186,6 +186,10 @@ class Ledger:
             self.revoke(micro)
         return micros
 
+    def await_no_more(self, worker: int) -> None:
+        """It hangs: no other worker waits for what it finishes, until it asks for a lease."""
+        self._clock.pop(worker, None)
+
     # Leases
 
     def lease(self, worker: int, request: int) -> Lease | Waiting | Finished | Drained:

@@ -193,6 +193,32 @@ def test_a_lease_of_a_worker_that_never_lived_does_not_last() -> None:
     assert lease(coordinator, 2, 1).micro == late.micro
 
 
+@pytest.mark.parametrize("when", ["with a lease", "between epochs"])
+def test_no_worker_of_hop_bs_waits_for_one_that_hangs(when: str) -> None:
+    """Its heartbeats go on. When it is back, it is one of them again."""
+    clock = Clock()
+    coordinator = a_coordinator(clock, discipline={"name": "hop_bs", "slack": 0})
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    epoch, at = (0, 1) if when == "with a lease" else (1, 10)
+    if when == "with a lease":
+        lease(coordinator, 2, 1)
+    else:
+        coordinator.ledger.await_no_more(2)
+        finish_epoch(coordinator, 0)
+    done(coordinator, 1, lease(coordinator, 1, at, epoch))
+    for second in range(int(LEASE_S) + 2):
+        clock.now += 1
+        for worker in (1, 2):
+            coordinator.beat(beat(worker))
+        coordinator.fall_silent()
+        assert (coordinator.ask(ask(1, at + 1, epoch)) is None) == (second < LEASE_S), "it waits for the slowest"
+    apply_steps(coordinator)
+    given = lease(coordinator, 2, 2, epoch)
+    coordinator.beat(beat(2))
+    assert done(coordinator, 2, given) == "accepted"
+
+
 def test_leases_given_before_a_restart_expire_too() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)
