@@ -65,7 +65,7 @@ class WorkerSeen:
     host: int
     pid: int
     last_seen_s: float
-    worked_s: float  # when it last asked for a lease, or pushed: one whose heartbeats go on may hang
+    worked_s: float  # when it last asked for a lease, or pushed: one that sends heartbeats may hang
     silent: bool = False
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
