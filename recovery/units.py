@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _DURATIONS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))  # powers of 1000, as disks and networks count
 
 
 def duration(seconds: float) -> str:
@@ -19,11 +19,11 @@ def durations(low_s: float, high_s: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """`1,204.5 GB`, `31.0 MB`, `7.2 kB`, `40 bytes`."""
+    """`1.2 TB`, `31.0 MB`, `7.2 kB`, `40 B`."""
     for scale, unit in _SIZES:
         if round(n_bytes / scale, 3) >= 1:
             return f"{n_bytes / scale:,.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"
+    return f"{n_bytes:.0f} B"
 
 
 def _in(seconds: float) -> tuple[str, str]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from recovery.units import size
+
 KINDS = ("dense", "rows", "header")
 
 Sums = tuple[int, int, int, int, int, int]
@@ -81,20 +83,12 @@ def words(n_bytes: Mapping[str, int]) -> str:
 
 def words_of_all(sent: int, received: int) -> str:
     """`all workers so far: sent 2.5 MB, received 2.5 MB`."""
-    return f"all workers so far: sent {_size(sent)}, received {_size(received)}"
+    return f"all workers so far: sent {size(sent)}, received {size(received)}"
 
 
 def _kinds(n_bytes: Mapping[str, int]) -> str:
-    parts = ", ".join(f"{kind} {_size(n_bytes[kind])}" for kind in sorted(n_bytes, key=KINDS.index))
-    return f"{_size(sum(n_bytes.values()))} ({parts})"
-
-
-def _size(n_bytes: float) -> str:
-    """Powers of 1000, as disks and networks count."""
-    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= power:
-            return f"{n_bytes / power:.1f} {unit}"
-    return f"{n_bytes:.0f} B"
+    parts = ", ".join(f"{kind} {size(n_bytes[kind])}" for kind in sorted(n_bytes, key=KINDS.index))
+    return f"{size(sum(n_bytes.values()))} ({parts})"
 
 
 class Traffic:

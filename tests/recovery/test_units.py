@@ -29,8 +29,6 @@ def test_two_durations_share_a_unit_where_they_can() -> None:
     assert durations(120, 5040) == "2.0 min to 1.4 h"
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "words"), [(1.2e12, "1,200.0 GB"), (31e6, "31.0 MB"), (7200, "7.2 kB"), (40, "40 bytes")]
-)
+@pytest.mark.parametrize(("n_bytes", "words"), [(1.2e12, "1.2 TB"), (31e6, "31.0 MB"), (7200, "7.2 kB"), (40, "40 B")])
 def test_a_size_is_in_the_unit_that_shows_it(n_bytes: float, words: str) -> None:
     assert size(n_bytes) == words

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from recovery.units import size
+
 
 @contextmanager
 def progress(doing: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[int], None]]:
@@ -125,13 +127,7 @@ def _count(number: int | None) -> str:
 
 
 def _size(n_bytes: float | None) -> str:
-    if n_bytes is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
+    return "-" if n_bytes is None else size(n_bytes)
 
 
 def _age(age_s: float | None) -> str:

@@ -15,8 +15,9 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.report.tables import Table, counted, duration, size, table
+from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
+from recovery.units import size
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record

@@ -51,15 +51,6 @@ def figure(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "-"
 
 
-def size(n_bytes: float) -> str:
-    """`12.3 MB`: powers of 1000, as disks and networks count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(n_bytes) < 1000:
-            return f"{n_bytes:,.0f} B" if unit == "B" else f"{n_bytes:,.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:,.1f} TB"
-
-
 def date(ms: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.recovery_records import is_event_superseded, place_of
-from gba_hvd.tracking.report.tables import Table, duration, figure, size, table
+from gba_hvd.tracking.report.tables import Table, duration, figure, table
+from recovery.units import size
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import traffic_summary
-from gba_hvd.tracking.report.tables import Table, size, table
+from gba_hvd.tracking.report.tables import Table, table
+from recovery.units import size
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
