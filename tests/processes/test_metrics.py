@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_a_worker_that_hangs_within_an_evaluation_does_not_hold_it_up(tmp_path: 
         job.assert_every_sample_once(epochs=2)
         aucs = [line["auc"] for line in job.notes("auc")]
         assert len(aucs) == 4 and len(set(aucs)) == 2, "one result of each evaluation, for both"
+
+
+def test_a_worker_whose_server_others_still_need_says_what_it_waits_for(tmp_path: Path) -> None:
+    plan = {"gba": {"mode": "gba"}, "epochs": 1, "hangs_in_evaluation": 0, "own_memory_per_name": True}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "3"}, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(
+            lambda: re.search(r"training is over .* waited \d+ s for rank 1: the server", job.said()), "the reason"
+        )
+        (job.out / "go on").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_every_sample_once(epochs=1)
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])

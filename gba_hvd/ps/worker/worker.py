@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from gba_hvd.comm.collectives import World, worker_lost
+from gba_hvd.comm.wait_notices import Patience
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
@@ -101,14 +102,21 @@ class PsWorker:
         if not any(self.session.remote_servers(self.host)):
             return
         worker, self.client.beat = self.contact.message().worker, None  # a heartbeat would report that it is back
-        deadline = time.monotonic() + patience_s
+        deadline, notices = time.monotonic() + patience_s, Patience()
         with contextlib.suppress(Exception):  # the coordinator is gone, and with it the wait for the others
             wait_reply(self.client.send(0, messages.Leave(worker, finished=True), timeout_s=_ANSWER_S))
             while time.monotonic() < deadline:
                 reply = wait_reply(self.client.send(0, messages.Status(), timeout_s=_ANSWER_S)).body
-                if not isinstance(reply, messages.StatusReport) or not reply.report.get("by_worker"):
+                others = reply.report.get("by_worker") if isinstance(reply, messages.StatusReport) else None
+                if not others:
                     time.sleep(2 * _POLL_S)  # others must receive it, too
                     return
+                if (waited_s := notices.word(True, time.monotonic())) is not None:
+                    log.warning(
+                        "training is over for this worker, which has waited %.0f s for rank %s: the server of its host "
+                        "ends with it, and others may still fetch rows there. It waits for %.0f s at most",
+                        waited_s, ", ".join(str(one["rank"]) for one in others), patience_s,
+                    )  # fmt: skip
                 time.sleep(_POLL_S)
 
     def drain_metrics(self) -> tuple[dict[str, float], list[str]]:
