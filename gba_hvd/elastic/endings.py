@@ -159,8 +159,9 @@ def show_at_once(engine: Engine, error: BaseException, behind: BaseException) ->
         return
     if error is not behind:
         error.__cause__ = behind
-    sys.excepthook(type(error), error, error.__traceback__)
-    setattr(error, _WAS_SHOWN, True)
+    with contextlib.suppress(Exception):  # it may be anybody's
+        sys.excepthook(type(error), error, error.__traceback__)
+        setattr(error, _WAS_SHOWN, True)
 
 
 class ExitWatch:
