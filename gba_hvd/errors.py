@@ -58,11 +58,14 @@ class LauncherUnreachable(GbaError):
 
 
 class WorldLost(GbaError):
-    """Another worker has ended, and no launcher replaces it. status: of the job, "FAILED" or "KILLED"."""
+    """Another worker has ended, and no launcher replaces it.
 
-    def __init__(self, text: str, status: str = "FAILED") -> None:
+    status: of the job, "FAILED" or "KILLED". pid: of the worker's process on this host, if it is known
+    """
+
+    def __init__(self, text: str, status: str = "FAILED", pid: int | None = None) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.pid = status, pid
 
 
 class LastCheckpointFailed(GbaError):

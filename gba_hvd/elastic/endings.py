@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -27,6 +28,10 @@ from gba_hvd.shm.shard_memory import is_alive
 if TYPE_CHECKING:
     from gba_hvd.training.engine import Engine
 
+log = logging.getLogger("gba_hvd")
+
+_FIRST_S = 40.0  # as long as its callbacks may take, MLflow's 30 s among them
+_IS_OURS = "by_gba_hvd"  # an attribute of the excepthook
 _WAS_SHOWN = "was_shown_by_gba_hvd"  # an attribute of an error whose traceback has been printed
 SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begins so
 
@@ -74,8 +79,8 @@ def world_lost(engine: Engine) -> WorldLost:
 
 
 _WHAT_TO_DO = (
-    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint; with `horovodrun --min-np` "
-    "and a discovery script the others continue without the lost worker"
+    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint. In an elastic job the others "
+    "continue without the lost worker: `gba-hvd run -np 1:2` (`horovodrun --min-np 1` with a discovery script)"
 )
 
 
@@ -102,7 +107,7 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":
-            return WorldLost(f"{text}. {_WHAT_TO_DO}")
+            return WorldLost(f"{text}. {_WHAT_TO_DO}", pid=pid)
         killed = killed or WorldLost(text, "KILLED")
     return killed
 
@@ -157,11 +162,24 @@ def show_at_once(engine: Engine, error: BaseException, behind: BaseException) ->
     """
     if is_elastic() or engine.world.size == 1 or not isinstance(error, Exception):
         return
+    if not getattr(sys.excepthook, _IS_OURS, False):  # another one may show it at the end, too
+        log.error("%s: %s", type(error).__name__, error)
+        return
     if error is not behind:
         error.__cause__ = behind
-    with contextlib.suppress(Exception):  # it may be anybody's
-        sys.excepthook(type(error), error, error.__traceback__)
-        setattr(error, _WAS_SHOWN, True)
+    sys.excepthook(type(error), error, error.__traceback__)
+    setattr(error, _WAS_SHOWN, True)
+
+
+def await_first(error: BaseException, is_over: Callable[[], bool]) -> None:
+    """Let the worker go first because of which this one ends: the launcher names the first one that exits as the cause,
+    and kills the others 5 s later.
+    """
+    deadline = time.monotonic() + _FIRST_S
+    while isinstance(error, WorldLost) and error.pid is not None and is_alive(error.pid):
+        if is_over() or time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
 
 
 class ExitWatch:
@@ -200,21 +218,22 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
-    sentence has its text. Belongs to the process: the first caller's question decides.
+    sentence has its text. So it does for a worker that ends because of another one. Belongs to the process: the first
+    caller's question decides.
     """
     shown_before = sys.excepthook
-    if getattr(shown_before, "by_gba_hvd", False):
+    if getattr(shown_before, _IS_OURS, False):
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, _WAS_SHOWN, False):
             return
-        if isinstance(error, BadInput):
+        if isinstance(error, BadInput | WorldLost):
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
         elif not reported_by_others():
             print(f"interrupted by {error or 'Ctrl-C'}", file=sys.stderr, flush=True)
 
-    show.by_gba_hvd = True  # type: ignore[attr-defined]
+    setattr(show, _IS_OURS, True)
     sys.excepthook = show

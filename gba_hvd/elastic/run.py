@@ -28,8 +28,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         checked_state(state, "a function with @gba_hvd.elastic.run")
-        ends = threading.Event()
-        restore_sigterm = _leave_on_sigterm(state, ends)
+        ends, is_asked_to_end = threading.Event(), threading.Event()
+        restore_sigterm = _leave_on_sigterm(state, ends, is_asked_to_end)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
@@ -40,7 +40,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             cause = endings.explained(state.engine, error)
             status = endings.status_of(cause)
             endings.show_at_once(state.engine, cause, error)
+            endings.leave_note(state.engine, status, cause)
             state.close(status, None if status == "FINISHED" else cause)
+            endings.await_first(cause, is_asked_to_end.is_set)
             if cause is error:
                 raise
             raise cause from error
@@ -68,11 +70,11 @@ def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., A
     return wrapped
 
 
-def _leave_on_sigterm(state: TorchState, ends: threading.Event) -> Callable[[], None]:
+def _leave_on_sigterm(state: TorchState, ends: threading.Event, is_asked_to_end: threading.Event) -> Callable[[], None]:
     """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not.
 
     ends: set when this worker ends with an error. The launcher signals all workers, and another one may have left
-    before: a first signal then does not interrupt how the end is reported.
+    before: a first signal then does not interrupt how the end is reported. is_asked_to_end: set by the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -83,6 +85,7 @@ def _leave_on_sigterm(state: TorchState, ends: threading.Event) -> Callable[[], 
     def interrupt(signum: int, frame: Any) -> None:
         nonlocal n_signals
         n_signals += 1
+        is_asked_to_end.set()
         if ends.is_set() and n_signals == 1:
             return
         engine = state.engine

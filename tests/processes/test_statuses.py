@@ -124,19 +124,23 @@ def test_a_worker_that_is_killed_while_it_reports_its_end_has_said_why(tmp_path:
         ("kill", 1, r"was killed, or died without a word, and without an elastic launcher it is not replaced"),
         pytest.param("kill", 0, "", marks=pytest.mark.variant),  # the chief: its sender says so
         ("raise", 1, r"ended first (RuntimeError: planned failure)"),
+        pytest.param("exit", 1, r"ended first (SystemExit: 0)", marks=pytest.mark.variant),
     ],
-    ids=["other-killed", "chief-killed", "other-raises"],
+    ids=["other-killed", "chief-killed", "other-raises", "other-exits"],
 )
 def test_two_workers_without_elasticity(tmp_path: Path, database: str, do: str, rank: int, said: str) -> None:
     """The launcher kills whoever is left 5 s after one worker has died: each learns of the end before, and why."""
     mlflow = {"tracking_uri": database, "flush_timeout_s": 120, "system_metrics": False}
-    with cluster(tmp_path, faults=[at_step_5(do, rank)], mlflow=mlflow) as job:
+    with cluster(tmp_path, faults=[at_step_5(do, rank, code=0)], mlflow=mlflow) as job:
         job.start_static(2)
         assert job.wait() != 0
         assert job.fired() == 1, job.log()
+        assert ("Process name: 1" in job.said()) == (do != "exit" and rank == 1), "which one the launcher blames"
         job.assert_nothing_left()  # the senders have ended, too
         ends = job.notes("end")
-        assert [end["end"] for end in ends] == ["FAILED"] * (1 if do == "kill" else 2), job.log()
+        assert [end["end"] for end in ends] == {
+            "kill": ["FAILED"], "raise": ["FAILED", "FAILED"], "exit": ["FINISHED", "FAILED"],
+        }[do], job.log()  # fmt: skip
         survivor = max(ends, key=lambda end: float(end["time"]))
         assert f"rank {rank} (process" in survivor["error"] and said in survivor["error"]
         assert "after step 4" in survivor["error"]

@@ -114,8 +114,8 @@ class PsWorker:
                 if (waited_s := notices.word(True, time.monotonic())) is not None:
                     log.warning(
                         "training is over for this worker, which has waited %.0f s for rank %s: the server of its host "
-                        "ends with it, and others may still fetch rows there. It waits for %.0f s at most",
-                        waited_s, ", ".join(str(one["rank"]) for one in others), patience_s,
+                        "ends with it, and others may still fetch rows there. It waits for %.0f s more at most",
+                        waited_s, ", ".join(str(one["rank"]) for one in others), deadline - time.monotonic(),
                     )  # fmt: skip
                 time.sleep(_POLL_S)
 
