@@ -79,8 +79,9 @@ def world_lost(engine: Engine) -> WorldLost:
 
 
 _WHAT_TO_DO = (
-    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint. In an elastic job the others "
-    "continue without the lost worker: `gba-hvd run -np 1:2` (`horovodrun --min-np 1` with a discovery script)"
+    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint. In an elastic job "
+    "(`gba-hvd run -np 1:2`, or `horovodrun --min-np 1` with a discovery script) the others continue without the lost "
+    "worker"
 )
 
 

@@ -46,6 +46,7 @@ class ParameterServerMode:
         self.name = servers.name
         self.rejoin: Rejoin | None = None
         self._leases: LeasePrefetcher[Any] | None = None
+        self._hanging: dict[int, int] = {}  # of workers that live and do nothing: the rank, by process
         self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
@@ -89,6 +90,7 @@ class ParameterServerMode:
                 got_s = time.perf_counter()
                 epoch.lease_came()
                 engine.observe(servers.position)
+                self._report_hanging()
                 epoch.before_micro_batch()
                 begun_s = time.perf_counter()
                 self._begin(given.lease)
@@ -112,6 +114,29 @@ class ParameterServerMode:
             return True
         epoch.leave_mode(given.position)
         return False
+
+    def _report_hanging(self) -> None:
+        """Rank 0 reports workers that live and do nothing, each once for each time, and that they work again."""
+        engine, found = self._engine, {pid: (rank, seconds) for rank, pid, seconds in self.servers.position.hanging}
+        before, self._hanging = self._hanging, {pid: rank for pid, (rank, _) in found.items()}
+        if engine.world.rank != 0:
+            return
+        step = engine.progress.step
+        for pid, (rank, seconds) in found.items():
+            if pid in before:
+                continue
+            text = (
+                f"rank {rank} (process {pid}) lives, and has done nothing for {seconds:.0f} s: it hangs, is stopped, "
+                "or is in long code of the script. The others train without it, and nothing replaces it while it "
+                f"lives. `py-spy dump --pid {pid}` (pip install py-spy) shows where it is; in an elastic job a new "
+                "worker comes when it is killed"
+            )
+            data = {"rank": rank, "pid": pid, "seconds": seconds}
+            engine.emit(Event("worker_hangs", step, text, data, level="warning"))
+        ranks = {rank for rank, _ in self.servers.position.rates}
+        for pid, rank in before.items():
+            if pid not in found and rank in ranks:
+                engine.emit(Event("worker_works", step, f"rank {rank} (process {pid}) works again", {"pid": pid}))
 
     def _begin(self, lease: LeaseGrant) -> None:
         """The newest dense values are in place from here on."""

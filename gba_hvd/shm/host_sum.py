@@ -117,8 +117,8 @@ class HostSum:
     def _report(self, missing: list[int], waited_s: float) -> None:
         who = ", ".join(f"rank {rank} (process {self._outboxes[rank].pid})" for rank in missing)
         log.warning(
-            "rank %d waits for %.0f s for the gradients of %s, alive: computing, or hanging; "
-            "py-spy dump --pid %d shows where",
+            "rank %d has waited %.0f s for the gradients of %s, alive: computing, or hanging; `py-spy dump --pid %d` "
+            "(pip install py-spy) shows where. In an elastic job the others continue when it is killed",
             self._rank, waited_s, who, self._outboxes[missing[0]].pid,
         )  # fmt: skip
 

@@ -212,7 +212,7 @@ def _vocabulary_words(found: Mapping[str, Any]) -> str:
 
 
 def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """By rank: {"rank", "seconds", and in asynchronous modes "pid", "silent_s", "micro_batches"}."""
+    """By rank: {"rank", "seconds", and in asynchronous modes "pid", "silent_s", "idle_s", "micro_batches"}."""
     if report.get("by_worker"):
         return [{**worker, "seconds": worker["seconds_per_micro_batch"]} for worker in report["by_worker"]]
     return [{"rank": rank, "seconds": seconds} for rank, seconds in report.get("rates") or ()]
@@ -269,7 +269,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     if not listed:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last seen", "process"):
+    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last push", "last seen", "process"):
         table.add_column(heading, justify="right")
     for worker in listed:
         seconds = worker["seconds"]
@@ -278,6 +278,7 @@ def print_report(report: Mapping[str, Any]) -> None:
             f"{1000 * seconds:,.1f}" if seconds else "-",
             f"{1 / seconds:,.1f}" if seconds else "-",
             f"{worker['micro_batches']:,}" if "micro_batches" in worker else "-",
+            f"{worker['idle_s']:.1f} s ago" if "idle_s" in worker else "-",
             f"{worker['silent_s']:.1f} s ago" if "silent_s" in worker else "-",
             str(worker.get("pid", "-")),
         )  # fmt: skip

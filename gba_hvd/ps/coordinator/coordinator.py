@@ -50,6 +50,7 @@ class _Handed:
 
 
 # Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
+_STOPPED_AFTER = 5  # a worker that lives is reported after so many times `heartbeat_timeout_s` without heartbeats
 _PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
 _REJECTED_STEPS, _REJECTED_AT_LEAST = 3, 100
 _CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
@@ -65,8 +66,9 @@ class WorkerSeen:
     host: int
     pid: int
     last_seen_s: float
-    worked_s: float  # when it last asked for a lease, or pushed: one that sends heartbeats may hang
+    worked_s: float  # when it last pushed, evaluated, or asked for a lease: one that sends heartbeats may hang
     silent: bool = False
+    lost_lease: bool = False  # took too long for it, and has not pushed since; another thread of it may ask for more
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
     done: int = 0
@@ -136,7 +138,9 @@ class Coordinator:
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
-        self._works(request.worker)
+        seen = self.workers.get(request.worker)
+        if seen is not None and (not seen.lost_lease or request.run > ledger.run):
+            self.works(request.worker)
         if request.run < ledger.run:
             n_steps = self._cut(request.n_samples).n_steps
             return LeaseReply(self.position(at, steps_done=n_steps), None, "finished")
@@ -153,7 +157,9 @@ class Coordinator:
             ledger = new
             self._finished_s = None
             for worker, seen in self.workers.items():
-                if not (seen.silent or self._hangs(seen)):
+                if self._hangs(seen):
+                    ledger.await_no_more(worker)
+                elif not seen.silent:
                     ledger.join(worker)
             self._losses.clear()
             self.moved.clear()
@@ -205,7 +211,7 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
-        self._works(request.worker)
+        self.works(request.worker)
         self._traffic[request.worker] = max(
             self._traffic.get(request.worker, NOTHING), request.traffic
         )  # both only grow
@@ -265,8 +271,7 @@ class Coordinator:
         seen.rank, seen.last_seen_s, seen.silent = request.rank, self._clock(), False
         if request.rank == 0:
             self._chief_died_s = None
-        if not self._hangs(seen):
-            self.ledger.join(request.worker)
+        self.ledger.join(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
 
@@ -325,6 +330,7 @@ class Coordinator:
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]
+                self.took_too_long(handed.worker, handed.given_s)
         for worker, seen in self.workers.items():
             if self._hangs(seen):
                 self.ledger.await_no_more(worker)
@@ -336,11 +342,18 @@ class Coordinator:
 
     def _hangs(self, seen: WorkerSeen) -> bool:
         """It sends heartbeats, and has been at something else than training for longer than a micro-batch may take."""
-        return self._clock() - seen.worked_s > self._longest_s(seen)
+        return seen.lost_lease or self._clock() - seen.worked_s > self._longest_s(seen)
 
-    def _works(self, worker: int) -> None:
+    def took_too_long(self, worker: int, since_s: float) -> None:
+        """A lease that this worker had since then is for others now, though it lives."""
         if worker in self.workers:
-            self.workers[worker].worked_s = self._clock()
+            self.workers[worker].lost_lease, self.workers[worker].worked_s = True, since_s
+
+    def works(self, worker: int) -> None:
+        """The thread of this worker that trains did something."""
+        if worker in self.workers:
+            self.workers[worker].worked_s, self.workers[worker].lost_lease = self._clock(), False
+            self.ledger.await_again(worker)
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
         """Another mode is requested: stop at the next step boundary. "auto" and this mode are for the workers to note.
@@ -453,6 +466,7 @@ class Coordinator:
             grad_norms=list(self._norms),
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
+            hanging=self._hanging(),
             newest=sorted((s.rank, w, s.done, s.newest_s) for w, s in self.workers.items() if not s.silent),
             requested_mode=self.requested_mode,
             reason=self.reason,
@@ -460,6 +474,15 @@ class Coordinator:
             failure=self._failure(),
             membership_epoch=self.world,
             remapped=self.moved if (epoch, segment) == of_ledger else {},
+        )
+
+    def _hanging(self) -> list[tuple[int, int, float]]:
+        """Workers that live and do nothing: rank, process, and for how many seconds."""
+        now, silent_s = self._clock(), _STOPPED_AFTER * self._heartbeat_timeout_s
+        return sorted(
+            (seen.rank, seen.pid, round(now - (seen.worked_s if seen.lost_lease else seen.last_seen_s), 1))
+            for seen in self.workers.values()
+            if seen.lost_lease or (seen.silent and now - seen.last_seen_s > silent_s)
         )
 
     def resume_position(self) -> JobPosition | None:

@@ -36,7 +36,7 @@ class FailureDetector:
         for worker, seen in list(coordinator.workers.items()):
             if seen.host == here and not is_alive(seen.pid):  # no need to wait until it is missed
                 coordinator_service.is_dead(worker)
-        coordinator_service.evaluations.take_back_late()
+        coordinator_service.take_back_late_evaluations()
         # A server that was stopped or busy has not read any heartbeats: they are queued.
         silent = coordinator.fall_silent() if now - before < _LATE_TICK_S else []
         for worker in silent:

@@ -162,7 +162,8 @@ class Ledger:
         self._accepted: deque[_Work] = deque()  # not in a step yet, in the order they came
         self._decided: StepPlan | None = None
         self._held = False
-        self._clock: dict[int, int] = {}  # by known worker: micro-batches it finished
+        self._clock: dict[int, int] = {}  # by worker that is awaited: micro-batches it finished
+        self._not_awaited: set[int] = set()  # workers that hang
 
     @property
     def run(self) -> int:
@@ -172,12 +173,13 @@ class Ledger:
 
     def join(self, worker: int) -> None:
         """Know this worker from now on (asking for a lease does the same). A late joiner has the slowest clock."""
-        if worker not in self._clock:
+        if worker not in self._clock and worker not in self._not_awaited:
             self._clock[worker] = min(self._clock.values(), default=0)
 
     def leave(self, worker: int) -> list[int]:
         """The worker is gone: revoke its leases. What it pushed stays. Returns the micro-batches, ascending."""
         self._clock.pop(worker, None)
+        self._not_awaited.discard(worker)
         for readers in self._readers.values():
             if worker in readers:
                 readers.remove(worker)
@@ -187,8 +189,13 @@ class Ledger:
         return micros
 
     def await_no_more(self, worker: int) -> None:
-        """It hangs: no other worker waits for what it finishes, until it asks for a lease."""
+        """It hangs: no other worker waits for what it finishes. It may have leases all the same."""
         self._clock.pop(worker, None)
+        self._not_awaited.add(worker)
+
+    def await_again(self, worker: int) -> None:
+        """It works: the others wait for it as soon as it joins, or asks for a lease."""
+        self._not_awaited.discard(worker)
 
     # Leases
 
@@ -477,7 +484,7 @@ class Ledger:
         if self._nothing_to_hand_out:
             return "on hold" if self._next < self._n_total else "the last micro-batches of the epoch are in flight"
         if rules.name == "hop_bs":
-            ahead = self._clock[worker] - min(self._clock.values())
+            ahead = self._clock.get(worker, 0) - min(self._clock.values(), default=0)
             if ahead > rules.slack:
                 return f"{ahead} micro-batches ahead of the slowest worker, the slack is {rules.slack}"
         elif rules.name == "hop_bw":

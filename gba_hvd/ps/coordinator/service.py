@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gba_hvd.ps.coordinator.evaluations import Evaluations
 from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.messages import (
     Answer,
     Applied,
+    Evaluate,
+    EvaluationReply,
     HeartbeatMsg,
     JobPosition,
     LeaseReply,
@@ -26,6 +30,7 @@ from gba_hvd.ps.messages import (
     PushDone,
     Refused,
     ReplicaSubmitted,
+    Score,
     SwitchTo,
     TrainingFailed,
 )
@@ -75,6 +80,15 @@ class CoordinatorService:
             self.save_ledger()
         return Ok(self.coordinator.position())
 
+    def evaluate(self, request: Evaluate, frames: Sequence[Any]) -> tuple[EvaluationReply, Sequence[Any]]:
+        self.coordinator.works(request.worker)
+        return self.evaluations.ask(request, frames)
+
+    def score(self, request: Score, frames: Sequence[Any]) -> Ok:
+        self.coordinator.works(request.worker)
+        self.evaluations.score(request, frames)
+        return Ok()
+
     def beat(self, request: HeartbeatMsg) -> JobPosition:
         world = self.coordinator.world
         self.coordinator.beat(request)
@@ -117,6 +131,10 @@ class CoordinatorService:
             self.part.forget_worker(worker)
             self.save_ledger()
             self.advance()
+
+    def take_back_late_evaluations(self) -> None:
+        for worker, since_s in self.evaluations.take_back_late():
+            self.coordinator.took_too_long(worker, since_s)
 
     # --- what happens by itself --------------------------------------------------------------------------------------
 

@@ -205,10 +205,9 @@ class Server:
             case messages.ReplicaSubmitted():
                 return self._on_handed_in(request), ()
             case messages.Evaluate():
-                return mode.coordinated(request.generation).evaluations.ask(request, frames)
+                return mode.coordinated(request.generation).evaluate(request, frames)
             case messages.Score():
-                mode.coordinated(request.generation).evaluations.score(request, frames)
-                return Ok(), ()
+                return mode.coordinated(request.generation).score(request, frames), ()
             # From the coordinator.
             case messages.Measure():
                 return self._decided(request).measure(request), ()

@@ -187,7 +187,7 @@ def test_a_long_wait_for_a_worker_that_lives_is_reported_and_ends_when_it_contin
         values = torch.ones(8)
         summed.sum_(values)
         assert torch.equal(values, torch.full((8,), 2.0))
-        assert "rank 0 waits for 0 s for the gradients of rank 1 (process" in (tmp_path / "notice").read_text()
+        assert "rank 0 has waited 0 s for the gradients of rank 1 (process" in (tmp_path / "notice").read_text()
 
     def notice(text: str) -> None:
         (tmp_path / "notice.new").write_text(text)

@@ -193,6 +193,21 @@ def test_a_lease_of_a_worker_that_never_lived_does_not_last() -> None:
     assert lease(coordinator, 2, 1).micro == late.micro
 
 
+def a_minute_passes(clock: Clock, coordinator: Coordinator, *workers: int) -> None:
+    """In which these workers send heartbeats."""
+    for _ in range(int(LEASE_S) + 2):
+        clock.now += 1
+        for worker in workers:
+            coordinator.beat(beat(worker))
+        coordinator.fall_silent()
+
+
+def asks(coordinator: Coordinator, worker: int, request: int, epoch: int = 0) -> bool:
+    """Whether it gets a lease."""
+    answer = coordinator.ask(ask(worker, request, epoch))
+    return answer is not None and answer.lease is not None
+
+
 @pytest.mark.parametrize("when", ["with a lease", "between epochs"])
 def test_no_worker_of_hop_bs_waits_for_one_that_hangs(when: str) -> None:
     """Its heartbeats go on. When it is back, it is one of them again."""
@@ -206,17 +221,52 @@ def test_no_worker_of_hop_bs_waits_for_one_that_hangs(when: str) -> None:
     else:
         coordinator.ledger.await_no_more(2)
         finish_epoch(coordinator, 0)
+        coordinator.ledger.await_again(2)
     done(coordinator, 1, lease(coordinator, 1, at, epoch))
-    for second in range(int(LEASE_S) + 2):
-        clock.now += 1
+    coordinator.beat(beat(2))
+    assert not asks(coordinator, 1, at + 1, epoch), "it waits for the slowest"
+    a_minute_passes(clock, coordinator, 1, 2)
+    assert asks(coordinator, 1, at + 1, epoch)
+    assert coordinator.position().hanging == ([(2, 1002, 62.0)] if when == "with a lease" else [])
+    if when == "with a lease":
+        assert asks(coordinator, 2, 2), "another thread of it reads ahead"
+        coordinator.beat(beat(2))
+        assert coordinator.position().hanging, "which is no sign of life"
+    coordinator.works(2)
+    coordinator.beat(beat(2))
+    assert not coordinator.position().hanging
+    assert asks(coordinator, 2, 3, epoch)
+
+
+def test_a_round_of_hop_bw_is_complete_without_a_worker_that_hangs() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock, discipline={"name": "hop_bw", "backups": 0})
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    lost = lease(coordinator, 2, 1)
+    done(coordinator, 1, lease(coordinator, 1, 1))
+    assert coordinator.decide() is None, "the other part of the round"
+    a_minute_passes(clock, coordinator, 1, 2)
+    assert asks(coordinator, 2, 2), "another thread of it reads ahead"
+    apply_steps(coordinator)
+    assert coordinator.position().step == 1
+    assert done(coordinator, 2, lost) == "revoked"
+    assert coordinator.position().hanging == []
+
+
+def test_a_worker_that_evaluates_for_long_does_not_hang() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock, discipline={"name": "hop_bw", "backups": 0})
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    for _ in range(3):
+        clock.now += LEASE_S - 10
         for worker in (1, 2):
             coordinator.beat(beat(worker))
+            coordinator.works(worker)
         coordinator.fall_silent()
-        assert (coordinator.ask(ask(1, at + 1, epoch)) is None) == (second < LEASE_S), "it waits for the slowest"
-    apply_steps(coordinator)
-    given = lease(coordinator, 2, 2, epoch)
-    coordinator.beat(beat(2))
-    assert done(coordinator, 2, given) == "accepted"
+    done(coordinator, 1, lease(coordinator, 1, 1))
+    assert coordinator.decide() is None, "it waits for the other one"
 
 
 def test_leases_given_before_a_restart_expire_too() -> None:
