@@ -66,9 +66,9 @@ class WorkerSeen:
     host: int
     pid: int
     last_seen_s: float
-    worked_s: float  # when it last pushed, evaluated, or asked for a lease: one that sends heartbeats may hang
+    worked_s: float  # when the thread that trains last did something: heartbeats come from another one
     silent: bool = False
-    lost_lease: bool = False  # took too long for it, and has not pushed since; another thread of it may ask for more
+    lost_lease: bool = False  # it took too long for one, and that thread did nothing since
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
     done: int = 0
@@ -139,7 +139,8 @@ class Coordinator:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
         seen = self.workers.get(request.worker)
-        if seen is not None and (not seen.lost_lease or request.run > ledger.run):
+        reads_ahead = seen is not None and (seen.lost_lease or bool(ledger.outstanding(request.worker)))
+        if not reads_ahead or request.run > ledger.run:  # else another thread asks, for what comes later
             self.works(request.worker)
         if request.run < ledger.run:
             n_steps = self._cut(request.n_samples).n_steps
@@ -330,7 +331,7 @@ class Coordinator:
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]
-                self.took_too_long(handed.worker, handed.given_s)
+                self.took_too_long(handed.worker)
         for worker, seen in self.workers.items():
             if self._hangs(seen):
                 self.ledger.await_no_more(worker)
@@ -342,12 +343,12 @@ class Coordinator:
 
     def _hangs(self, seen: WorkerSeen) -> bool:
         """It sends heartbeats, and has been at something else than training for longer than a micro-batch may take."""
-        return seen.lost_lease or self._clock() - seen.worked_s > self._longest_s(seen)
+        return self._clock() - seen.worked_s > self._longest_s(seen)
 
-    def took_too_long(self, worker: int, since_s: float) -> None:
-        """A lease that this worker had since then is for others now, though it lives."""
+    def took_too_long(self, worker: int) -> None:
+        """A lease of this worker is for others now, though it lives."""
         if worker in self.workers:
-            self.workers[worker].lost_lease, self.workers[worker].worked_s = True, since_s
+            self.workers[worker].lost_lease = True
 
     def works(self, worker: int) -> None:
         """The thread of this worker that trains did something."""
@@ -480,9 +481,9 @@ class Coordinator:
         """Workers that live and do nothing: rank, process, and for how many seconds."""
         now, silent_s = self._clock(), _STOPPED_AFTER * self._heartbeat_timeout_s
         return sorted(
-            (seen.rank, seen.pid, round(now - (seen.worked_s if seen.lost_lease else seen.last_seen_s), 1))
+            (seen.rank, seen.pid, round(now - (seen.last_seen_s if seen.silent else seen.worked_s), 1))
             for seen in self.workers.values()
-            if seen.lost_lease or (seen.silent and now - seen.last_seen_s > silent_s)
+            if (seen.silent and now - seen.last_seen_s > silent_s) or (seen.lost_lease and self._hangs(seen))
         )
 
     def resume_position(self) -> JobPosition | None:

@@ -118,9 +118,9 @@ class Evaluations:
                 states = [so_far.state() for so_far in found.measured]
                 found.result = [combined(part, [state]) for part, state in zip(parts, states, strict=True)]
 
-    def take_back_late(self) -> list[tuple[int, float]]:
-        """Leases that take too long are for others. Called now and then. Returns who had them, and since when."""
-        now_s, late = self._clock(), []
+    def take_back_late(self) -> list[int]:
+        """Leases that take too long are for others. Called now and then. Returns who had them."""
+        now_s, workers = self._clock(), []
         for (phase, ordinal), evaluation in self._evaluations.items():
             if evaluation.like_probabilities:  # it is refused, and what was leased is of no use
                 continue
@@ -128,12 +128,12 @@ class Evaluations:
                 if now_s - given.since_s > self._lease_s:
                     evaluation.late[serial] = evaluation.given.pop(serial)
                     evaluation.ledger.revoke(given.micro)
-                    late.append((given.worker, given.since_s))
+                    workers.append(given.worker)
                     log.warning(
                         "evaluation %d of phase %d: worker %d has had batch %d for %.0f s, another one gets it",
                         ordinal, phase, given.worker, given.micro, now_s - given.since_s,
                     )  # fmt: skip
-        return late
+        return workers
 
     def leave(self, worker: int) -> None:
         """A worker is silent or gone: others compute what it had."""

@@ -133,8 +133,8 @@ class CoordinatorService:
             self.advance()
 
     def take_back_late_evaluations(self) -> None:
-        for worker, since_s in self.evaluations.take_back_late():
-            self.coordinator.took_too_long(worker, since_s)
+        for worker in self.evaluations.take_back_late():
+            self.coordinator.took_too_long(worker)
 
     # --- what happens by itself --------------------------------------------------------------------------------------
 

@@ -259,12 +259,15 @@ def test_a_worker_that_evaluates_for_long_does_not_hang() -> None:
     coordinator = a_coordinator(clock, discipline={"name": "hop_bw", "backups": 0})
     for worker in (1, 2):
         coordinator.beat(beat(worker))
+    read_ahead = lease(coordinator, 2, 1)
     for _ in range(3):
         clock.now += LEASE_S - 10
         for worker in (1, 2):
             coordinator.beat(beat(worker))
             coordinator.works(worker)
         coordinator.fall_silent()
+        assert coordinator.position().hanging == []
+    assert done(coordinator, 2, read_ahead) == "revoked"
     done(coordinator, 1, lease(coordinator, 1, 1))
     assert coordinator.decide() is None, "it waits for the other one"
 
