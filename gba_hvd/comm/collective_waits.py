@@ -1,9 +1,10 @@
 """What a worker logs while it waits for others in an operation of Horovod's, and when.
 
-Horovod waits without end, and its stall inspector is silent as we run it. Here a wait is reported after `FIRST_S`, then
-ever less often. Who is behind is found in the launcher's key-value store, in jobs that are not large: a worker that has
-waited for `MARKED_S` leaves there what it waits in, and takes it back when the wait is over. So a worker without a mark
-computes, hangs, or has come within that time. A wait that is shorter than that costs nothing.
+Horovod waits without end, and over Gloo its stall inspector (0.28.1) takes the world for one of no ranks, of which none
+is missing: it never speaks. Here a wait is reported after `FIRST_S`, then ever less often. Who is behind is found in
+the launcher's key-value store, in jobs that are not large: a worker that has waited for `MARKED_S` leaves there what it
+waits in, and takes it back when the wait is over. So a worker without a mark computes, hangs, or has come within that
+time. A wait that is shorter than that costs nothing.
 
 What a crash leaves: a mark of a rank that waits no more, until the launcher forms the next world and empties its store.
 """

@@ -425,7 +425,7 @@ class Notes(gba_hvd.Callback):
 
 if "long_waits_s" in PLAN:  # when a wait leaves its mark with the launcher, and when it is reported
     collective_waits.MARKED_S, collective_waits.FIRST_S = PLAN["long_waits_s"]
-if PLAN.get("slow_to_start") == int(os.environ.get("HOROVOD_RANK", "0")):  # after `hvd.init`, until the test says so
+if "slow_to_start" in PLAN and hvd.rank() == PLAN["slow_to_start"]:  # after `hvd.init`, until the test says so
     (OUT / "starts").touch()
     wait_for_file("go on")
 
