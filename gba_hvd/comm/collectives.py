@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gba_hvd.comm import collective_waits
+from gba_hvd.comm.collective_waits import LongWait
+from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
 from gba_hvd.comm.world_formation import SLOW, Forming
 from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError, StateMismatch
@@ -99,20 +102,20 @@ class HorovodWorld:
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
         mine = torch.from_numpy(row.astype(np.int64))[None, :]
-        gathered = self._wait(self._hvd.allgather_async(mine, name=f"gba_hvd.{name}"))
+        gathered = self._wait(name, self._hvd.allgather_async(mine, name=f"gba_hvd.{name}"))
         result: np.ndarray = gathered.numpy()
         return result
 
     def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
         size = torch.tensor([len(data) if data is not None and self.rank == root else 0], dtype=torch.int64)
-        self._wait(self._hvd.broadcast_async_(size, root, name=f"gba_hvd.{name}.size"))
+        self._wait(name, self._hvd.broadcast_async_(size, root, name=f"gba_hvd.{name}.size"))
         if self.rank == root:
             assert data is not None
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         else:
             buffer = torch.empty(int(size), dtype=torch.uint8)
         for piece in buffer.split(_PIECE_BYTES):
-            self._wait(self._hvd.broadcast_async_(piece, root, name=f"gba_hvd.{name}.bytes"))
+            self._wait(name, self._hvd.broadcast_async_(piece, root, name=f"gba_hvd.{name}.bytes"))
         result: bytes = buffer.numpy().tobytes()
         return result
 
@@ -121,14 +124,14 @@ class HorovodWorld:
             raise BadInput(f"{len(words):,} words are too many for one exchange: use a smaller micro_batch")
         counts = torch.from_numpy(splits.astype(np.int32))
         received, received_counts = self._wait(
-            self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
+            name, self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
         )
         return received.numpy(), received_counts.numpy()
 
     def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
         # Horovod returns all in one piece and not where the parts begin: each says its length.
         mine = np.frombuffer(len(data).to_bytes(_LENGTH, "little") + data, np.uint8).copy()
-        gathered = self._wait(self._hvd.allgather_async(torch.from_numpy(mine), name=f"gba_hvd.{name}")).numpy()
+        gathered = self._wait(name, self._hvd.allgather_async(torch.from_numpy(mine), name=f"gba_hvd.{name}")).numpy()
         parts, at = [], 0
         for _ in range(self.size):
             end = at + _LENGTH + int.from_bytes(gathered[at : at + _LENGTH].tobytes(), "little")
@@ -138,18 +141,26 @@ class HorovodWorld:
 
     def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
-        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), cancelled)
+        self._wait(name, self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), cancelled)
         if local is not values:
             values.copy_(local)
 
-    def _wait(self, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
-        """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
-        asked_s = time.perf_counter()
+    def _wait(self, name: str, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
+        """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for.
+
+        Long waits are reported, but for those that may be cancelled: for them training does not wait.
+        """
+        asked_s, long_wait = time.perf_counter(), None
         while not self._hvd.poll(handle):
             if cancelled is not None and cancelled():  # Horovod keeps the tensors until the next world is initialised
                 raise WorldLeft("this worker leaves the world")
             waited_s = time.perf_counter() - asked_s
+            if waited_s > collective_waits.MARKED_S and cancelled is None:
+                long_wait = long_wait or LongWait(name, self.rank, self.size, LauncherStore.of())
+                long_wait.report(waited_s)
             time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if cancelled is None else _PATIENT_POLL_S)
+        if long_wait is not None:
+            long_wait.end()
         return self._hvd.synchronize(handle)
 
 

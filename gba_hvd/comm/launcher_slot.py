@@ -17,6 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from gba_hvd.errors import LauncherUnreachable, WorkerEvicted
 
@@ -33,6 +34,35 @@ def may_continue(mark: str, found: str | None) -> tuple[bool, str]:
     return False, "another worker has its place"
 
 
+@dataclass(frozen=True)
+class LauncherStore:
+    """The launcher's key-value store, through which workers also find each other."""
+
+    address: str
+    port: int
+
+    @staticmethod
+    def of(environ: Mapping[str, str] = os.environ) -> LauncherStore | None:
+        """As Horovod's launcher names it when it starts a worker; None: this process has no launcher."""
+        address, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
+        return LauncherStore(address, int(port)) if address and port else None
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> str | None:
+        """What the store has at `path`, if anything; raises OSError."""
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=_REQUEST_S)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            words = answer.read().decode("ascii", errors="replace")
+        except http.client.HTTPException as error:  # cut off in the middle of an answer
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status not in (200, 404):
+            raise OSError(f"it answered with status {answer.status}")
+        return words if answer.status == 200 else None
+
+
 class LauncherSlot:
     """One worker's. Does nothing where there is no elastic launcher. Not thread-safe.
 
@@ -41,8 +71,7 @@ class LauncherSlot:
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self.mark = clock, secrets.token_hex(8)
-        address, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
-        self._launcher = (address, int(port)) if environ.get("HOROVOD_ELASTIC") == "1" and address and port else None
+        self._launcher = LauncherStore.of(environ) if environ.get("HOROVOD_ELASTIC") == "1" else None
         slot = environ.get("HOROVOD_SLOT", environ.get("HOROVOD_LOCAL_RANK", ""))  # a worker's local rank may change
         self._path = f"/{_SCOPE}/{environ.get('HOROVOD_HOSTNAME', '')}:{slot}"
         self._taken = False
@@ -76,9 +105,9 @@ class LauncherSlot:
                 allowed, why = may_continue(self.mark, self._ask("GET"))
             except OSError as error:
                 if self._clock() > deadline:
-                    address, port = self._launcher
+                    at = f"{self._launcher.address}:{self._launcher.port}"
                     raise LauncherUnreachable(
-                        f"the launcher at {address}:{port} was not reached for {timeout_s:g} s ({error}): this host is "
+                        f"the launcher at {at} was not reached for {timeout_s:g} s ({error}): this host is "
                         "cut off, or the launcher has ended. This worker ends; the others continue without it"
                     ) from error
                 time.sleep(_PAUSE_S)
@@ -94,15 +123,4 @@ class LauncherSlot:
     def _ask(self, method: str, body: bytes | None = None) -> str | None:
         """What the launcher's store has; raises OSError."""
         assert self._launcher is not None
-        connection = http.client.HTTPConnection(*self._launcher, timeout=_REQUEST_S)
-        try:
-            connection.request(method, self._path, body)
-            answer = connection.getresponse()
-            words = answer.read().decode("ascii", errors="replace")
-        except http.client.HTTPException as error:  # cut off in the middle of an answer
-            raise OSError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if answer.status not in (200, 404):
-            raise OSError(f"it answered with status {answer.status}")
-        return words if answer.status == 200 else None
+        return self._launcher.ask(method, self._path, body)

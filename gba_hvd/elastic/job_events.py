@@ -105,6 +105,12 @@ def worker_gone(engine: Engine) -> None:
     engine.emit(Event("worker_lost", engine.progress.step, text, {"workers": engine.world.size}))
 
 
+def pauses_for_workers(engine: Engine) -> None:
+    """In allreduce mode, on rank 0: the world is left to let workers in, which the launcher starts only then."""
+    text = "workers are let in: training pauses until they have started (imports and what the script does first)"
+    engine.emit(Event("workers_awaited", engine.progress.step, text, {"workers": engine.world.size}))
+
+
 def world_was_late(engine: Engine, wait: Wait | None, meanwhile: str) -> None:
     """What the world that stands now took to form, if it was long, or broke up."""
     if wait is not None and wait.is_worth_a_word:

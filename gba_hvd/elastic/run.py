@@ -65,7 +65,10 @@ def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., A
         return alone
     from horovod.common.elastic import run_fn
 
-    reset = functools.partial(initialise_again, state.engine.forming, _WORLD_TIMEOUT_S)
+    def reset() -> None:
+        state.report_pause()
+        initialise_again(state.engine.forming, _WORLD_TIMEOUT_S)
+
     wrapped: Callable[..., Any] = run_fn(function, reset)
     return wrapped
 

@@ -47,6 +47,7 @@ log = logging.getLogger("gba_hvd")
 # failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 _STOOD_STILL = "this worker's training stood still meanwhile"
+_ADDED = 2  # a bit of Horovod's HostUpdateResult: removed (1), added (2), both (3)
 _CAUSE_S = 1.5  # a launcher that lost a worker kills the others 5 s later; they report the cause first
 
 
@@ -249,10 +250,19 @@ class TorchState:
     def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
         """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, carries it to all."""
         mode = self.engine.mode  # the training thread may leave it meanwhile
+        if (mode is None or mode.steps_together) and update_result & _ADDED:
+            self.engine.signals.workers_come = True
         if mode is not None:
             mode.on_hosts_updated()
         else:
             self.engine.signals.hosts_updated = True
+
+    def report_pause(self) -> None:
+        """Before the world forms again: that training waits for workers that start, where this worker knows of any."""
+        signals, mode = self.engine.signals, self.engine.mode
+        comes, signals.workers_come = signals.workers_come, False
+        if comes and (mode is None or mode.steps_together):
+            job_events.pauses_for_workers(self.engine)
 
     def commit(self) -> None:
         """Nothing to save: every step is committed. Here so that Horovod scripts run unchanged."""

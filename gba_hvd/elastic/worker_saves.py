@@ -126,7 +126,9 @@ class WorkerSaves:
                 f"that resumes from {checkpoints.callback.url} loses what came after its newest checkpoint"
             )
             engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"))
-        engine.world.gather("left", np.zeros(1, dtype=np.int64))  # before that, other hosts may not have saved theirs
+        engine.world.gather(
+            "saved before leaving", np.zeros(1, dtype=np.int64)
+        )  # before that, other hosts may not have saved theirs
         self._leave_if_preempted()
 
     def _leave_if_preempted(self) -> None:
@@ -152,7 +154,7 @@ class WorkerSaves:
             checkpoints.save(plan, self._host_server, *self._part, state)
             if checkpoints.is_strict:
                 checkpoints.schedule.await_read(self._host_server, plan.number)
-                engine.world.gather("read", np.zeros(1, dtype=np.int64))
+                engine.world.gather("checkpoint read", np.zeros(1, dtype=np.int64))
             checkpoints.schedule.record_stall(time.perf_counter() - started)
         return plan is not None
 

@@ -151,6 +151,7 @@ def start(
     servers = mode.servers
     servers.client.traffic = engine.traffic
     servers.contact.hosts_updated, engine.signals.hosts_updated = engine.signals.hosts_updated, False
+    engine.signals.workers_come = False  # training does not pause for them
     if session.rule == "dana_slim":
         servers.outgoing.slim = _slim_worker(engine, session, sharers)
     servers.start()

@@ -39,11 +39,13 @@ class Signals:
     """What this worker is to do before the next step.
 
     hosts_updated: Horovod found other hosts (only rank 0 is notified); interrupt_due: all workers know it by now, and
-    stop at the same step. preempt_deadline_s: SIGTERM came, leave by this monotonic time.
+    stop at the same step. workers_come: those hosts have slots for workers that this world does not have.
+    preempt_deadline_s: SIGTERM came, leave by this monotonic time.
     requested_mode: (mode, reason), agreed by all workers
     """
 
     hosts_updated: bool = False
+    workers_come: bool = False
     interrupt_due: bool = False
     preempt_deadline_s: float | None = None
     requested_mode: tuple[str, str] | None = None

@@ -25,7 +25,8 @@ log = logging.getLogger("gba_hvd")
 # Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
 # start, or is started again.
 _LOGGED = frozenset({
-    "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "device_rows", "faults_lasting",
+    "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
+    "faults_lasting",
 })  # fmt: skip
 
 

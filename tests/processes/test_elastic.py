@@ -197,6 +197,9 @@ def test_a_worker_joins_in_mid_epoch_and_gets_everything(reference: dict[str, np
         assert len({line["pid"] for line in job.notes("committed")}) == 2
         job.assert_every_sample_once(epochs=2)
         assert_same_parameters(job.arrays(), reference)
+        kinds = [line["event"] for line in job.notes("event")]
+        assert kinds.count("workers_awaited") == 1 and kinds.index("workers_awaited") < kinds.index("membership")
+        assert "workers are let in: training pauses until they have started" in job.said()
 
 
 def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

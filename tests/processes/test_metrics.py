@@ -125,6 +125,18 @@ def test_a_worker_that_hangs_within_an_evaluation_does_not_hold_it_up(tmp_path: 
         assert len(aucs) == 4 and len(set(aucs)) == 2, "one result of each evaluation, for both"
 
 
+def test_who_waits_in_an_evaluation_for_a_worker_that_hangs_says_so(tmp_path: Path) -> None:
+    """In allreduce mode all wait: the log says for whom, and in what."""
+    with cluster(tmp_path, epochs=1, hangs_in_evaluation=0, long_waits_s=[1, 3]) as job:
+        job.start_static(3)
+        waits = r"rank {} has waited for \d+ s in an evaluation \(gba_hvd.evaluate\): rank 1 has not come to it\."
+        wait_for(lambda: all(re.search(waits.format(rank), job.said()) for rank in (0, 2)), "a line of each that waits")
+        assert (job.out / "hangs").exists()
+        (job.out / "go on").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_every_sample_once(epochs=1)
+
+
 def test_a_worker_whose_server_others_still_need_says_what_it_waits_for(tmp_path: Path) -> None:
     plan = {"gba": {"mode": "gba"}, "epochs": 1, "hangs_in_evaluation": 0, "own_memory_per_name": True}
     with cluster(tmp_path, {"GBA_HVD_LEASE_S": "3"}, **plan) as job:

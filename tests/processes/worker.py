@@ -55,6 +55,7 @@ from gba_hvd import losses  # noqa: E402
 from gba_hvd.averaging import schedule  # noqa: E402
 from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
+from gba_hvd.comm import collective_waits  # noqa: E402
 from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
 from gba_hvd.elastic.training_state import TrainingState  # noqa: E402
@@ -421,6 +422,12 @@ class Notes(gba_hvd.Callback):
         if PLAN.get("ends_last") == state.world.rank:
             wait_for_the_others_to_end()
 
+
+if "long_waits_s" in PLAN:  # when a wait leaves its mark with the launcher, and when it is reported
+    collective_waits.MARKED_S, collective_waits.FIRST_S = PLAN["long_waits_s"]
+if "slow_to_start" in PLAN and hvd.rank() == PLAN["slow_to_start"]:  # after `hvd.init`, until the test says so
+    (OUT / "starts").touch()
+    wait_for_file("go on")
 
 more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])

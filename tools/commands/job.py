@@ -269,7 +269,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     if not listed:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last push", "last seen", "process"):
+    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last active", "last seen", "process"):
         table.add_column(heading, justify="right")
     for worker in listed:
         seconds = worker["seconds"]

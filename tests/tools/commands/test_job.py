@@ -35,7 +35,7 @@ IN_GBA: dict[str, Any] = {
     "under_way": 3, "reissued": 1, "refused": 0, "wanted": "", "reason": "", "world": 0, "rates": [[0, 0.01]],
     "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
     "by_worker": [
-        {"rank": 0, "pid": 41, "silent_s": 0.1, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
+        {"rank": 0, "pid": 41, "silent_s": 0.1, "idle_s": 0.2, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
         {"rank": 1, "pid": 42, "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
     ],
 }  # fmt: skip
@@ -197,8 +197,8 @@ def test_the_least_a_server_may_say_is_enough(capsys: pytest.CaptureFixture[str]
 def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
     job.print_report(IN_GBA)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "10.0", "100.0", "900", "0.1", "s", "ago", "41"] in rows
-    assert ["1", "-", "-", "0", "7.0", "s", "ago", "42"] in rows
+    assert ["0", "10.0", "100.0", "900", "0.2", "s", "ago", "0.1", "s", "ago", "41"] in rows
+    assert ["1", "-", "-", "0", "-", "7.0", "s", "ago", "42"] in rows
 
 
 # --- asking for a mode -----------------------------------------------------------------------------------------------

@@ -288,6 +288,19 @@ def test_a_failed_step_is_computed_again_and_nothing_else(training: Any, clicks:
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
 
 
+@pytest.mark.parametrize(("change", "comes"), [(1, False), (2, True), (3, True)], ids=["removed", "added", "both"])
+def test_a_pause_for_workers_that_come_is_announced_once_and_none_for_those_that_go(
+    training: Any, clicks: Any, change: int, comes: bool
+) -> None:
+    job, dataset = training(epoch=0), clicks(40)
+    diary = with_diary(job)
+    job.epoch(dataset)
+    job.state.on_hosts_updated(0, change)
+    for _ in range(2):
+        job.state.report_pause()
+    assert diary.received.count("workers_awaited") == comes
+
+
 def test_hosts_that_come_or_go_interrupt_between_two_steps(training: Any, clicks: Any) -> None:
     exceptions = pytest.importorskip("horovod.common.exceptions")
     job, whole, dataset = training(epoch=0), training(epoch=0), clicks(40)
