@@ -24,6 +24,7 @@ from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.callback import CheckpointCallback
+from recovery.catalog.chains import Skipped
 from recovery.rows import KEY, USES, Column, Schema, Table
 from recovery.schedule.recovery_choice import RecoveryDecision
 
@@ -33,7 +34,7 @@ RESUMED: Any = SimpleNamespace(
     manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, without_room={},
     without_filter=(), seconds=1.5,
     age=SimpleNamespace(mean=0.5),
-    skipped=[SimpleNamespace(name="m-4", why="torn")],
+    skipped=[],
 )  # fmt: skip
 
 
@@ -246,12 +247,34 @@ def test_the_pace_of_checkpoints_is_planned_before_the_rest_is_reported() -> Non
 
 def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
     _, (_, resumed, residuals) = reported(replace(STARTED, resumed=RESUMED), residuals_missing=1)
-    assert resumed.message == ("resuming at step 7 from m-3: 2,000 rows in 1.5 s; newer ones cannot be used: m-4: torn")
-    assert resumed.data["skipped"] == ["m-4: torn"]
+    assert resumed.message == "resuming at step 7 from m-3: 2,000 rows in 1.5 s"
     assert (resumed.data["staleness"], resumed.data["lags"]) == ({"0": 8, "1": 3}, {"2": 11})
     assert resumed.data["gaps"] == {"1": [11, 0.5, 5.5, 42]}
     assert (resumed.data["rows_lost"], resumed.data["age"]) == (0, 0.5)
     assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "lost", "words"),
+    [
+        (
+            [Skipped("m-5", "m-5: gone", 27), Skipped("m-4", "torn")],
+            20,
+            "So 20 steps, from 7 to 27, are lost",
+        ),
+        ([Skipped("m-4", "m-4: altered")], None, "So what was trained after step 7 is lost"),
+    ],
+)
+def test_a_damaged_checkpoint_that_a_restart_passes_over_is_a_warning(
+    skipped: list[Skipped], lost: int | None, words: str
+) -> None:
+    resumed: Any = SimpleNamespace(**vars(RESUMED) | {"skipped": skipped})
+    _, (_, event, damaged) = reported(replace(STARTED, resumed=resumed), checkpoints=True)
+    assert (event.kind, event.level) == ("resumed", "info") and "cannot be used" not in event.message
+    assert (damaged.kind, damaged.level, damaged.step) == ("checkpoint_damaged", "warning", 7)
+    assert damaged.data == {"skipped": [one.words for one in skipped], "steps_lost": lost}
+    assert all(damaged.message.count(one.name) == 1 for one in skipped), "each is named once"
+    assert words in damaged.message and "gba-hvd checkpoint verify memory://place" in damaged.message
 
 
 def test_residuals_of_rows_that_no_checkpoint_has_are_reported() -> None:
@@ -320,8 +343,10 @@ def test_full_recovery_is_told_once_as_a_return_to_a_checkpoint() -> None:
     assert back.message.endswith("full: as asked")
     assert reported(CHANGED, checkpoints=True, rollback=rollback)[0][2:] == ["membership"], "it is told once"
     rollback.unreported = facts | {"skipped": ["m-4: torn"]}
-    _, (_, back, residuals) = reported(CHANGED, checkpoints=True, rollback=rollback, residuals_missing=1)
-    assert back.message.endswith("; newer ones cannot be used: m-4: torn") and residuals.kind == "residual_lost"
+    _, (_, back, damaged, residuals) = reported(CHANGED, checkpoints=True, rollback=rollback, residuals_missing=1)
+    assert (back.kind, residuals.kind) == ("resumed", "residual_lost")
+    assert (damaged.kind, damaged.level) == ("checkpoint_damaged", "warning")
+    assert "cannot be used: m-4: torn. So the job went back to m-3" in damaged.message
 
 
 def test_the_portion_lost_adds_up_and_is_of_the_planned_training() -> None:
@@ -346,9 +371,10 @@ def test_more_lost_than_the_target_is_a_warning() -> None:
 
 def test_a_damaged_checkpoint_that_rows_did_not_come_from_is_named() -> None:
     back = replace(CHANGED, rows_restored=25, rows_age=3.0, restored_from=("m-3",), skipped=("m-4: torn",))
-    _, (_, event) = reported(back, checkpoints=True)
+    _, (_, event, damaged) = reported(back, checkpoints=True)
     assert "they are 3 steps old; PLS 0" in event.message
-    assert event.message.endswith("; newer ones cannot be used: m-4: torn")
+    assert (damaged.kind, damaged.level) == ("checkpoint_damaged", "warning")
+    assert "cannot be used: m-4: torn. So lost rows came back from m-3, without what they" in damaged.message
     assert (event.data["manifest"], event.data["skipped"]) == ("m-3", ["m-4: torn"])
 
 
