@@ -142,7 +142,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    if kind == "interrupted" and (continued_by := _what_continues(engine)):
+    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
+    if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by
     switching = switching_of(engine)
     if status != "FAILED" and engine.world.rank == 0 and switching is not None:
@@ -181,23 +182,38 @@ def _interruption(error: str) -> str:
 
 
 def _what_continues(engine: Engine) -> str:
-    """Where the same command begins; empty where it starts over. On the chief."""
+    """Where the same command begins; empty where it starts over and nothing was trained. On the chief."""
+    if engine.world.rank != 0:
+        return ""
+    step, checkpoints = engine.progress.step, checkpoints_of(engine)
+    if why := endings.why_at_step_0(engine):
+        found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
+    else:
+        assert checkpoints is not None
+        found = [f"resumes from step {checkpoints.schedule.saved_step:,}, of the newest checkpoint"]
+    if _is_found_in_memory(engine):
+        grace_s = engine.model.tables.config.grace_s
+        found.insert(
+            0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
+        )
+    return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+
+
+def _is_found_in_memory(engine: Engine) -> bool:
+    """By the job's id, which is given to the job or stands in its newest checkpoint."""
+    checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
+    if checkpoints is None or not checkpoints.callback.resume or memory is None:
+        return False
+    has_name = bool(engine.model.tables.config.job_id) or checkpoints.schedule.saved_step >= 0
+    return has_name and retained_state.is_there(memory.folder)
+
+
+def _may_yet_be_saved(engine: Engine) -> str:
     checkpoints = checkpoints_of(engine)
-    if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:
+    if engine.host.server is None or checkpoints is None or not checkpoints.callback.resume:
         return ""
-    saved_step, grace_s = checkpoints.schedule.saved_step, engine.model.tables.config.grace_s
-    # Memory is found again by the job's id, which is given to the job or stands in its newest checkpoint.
-    shards = engine.model.tables.memory  # None: the world had not formed
-    is_kept = shards is not None and retained_state.is_there(shards.folder)
-    in_memory = is_kept and bool(engine.model.tables.config.job_id or saved_step >= 0)
-    saved = f"from step {saved_step:,}, of the newest checkpoint" if saved_step >= 0 else ""
-    memory = (
-        f"from step {engine.progress.step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
-    )
-    found = [text for text in (memory if in_memory else "", saved) if text]
-    if not found:
-        return ""
-    return f"when all workers have ended, the same command resumes {', else '.join(found)}"
+    is_possible = checkpoints.callback.final_checkpoint_s > 0
+    return ", unless its servers save a last one when all workers have ended" if is_possible else ""
 
 
 def _obstacle(engine: Engine) -> str:

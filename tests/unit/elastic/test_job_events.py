@@ -475,11 +475,12 @@ def test_a_launcher_passes_ctrl_c_on_as_sigterm(monkeypatch: pytest.MonkeyPatch)
     assert job_events._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
 
 
-BEGINS = "when all workers have ended, the same command resumes "
+BEGINS = "when all workers have ended, the same command "
 MEMORY, SAVED = (
-    "from step 955 if it comes within 20 s of the end, while that is kept in memory",
-    "from step 602, of the newest",
+    "resumes from step 955 if it comes within 20 s of the end, while that is kept in memory",
+    "resumes from step 602, of the newest",
 )
+NONE_YET = "starts at step 0 again, since no checkpoint has been saved yet"
 
 
 @pytest.mark.parametrize(
@@ -487,9 +488,9 @@ MEMORY, SAVED = (
     [
         (True, 602, "", f"{BEGINS}{MEMORY}, else {SAVED} checkpoint"),
         (False, 602, "", f"{BEGINS}{SAVED} checkpoint"),
-        (True, -1, "ctr", BEGINS + MEMORY),
-        (True, -1, "", ""),
-        (False, -1, "ctr", ""),
+        (True, -1, "ctr", f"{BEGINS}{MEMORY}, else {NONE_YET}"),
+        (True, -1, "", BEGINS + NONE_YET),
+        (False, -1, "ctr", BEGINS + NONE_YET),
     ],
 )
 def test_an_interrupted_job_says_where_the_same_command_goes_on(
@@ -498,21 +499,30 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     if is_kept:
         (tmp_path / "kept").touch()
     checkpoints = SimpleNamespace(
-        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
+        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True, final_checkpoint_s=60)
     )
     config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {JobCheckpoints: checkpoints}
     tables = SimpleNamespace(config=config, memory=SimpleNamespace(folder=tmp_path))
     engine: Any = SimpleNamespace(
         participant=found.get, world=SimpleNamespace(rank=0), progress=SimpleNamespace(step=955),
-        model=SimpleNamespace(tables=tables),
+        model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
     assert job_events._what_continues(engine) == words
+    engine.host.server = object()
+    may_be = ", unless its servers save a last one when all workers have ended"
+    assert job_events._what_continues(engine) == words + may_be * (saved_step < 0)
+    checkpoints.callback.final_checkpoint_s = 0
+    assert job_events._what_continues(engine) == words
     tables.memory = None  # interrupted before the world had formed
-    assert job_events._what_continues(engine) == (f"{BEGINS}{SAVED} checkpoint" if saved_step >= 0 else "")
-    checkpoints.callback.resume = False
-    assert job_events._what_continues(engine) == "", "it starts over"
+    assert job_events._what_continues(engine) == BEGINS + (f"{SAVED} checkpoint" if saved_step >= 0 else NONE_YET)
+    checkpoints.callback.resume, over = False, f"{BEGINS}starts at step 0 again, since "
+    assert job_events._what_continues(engine) == f"{over}CheckpointCallback(resume=False) reads no checkpoints"
     found.clear()
-    assert job_events._what_continues(engine) == ""
+    assert job_events._what_continues(engine) == f"{over}it has no CheckpointCallback"
+    engine.progress.step = 0
+    assert job_events._what_continues(engine) == "", "nothing was trained"
+    engine.progress.step, engine.world.rank = 955, 1
+    assert job_events._what_continues(engine) == "", "the chief says it"
 
 
 @pytest.mark.parametrize(
