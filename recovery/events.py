@@ -95,7 +95,7 @@ def describe_save(saved: Saved) -> str:
 def describe_restore(report: Report) -> str:
     lost = f", {report.n_lost:,} rows were never saved" if report.n_lost else ""
     pls = f", {100 * report.pls:.3g} % of all samples lost (PLS)" if report.pls is not None else ""
-    passed = "".join(f"; {one.name} was passed over: {one.why}" for one in report.skipped)
+    passed = "".join(f"; passed over: {one.words}" for one in report.skipped)
     return (
         f"{report.n_rows:,} rows of {report.manifest.name} (step {report.step}) restored in {report.seconds:.1f} s, "
         f"{report.age.least} to {report.age.most} steps old{lost}{pls}{passed}"

@@ -42,8 +42,7 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            listed = ", ".join(with_name(path) for path in sorted(found, key=_id_of))
-            raise BadInput(f"{len(found)} jobs run on this host, name one with --job: {listed}")
+            raise BadInput(f"{len(found)} jobs run on this host, name one with --job: {_listed(found)}")
         raise BadInput(
             f"no job runs here: {looked} holds no live folder {_PREFIX}*; run this on a host of the job, as its user, "
             "and name the folder with --dir if the job has another GBA_HVD_SHARD_DIR"
@@ -57,9 +56,8 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
         ids = ", ".join(sorted(map(_id_of, named)))
         raise BadInput(f"{len(named)} jobs of the name {job_id!r} run on this host, say which by its id: {ids}")
     dead = False
-    ids_here = sorted(map(_id_of, everywhere))
-    near = get_close_matches(job_id, [*ids_here, *map(_name_of, everywhere)], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"running here: {', '.join(ids_here) or 'none'}"
+    near = get_close_matches(job_id, [*map(_id_of, everywhere), *map(_name_of, everywhere)], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"running here: {_listed(everywhere) or 'none'}"
     with suppress(BadInput):
         dead = any(job_folder(base, job_id).is_dir() for base in bases)
     what = "has no living worker on this host" if dead else f"does not run here ({looked})"
@@ -98,7 +96,7 @@ def job_to_change(args: argparse.Namespace) -> Path:
     elsewhere = [path for base in others for path in _jobs(base)]
     is_named = bool(os.environ.get("GBA_HVD_SHARD_DIR"))  # without others --dir is, too
     if args.job is None and elsewhere and not (is_named and any(_jobs(first))):
-        listed = ", ".join(f"{with_name(path)} in {path.parent}" for path in (*_jobs(first), *elsewhere))
+        listed = _listed([*_jobs(first), *elsewhere], with_folder=True)
         raise BadInput(f"name a job with --job, or its folder with --dir: {listed}")
     return find_job([first, *others] if args.job is not None else [first], args.job)
 
@@ -118,6 +116,12 @@ def _name_of(folder: Path) -> str:
 def with_name(folder: Path) -> str:
     name = _name_of(folder)
     return f"{_id_of(folder)} ({name})" if name else _id_of(folder)
+
+
+def _listed(folders: Sequence[Path], with_folder: bool = False) -> str:
+    """Jobs to choose from: the ids, each with its name; where they are too, if that differs or is asked for."""
+    with_folder = with_folder or len({path.parent for path in folders}) > 1
+    return ", ".join(with_name(path) + (f" in {path.parent}" if with_folder else "") for path in folders)
 
 
 def _shard_dir(args: argparse.Namespace) -> Path:

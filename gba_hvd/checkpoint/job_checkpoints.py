@@ -243,7 +243,7 @@ class JobCheckpoints(StepParticipant):
         passed_over = []
         for chain in chains(self.store, self._is_of_this_job):
             if isinstance(chain, Skipped):
-                passed_over.append(f"{chain.name}: {chain.why}")
+                passed_over.append(chain.words)
                 continue
             newest = chain.newest
             if not chain.is_complete or newest.name in damaged:
@@ -252,7 +252,7 @@ class JobCheckpoints(StepParticipant):
                 self.check_fits(newest.about)
                 state = read_state(self.store, newest)
             except (BadInput, Damaged, NotFound) as error:
-                passed_over.append(f"{newest.name}: {error}")
+                passed_over.append(Skipped(newest.name, str(error)).words)
                 continue
             if state is not None:
                 return CompleteCheckpoint(newest, state, tuple(passed_over))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
 from gba_hvd.shm.shard_memory import is_alive
 
@@ -74,15 +75,36 @@ def world_lost(engine: Engine) -> WorldLost:
     return WorldLost(
         f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher it is not replaced: "
         f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
-        f"{_WHAT_TO_DO}"
+        f"{_what_to_do(engine)}"
     )
 
 
-_WHAT_TO_DO = (
-    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint. In an elastic job "
-    "(`gba-hvd run -np 1:2`, or `horovodrun --min-np 1` with a discovery script) the others continue without the lost "
-    "worker"
-)
+def _what_to_do(engine: Engine) -> str:
+    return (
+        f"Start the job again: {_where_it_begins(engine)}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
+        "--min-np 1` with a discovery script) the others continue without the lost worker"
+    )
+
+
+def _where_it_begins(engine: Engine) -> str:
+    """The job that is started again. Only the chief knows what was saved."""
+    if why := why_at_step_0(engine):
+        return f"it begins at step 0, since {why}"
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is not None and checkpoints.schedule.saved_step >= 0:
+        return f"it resumes from its newest checkpoint, of step {checkpoints.schedule.saved_step:,}"
+    return "it resumes from its newest checkpoint, or begins at step 0 if none has been saved yet"
+
+
+def why_at_step_0(engine: Engine) -> str:
+    """Why there is no checkpoint that the job, started again, resumes from; empty: there is one, or may be one."""
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None:
+        return "it has no CheckpointCallback"
+    if not checkpoints.callback.resume:
+        return "CheckpointCallback(resume=False) reads no checkpoints"
+    is_known = engine.world.rank == 0
+    return "no checkpoint has been saved yet" if is_known and checkpoints.schedule.saved_step < 0 else ""
 
 
 def cause_elsewhere(engine: Engine, within_s: float = 0.0) -> WorldLost | None:
@@ -108,7 +130,7 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":
-            return WorldLost(f"{text}. {_WHAT_TO_DO}", pid=pid)
+            return WorldLost(f"{text}. {_what_to_do(engine)}", pid=pid)
         killed = killed or WorldLost(text, "KILLED")
     return killed
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    if kind == "interrupted" and (continued_by := _what_continues(engine)):
+    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
+    if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by
     switching = switching_of(engine)
     if status != "FAILED" and engine.world.rank == 0 and switching is not None:
@@ -186,23 +188,38 @@ def _interruption(error: str) -> str:
 
 
 def _what_continues(engine: Engine) -> str:
-    """Where the same command begins; empty where it starts over. On the chief."""
+    """Where the same command begins; empty where it starts over and nothing was trained. On the chief."""
+    if engine.world.rank != 0:
+        return ""
+    step, checkpoints = engine.progress.step, checkpoints_of(engine)
+    if why := endings.why_at_step_0(engine):
+        found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
+    else:
+        assert checkpoints is not None
+        found = [f"resumes from step {checkpoints.schedule.saved_step:,}, of the newest checkpoint"]
+    if _is_found_in_memory(engine):
+        grace_s = engine.model.tables.config.grace_s
+        found.insert(
+            0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
+        )
+    return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+
+
+def _is_found_in_memory(engine: Engine) -> bool:
+    """By the job's id, which is given to the job or stands in its newest checkpoint."""
+    checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
+    if checkpoints is None or not checkpoints.callback.resume or memory is None:
+        return False
+    has_name = bool(engine.model.tables.config.job_id) or checkpoints.schedule.saved_step >= 0
+    return has_name and retained_state.is_there(memory.folder)
+
+
+def _may_yet_be_saved(engine: Engine) -> str:
     checkpoints = checkpoints_of(engine)
-    if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:
+    if engine.host.server is None or checkpoints is None or not checkpoints.callback.resume:
         return ""
-    saved_step, grace_s = checkpoints.schedule.saved_step, engine.model.tables.config.grace_s
-    # Memory is found again by the job's id, which is given to the job or stands in its newest checkpoint.
-    shards = engine.model.tables.memory  # None: the world had not formed
-    is_kept = shards is not None and retained_state.is_there(shards.folder)
-    in_memory = is_kept and bool(engine.model.tables.config.job_id or saved_step >= 0)
-    saved = f"from step {saved_step:,}, of the newest checkpoint" if saved_step >= 0 else ""
-    memory = (
-        f"from step {engine.progress.step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
-    )
-    found = [text for text in (memory if in_memory else "", saved) if text]
-    if not found:
-        return ""
-    return f"when all workers have ended, the same command resumes {', else '.join(found)}"
+    is_possible = checkpoints.callback.final_checkpoint_s > 0
+    return ", unless its servers save a last one when all workers have ended" if is_possible else ""
 
 
 def _obstacle(engine: Engine) -> str:
@@ -302,12 +319,12 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
         text += _without_room(report, joined.n_hosts)
-        skipped = [f"{one.name}: {one.why}" for one in report.skipped]
-        if skipped:
-            text += f"; newer ones cannot be used: {'; '.join(skipped)}"
+        skipped = [one.words for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
         yield Event("resumed", step, text, facts)
+        steps_lost, so = _steps_lost(engine, report)
+        yield from _passed_over(engine, skipped, so, steps_lost)
         yield from _changed_vocabularies(engine, report)
     if joined.resumed is not None or joined.taken is not None:
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
@@ -315,6 +332,31 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         text = f"resuming at step {step} where the lost job stood: {joined.taken.reason}"
         lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
+
+
+def _passed_over(engine: Engine, skipped: Sequence[str], so: str, steps_lost: int | None = None) -> Iterator[Event]:
+    """A warning of newer checkpoints that cannot be used, where there are any. so: what follows for the job."""
+    checkpoints = checkpoints_of(engine)
+    if not skipped or checkpoints is None:
+        return
+    text = (
+        f"newer checkpoints cannot be used: {'; '.join(skipped)}. {so}. Nothing need be done for the job to continue; "
+        "to learn what else is damaged: gba-hvd checkpoint verify "
+        f"{shlex.quote(redacted(checkpoints.callback.url))}. Unless somebody removed or changed objects there, check "
+        "the disk, or the store"
+    )
+    data = {"skipped": list(skipped), "steps_lost": steps_lost}
+    yield Event("checkpoint_damaged", engine.progress.step, text, data, level="warning")
+
+
+def _steps_lost(engine: Engine, report: Report) -> tuple[int | None, str]:
+    """Of a job that resumes: steps that only checkpoints have which cannot be used; and what becomes of them."""
+    step = engine.progress.step
+    newest = max((one.step for one in report.skipped if one.step is not None), default=None)
+    if newest is None:
+        return None, f"So what was trained after step {step:,} is lost, and trained again"
+    lost = max(0, newest - step)
+    return lost, f"So {_count(lost, 'step')}, from {step:,} to {newest:,}, are lost, and trained again"
 
 
 def _without_room(report: Report, n_hosts: int) -> str:
@@ -462,8 +504,6 @@ def _rolled_back(engine: Engine, facts: dict[str, Any]) -> Event:
         f"{facts['rows_restored']:,} rows in {facts['seconds']:.1f} s; {facts['samples_redone']:,} samples are trained "
         f"again, each counts once; {facts['strategy_reason']}"
     )
-    if facts["skipped"]:
-        text += f"; newer ones cannot be used: {'; '.join(facts['skipped'])}"
     return Event("resumed", engine.progress.step, text, facts)
 
 
@@ -481,7 +521,10 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
         yield Event("shard_steps_missed", step, text, facts, level="warning")
     if engine.rollback.unreported is not None:
-        yield _rolled_back(engine, engine.rollback.unreported)
+        facts_of_it = engine.rollback.unreported
+        yield _rolled_back(engine, facts_of_it)
+        so = f"So the job went back to {facts_of_it['manifest']}, and trains the steps since then again"
+        yield from _passed_over(engine, facts_of_it["skipped"], so)
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     loss, lost = _portion_lost(engine, joined)
     if joined.decision is not None and joined.rolled_back is None:
@@ -492,11 +535,11 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
             f"{joined.rows_restored:,} rows that went down with their host came back from the checkpoint; "
             f"they are {joined.rows_age:.0f} steps old; {lost}"
         )
-        if joined.skipped:
-            text += f"; newer ones cannot be used: {'; '.join(joined.skipped)}"
         data = {"age": joined.rows_age, "skipped": list(joined.skipped), **loss}
         manifests = ", ".join(joined.restored_from)
         yield Event("rows_restored", step, text, {**facts, **data, "manifest": manifests})
+        so = f"So lost rows came back from {manifests}, without what they had learned since then"
+        yield from _passed_over(engine, joined.skipped, so)
     if joined.rows_lost:
         why = "no checkpoint was configured" if checkpoints_of(engine) is None else "no checkpoint has them"
         why = joined.why_lost or why

@@ -40,6 +40,7 @@ from gba_hvd.shm import retained_state
 from gba_hvd.shm.placement import HostShards, Placement
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
+from recovery.catalog.chains import Skipped
 from recovery.errors import BadInput, Damaged, NotFound, RecoveryError
 from recovery.restore import Report
 from recovery.schedule.adaptive import JobMeasurements
@@ -178,7 +179,7 @@ def _filled(
         memory.init_shards(mine, 0, ready=False)
         return (checkpoints.fill_from(memory, mine, name) if mine else None), "", _FILLED
     except (Damaged, NotFound) as error:
-        return None, f"{name}: {error}", _DAMAGED
+        return None, Skipped(name, str(error)).words, _DAMAGED
     except (GbaError, OSError) as error:
         return None, f"{name}: {type(error).__name__}: {error}", _FAILED
 

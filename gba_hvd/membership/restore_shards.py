@@ -134,7 +134,7 @@ def _refuse_different_rows(world: World, agreed: Agreement, initial: InitialRows
 
 def _words_of_all(world: World, report: Report | None, failure: str) -> list[tuple[str, ...]]:
     """Manifests restored from, checkpoints passed over, failures: of all hosts, each once. A collective."""
-    skipped = [] if report is None else [f"{one.name}: {one.why}" for one in report.skipped]
+    skipped = [] if report is None else [one.words for one in report.skipped]
     mine = [[] if report is None else [report.manifest.name], skipped, [failure] if failure else []]
     everyone = [json.loads(one.tobytes()) for one in world.gather_bytes("refilled", json.dumps(mine).encode())]
     return [tuple(dict.fromkeys(word for words in kind for word in words)) for kind in zip(*everyone, strict=True)]

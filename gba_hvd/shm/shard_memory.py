@@ -171,8 +171,8 @@ class ShardMemory:
                         take_from(Host(**held_by), host, folder, alive_fd)
                         _replace(about, {**mine, "host": asdict(host)})
                 else:
-                    for left in sweep.sweep(folder.parent, grace_s):
-                        log.info("%s was left by a dead job and is removed (%s)", left.path, _gib(left.n_bytes))
+                    for line in sweep.in_words(sweep.sweep(folder.parent, grace_s)):
+                        log.info("%s", line)
                     _make_file(path, layout)
                     reaper.start(folder, grace_s)
                     _replace(about, {**mine, "host": asdict(host)})

@@ -19,13 +19,14 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import reaper
+from recovery.units import size
 
 SEMAPHORES = Path("/dev/shm")
 _GONE = re.compile(rf"{folders.PREFIX}.+\.gone-\d+")
@@ -100,6 +101,19 @@ def sweep(base: Path, grace_s: float) -> list[OrphanedMemory]:
                 reaper.start(left.path, grace_s)
                 swept.append(left)
     return swept
+
+
+def in_words(swept: Sequence[OrphanedMemory]) -> list[str]:
+    """A line for each memory, and one for all semaphores, of which a launcher leaves many."""
+    lines = [
+        f"{left.path} was left by a dead job and is removed ({size(left.n_bytes)})"
+        for left in swept
+        if left.kind != "semaphore"
+    ]
+    if n := sum(left.kind == "semaphore" for left in swept):
+        what = "1 semaphore that a dead job's launcher had left was" if n == 1 else f"{n} semaphores of dead jobs were"
+        lines.append(f"{what} removed from {SEMAPHORES}")
+    return lines
 
 
 def _is_held(file: Path) -> bool:

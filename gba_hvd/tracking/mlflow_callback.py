@@ -42,6 +42,7 @@ from recovery.redaction import redacted, redacted_values
 
 _LOOK_EVERY_S = 10.0
 _RESTARTS = 3
+_QUIET_S = 2.0  # so long the end of a job that finished waits for the sender without a word
 WARNINGS = "warnings"  # metric: events of level "warning" so far
 WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
 _MODEL_BYTES_S = 8 << 20  # the least that a model is expected to be logged with, while the end waits
@@ -356,12 +357,9 @@ class MLflowCallback(Callback):
     def _wait_for_sender(self, status: str) -> None:
         """Until all is sent, at most `flush_timeout_s`. What ends this worker meanwhile does not end the sender."""
         assert self._writer is not None
-        path = self._writer.path
-        if status != "FINISHED":
-            _log(
-                f"sending the last records, at most {self._flush_timeout_s:.0f} s; should {path} still be there "
-                f"a minute from now, {how_to_send(path)}"
-            )
+        path, quiet_s = self._writer.path, min(_QUIET_S, self._flush_timeout_s) if status == "FINISHED" else 0.0
+        if not quiet_s:
+            self._report_wait(self._flush_timeout_s)
         if self._sender is None or not self._sender.alive():
             if read_status(path).stopped or read_status(path).done:
                 return
@@ -373,8 +371,20 @@ class MLflowCallback(Callback):
             now = read_status(path)
             return now.done or now.stopped
 
-        if not self._sender.wait(is_over, self._flush_timeout_s) and not read_status(path).recorded:
+        is_sent = quiet_s > 0 and self._sender.wait(is_over, quiet_s)
+        rest_s = self._flush_timeout_s - quiet_s
+        if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
+            self._report_wait(rest_s)
+        if not is_sent and not self._sender.wait(is_over, rest_s) and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
+
+    def _report_wait(self, at_most_s: float) -> None:
+        assert self._writer is not None
+        path = self._writer.path
+        _log(
+            f"sending the last records, at most {at_most_s:.0f} s; should {path} still be there a minute from now, "
+            f"{how_to_send(path)}"
+        )
 
     def _report(self, status: str) -> None:
         assert self._writer is not None

@@ -146,9 +146,51 @@ class RunHistory:
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
 
+    @property
+    def n_workers_lost(self) -> int:
+        return workers_lost(self.events)
+
     def last(self, metric: str) -> float | None:
         points = self.history.get(metric)
         return points[-1].value if points else None
+
+
+@dataclass
+class _Change:
+    """From one world of workers to the next, as events tell of it.
+
+    is_loss: workers were lost, it is not said how many. before, after: workers in the two worlds, where that is known
+    """
+
+    is_loss: bool = False
+    has_formed: bool = False
+    before: int = 0
+    after: int | None = None
+    failed: set[tuple[Any, Any]] = field(default_factory=set)
+
+    @property
+    def n_lost(self) -> int:
+        missing = self.before - self.after if self.is_loss and self.after is not None else 0
+        return max(int(self.is_loss), missing, len(self.failed))
+
+
+def workers_lost(events: Iterable[Record]) -> int:
+    """At least so many. Survivors report a loss when they notice it, and what a worker failed with in the next world:
+    these are two events of one worker.
+    """
+    changes = [_Change()]
+    for event in events:
+        kind, data = event.get("event"), event.get("data", {})
+        if kind == "started" or (kind in ("worker_lost", "membership") and changes[-1].has_formed):
+            changes.append(_Change())
+        now = changes[-1]
+        if kind == "worker_lost":
+            now.is_loss, now.before = True, max(now.before, int(data.get("workers", 0)))
+        elif kind == "membership":
+            now.has_formed, now.after = True, data.get("workers")
+        elif kind == "worker_failed":
+            now.failed.add((data.get("host"), data.get("pid")))
+    return sum(change.n_lost for change in changes)
 
 
 @dataclass(frozen=True)

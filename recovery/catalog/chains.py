@@ -36,10 +36,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that is not restored from, and why."""
+    """A checkpoint that is not restored from, and why. step: None where its manifest cannot be read."""
 
     name: str
     why: str
+    step: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Its name, once, and why."""
+        return self.why if self.why.startswith(self.name) else f"{self.name}: {self.why}"
 
 
 def chains(
@@ -61,7 +67,14 @@ def chains(
         try:
             yield _chain(store, name, known, there)
         except Damaged as error:
-            yield Skipped(name, str(error))
+            yield Skipped(name, str(error), _step_of(store, name))
+
+
+def _step_of(store: Store, name: str) -> int | None:
+    try:
+        return from_json(store.get(name), name).step
+    except (Damaged, NotFound):
+        return None
 
 
 def open_chain(store: Store, name: str) -> Chain:

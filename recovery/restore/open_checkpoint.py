@@ -290,7 +290,7 @@ def open_checkpoint(
         found = _find(store, step, check)
     if isinstance(found, OpenCheckpoint):
         for one in found.skipped:
-            log.warning("%s: %s is passed over: %s", store.url, one.name, one.why)
+            log.warning("%s: a checkpoint is passed over: %s", store.url, one.words)
         return found
     flaws = "; ".join(one.why for one in found.skipped)
     if step != "newest" and (found.steps or not found.skipped):
@@ -351,7 +351,7 @@ def _candidates(store: Store, step: int | str, check: str) -> Iterator[OpenCheck
                 continue
         except (Damaged, NotFound) as error:
             flaws = [str(error)]
-        yield Skipped(newest.name, f"{newest.name}: {'; '.join(flaws[:3])}")
+        yield Skipped(newest.name, "; ".join(flaws[:3]), newest.step)
 
 
 def dense_of_state(state: Any, name: str) -> dict[str, Tensor]:

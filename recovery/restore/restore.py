@@ -118,7 +118,7 @@ def restore(
             filling = Filling(store, source, asked, chain, config or Config())
             filling.run()
         except (Damaged, NotFound) as error:
-            skipped.append(Skipped(newest.name, str(error)))
+            skipped.append(Skipped(newest.name, str(error), newest.step))
             continue
         since = now.samples - newest.samples if now and now.samples is not None else None
         pls = None
@@ -133,7 +133,6 @@ def restore(
             filling.without_room, filling.without_filter,
         )  # fmt: skip
     if skipped:
-        raise Damaged(
-            f"{store.url} has no checkpoint that is whole: " + "; ".join(f"{s.name}: {s.why}" for s in skipped)
-        )
+        flaws = "; ".join(one.words for one in skipped)
+        raise Damaged(flaws if only else f"{store.url} has no checkpoint that is whole: {flaws}")
     return None

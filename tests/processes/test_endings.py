@@ -60,6 +60,11 @@ def test_nothing_is_left_when_a_worker_fails_and_its_error_is_shown(tmp_path: Pa
         assert job.wait() != 0
         assert job.fired() == 1
         assert "planned failure" in job.said()
+        (failed,) = (note for note in job.notes("event") if note["event"] == "failed" and "goes_on" in note)
+        assert failed["goes_on"] == (
+            "when all workers have ended, the same command starts at step 0 again, since it has no CheckpointCallback"
+        )
+        assert "Start the job again: it begins at step 0, since it has no CheckpointCallback" in job.said()
         job.assert_nothing_left()
 
 

@@ -150,9 +150,11 @@ def test_a_checkpoint_that_is_damaged_is_seen_when_rows_are_gone_already(
             assert "full recovery was begun and no checkpoint could be read to its end" in job.said(), job.log()
             assert [line["end"] for line in job.notes("end")] == ["FAILED"]
             return
-        wait_for(lambda: job.ended or events(job, "resumed"), "the recovery", PATIENCE_S)
+        wait_for(lambda: job.ended or events(job, "checkpoint_damaged"), "the recovery", PATIENCE_S)
         (told,) = events(job, "resumed")
         assert (told["step"], told["manifest"]) == (before.step, before.name) and newest.name in told["skipped"][0]
+        (damaged,) = events(job, "checkpoint_damaged")
+        assert damaged["message"].count(newest.name) == 1
         assert job.wait(PATIENCE_S) == 0, job.log()
         job.assert_every_sample_once(EPOCHS)
         assert job.result()["redone"] == samples_after(LOST_AT) - samples_after(before.step)

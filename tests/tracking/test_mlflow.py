@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from gba_hvd_tools.commands import mlflow_send
 
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking import MLflowCallback, gauges
+from gba_hvd.tracking import MLflowCallback, gauges, mlflow_callback
 from gba_hvd.tracking.find_run import read
 from gba_hvd.tracking.mlflow_callback import job_name
 from gba_hvd.tracking.run_history import RunHistory
@@ -395,6 +396,7 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
     callback.on_end("FINISHED", None)
 
     reported = capsys.readouterr().err
+    assert f"sending the last records, at most 2 s; should {callback.spool} still be there" in reported
     command = re.search(r"gba-hvd (mlflow send \S+\.jsonl)", reported)
     assert command is not None, reported
     assert re.search(r"NOT everything reached MLflow \([0-9]+ records did not\)", reported)
@@ -408,6 +410,38 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
     assert logged_steps(server.uri, run, "train/loss") == list(range(1, 51))
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "1"})
     assert not callback.spool.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "chief", "sent_at_once", "flush_s", "waits", "said"),
+    [
+        ("FINISHED", True, True, 30.0, [2.0], ""),
+        ("FINISHED", True, False, 30.0, [2.0, 28.0], "at most 28 s"),
+        ("FINISHED", False, False, 30.0, [2.0, 28.0], ""),
+        ("FINISHED", True, False, 1.5, [1.5, 0.0], ""),
+        ("FAILED", True, True, 30.0, [30.0], "at most 30 s"),
+        ("KILLED", False, False, 30.0, [30.0], "at most 30 s"),
+    ],
+)
+def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
+    status: str, chief: bool, sent_at_once: bool, flush_s: float, waits: list[float], said: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    waited: list[float] = []
+
+    def wait(is_over: object, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return sent_at_once
+
+    sender = SimpleNamespace(alive=lambda: True, wait=wait, end=lambda within_s: None)
+    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=flush_s)
+    callback.on_job(job("waits", rank=0 if chief else 1, size=2))
+    capsys.readouterr()
+    callback._wait_for_sender(status)
+    reported = capsys.readouterr().err
+    assert waited == waits
+    assert (f"sending the last records, {said};" in reported) if said else not reported
 
 
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(

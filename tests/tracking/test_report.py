@@ -673,3 +673,46 @@ def test_passwords_are_in_no_record_log_or_page_and_the_sender_still_has_the_uri
 def test_a_run_may_have_any_name(spool: Path, tmp_path: Path):
     story = replace(from_files(spool.parent), title=r"costs $5 and $\frac{1 here")
     assert draw_plots(story.history, story.events, story.title, tmp_path)
+
+
+# --- workers that were lost ------------------------------------------------------------------------------------------
+
+
+def told(kind: str, **data: object) -> Record:
+    return {"event": kind, "step": 1, "message": "", "data": data}
+
+
+def lost(workers: int) -> Record:
+    return told("worker_lost", workers=workers)
+
+
+def formed(workers: int) -> Record:
+    return told("membership", workers=workers)
+
+
+def failed(pid: int) -> Record:
+    return told("worker_failed", host="h1", pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("events", "n"),
+    [
+        ([told("started")], 0),
+        ([told("started"), formed(3)], 0),
+        ([lost(2), formed(2)], 1),
+        ([record for pid in range(5) for record in (lost(2), formed(2), failed(pid))], 5),
+        ([lost(4), formed(4), failed(1), failed(2), failed(2)], 2),
+        ([lost(8), formed(4)], 4),
+        ([lost(3), lost(3), formed(2), failed(9), formed(3)], 1),
+        ([formed(2), failed(9)], 1),
+        ([lost(3), told("started"), lost(3), formed(2)], 2),
+        ([lost(3)], 1),
+        ([{"event": "worker_lost"}, {"event": "membership"}], 1),
+    ],
+)
+def test_workers_that_were_lost_are_counted_once(events: list[Record], n: int) -> None:
+    story = history_of(*({"step": 1, "message": "", **record} for record in events))
+    words = f"{n} worker{'s were' if n > 1 else ' was'} lost"
+    assert story.n_workers_lost == n
+    assert (words in headline(story)) == (n > 0) == ("lost" in headline(story))
+    assert f"workers lost: {n or 'none'}" in run_note(story, "http://x")

@@ -10,10 +10,16 @@ if TYPE_CHECKING:
 
 
 def store_of(url: str, options: Sequence[str]) -> Store:
-    """options: KEY=VALUE, for the back end."""
+    """options: KEY=VALUE, for the back end. Raises BadInput for a local folder that does not exist."""
+    from recovery.errors import BadInput
+    from recovery.storage.local_store import LocalStore
     from recovery.storage.open import open_store
 
-    return open_store(url, **options_of(options))
+    store = open_store(url, **options_of(options))
+    behind = getattr(store, "store", store)  # of one that tries again
+    if isinstance(behind, LocalStore) and not behind.folder.is_dir():
+        raise BadInput(f"there is no folder {behind.folder}: is it written as the job's `url` is, and on this host?")
+    return store
 
 
 def options_of(options: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "job": "memory of a dead job",
     "removal": "memory of a dead job, half removed",
-    "semaphore": "of a launcher that was killed",
+    "semaphore": "semaphores of launchers that were killed",
 }
 
 
@@ -35,9 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from gba_hvd.config import Config
+    from gba_hvd.errors import BadInput
     from gba_hvd.shm.sweep import orphaned_memory, remove
 
     base = Config.from_env(shard_dir=args.dir).shard_dir
+    if not base.is_dir():
+        raise BadInput(f"there is no folder {base}: name the one that shards lie in with --dir, or GBA_HVD_SHARD_DIR")
     found = orphaned_memory(base)
     removed = [left for left in found if args.yes and not left.is_held and remove(left)]
     if args.json:
@@ -51,13 +56,28 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         print(f"dead jobs have left nothing in {base}")
         return 0
-    for left in found:
-        done = "removed" if left in removed else f"left alone: {_held_by(left)}" if left.is_held else ""
-        done = done or ("left alone: a process has come to use it" if args.yes else "would be removed")
-        print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {done}")
+    _print_table([(left, _fate(left, left in removed, args.yes)) for left in found])
     if not args.yes and not all(left.is_held for left in found):
         print("gba-hvd clean --yes removes them")
     return 0
+
+
+def _fate(left: OrphanedMemory, is_removed: bool, is_asked: bool) -> str:
+    if is_removed:
+        return "removed"
+    if left.is_held:
+        return f"left alone: {_held_by(left)}"
+    return "left alone: a process has come to use it" if is_asked else "would be removed"
+
+
+def _print_table(found: Sequence[tuple[OrphanedMemory, str]]) -> None:
+    """Memory with the fate of each; semaphores, of which there are many and none is large, by their number."""
+    for left, fate in found:
+        if left.kind != "semaphore":
+            print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {fate}")
+    semaphores = [(left, fate) for left, fate in found if left.kind == "semaphore"]
+    for fate, n in Counter(fate for _, fate in semaphores).items():
+        print(f"{n:>10,}      {semaphores[0][0].path.parent}/sem.mp-*  {_WORDS['semaphore']}; {fate}")
 
 
 def _held_by(left: OrphanedMemory) -> str:

@@ -55,7 +55,7 @@ def headline(story: RunHistory) -> str:
     best = story.best
     if best is not None and (by := chooser(best.values)) is not None:
         what += f" The best {by.name} is {best.values[by.name]:.4f}, in {best.name}."
-    if n_lost := len(story.events_of("worker_lost", "worker_failed")):
+    if n_lost := story.n_workers_lost:
         what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost"
         back = sum(int(one["rows_restored"] or 0) for one in story.recoveries)
         what += f", and {counted(back, 'row')} came back from a checkpoint." if back else "."
@@ -152,7 +152,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     facts.append(Fact("warnings", words, "bad" if n_open else ""))
     for event in story.events_of("mode_missed"):
         facts.append(Fact("mode", str(event.get("message", "")).partition(". ")[0], "bad"))
-    n_lost = len(story.events_of("worker_lost", "worker_failed"))
+    n_lost = story.n_workers_lost
     n_changes = len(story.events_of("membership"))
     facts.append(Fact("workers lost", f"{n_lost:,}" if n_lost else "none"))
     if n_changes:

@@ -86,7 +86,9 @@ def test_a_damaged_one_is_passed_over_with_the_reason(ram: RamStore, caplog: pyt
     assert opened.name == saver.made[-2].name
     assert [one.name for one in opened.skipped] == [saver.made[-1].name]
     assert "checksum" in opened.skipped[0].why
-    assert f"{saver.made[-1].name} is passed over" in caplog.text
+    (text,) = caplog.messages
+    assert text.startswith(f"{ram.url}: a checkpoint is passed over: {saver.made[-1].name}: blobs/")
+    assert text.count(saver.made[-1].name) == 1 and opened.skipped[0].step == saver.made[-1].step
 
 
 def test_a_half_written_one_is_passed_over(ram: RamStore) -> None:

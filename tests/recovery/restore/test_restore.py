@@ -236,6 +236,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(ram: RamSt
     if (part, how) != ("manifest", "deleted"):  # that is a checkpoint which never was
         assert [skipped.name for skipped in report.skipped] == [newest.name]
         assert name in report.skipped[0].why
+        assert report.skipped[0].words.count(newest.name) == 1
+        assert report.skipped[0].step == (None if part == "manifest" else newest.step)
 
 
 def test_damage_in_the_base_spoils_all_that_is_on_top_of_it(ram: RamStore) -> None:

@@ -75,6 +75,15 @@ def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no checkpoints" in capsys.readouterr().err
 
 
+def test_a_local_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for url in (str(tmp_path / "typo"), f"file://{tmp_path}/typo", str(tmp_path / "file")):
+        for command in ("ls", "show", "verify", "gc"):
+            assert main(["checkpoint", command, url]) == 1
+            said = capsys.readouterr()
+            assert f"there is no folder {url.removeprefix('file://')}: is it written as" in said.err and not said.out
+
+
 def test_show_reports_tables_chain_and_sizes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, "show", saved.url, "000001-00000001")
     assert shown["kind"] == "full" and shown["n_shards"] == 3 and shown["chain"] == [saved.names[0]]

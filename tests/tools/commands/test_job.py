@@ -142,6 +142,8 @@ def test_where_no_folder_is_named_and_jobs_run_in_several_one_must_be_named(
     try:
         with pytest.raises(BadInput, match=rf"own in {mine}, other in {elsewhere}"):
             _to_change()
+        with pytest.raises(BadInput, match=rf"running here: own in {mine}, other in {elsewhere}"):
+            running_jobs.find_job([mine, elsewhere], "zzz")
     finally:
         memory.close()
 
@@ -402,6 +404,9 @@ def test_a_plain_allreduce_job_is_shown_with_its_name_and_step(
         assert "none: the job has no gba_hvd.GBACallback" in said
     assert cli.main(["status", "--dir", str(tmp_path)]) == 1
     assert "2 jobs run on this host, name one with --job: beginning, ctr-1 (click model)" in capsys.readouterr().err
+    for unknown in (["status", "zzz"], ["switch", "gba", "--job", "zzz"]):
+        assert cli.main([*unknown, "--dir", str(tmp_path)]) == 1
+        assert "; running here: beginning, ctr-1 (click model)\n" in capsys.readouterr().err
     assert cli.main(["switch", "gba", "--job", "ctr-1", "--dir", str(tmp_path)]) == 1
     assert "job ctr-1 (click model) cannot be switched: it was started without a" in capsys.readouterr().err
 

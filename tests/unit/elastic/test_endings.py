@@ -21,11 +21,16 @@ from gba_hvd.training.job_state import LocalHost
 def engine(tmp_path: Path) -> Any:
     """Rank 0 of two on a host; the other process is this one until a test says otherwise."""
     memory = SimpleNamespace(folder=tmp_path, is_closed=False, trouble=lambda: "")
-    world = SimpleNamespace(size=2)
+    world = SimpleNamespace(size=2, rank=0)
     return SimpleNamespace(
         model=SimpleNamespace(tables=SimpleNamespace(memory=memory)), host=LocalHost(neighbours={1: os.getpid()}),
         world=world, progress=SimpleNamespace(step=7), folder=tmp_path,
+        participant=lambda kind: None,
     )  # fmt: skip
+
+
+def checkpoints(saved_step: int, resume: bool = True) -> Any:
+    return SimpleNamespace(schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=resume))
 
 
 @pytest.fixture
@@ -92,6 +97,24 @@ def test_sigterm_before_the_memory_is_there_is_an_interruption(engine: Any, dead
     error = KeyboardInterrupt(endings.SIGTERM)
     assert endings.explained(engine, error) is error
     assert "was killed" in str(endings.cause_elsewhere(engine)), "where nothing was interrupted"
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "begins"),
+    [
+        (None, 0, "it begins at step 0, since it has no CheckpointCallback; with"),
+        (checkpoints(-1), 0, "it begins at step 0, since no checkpoint has been saved yet; with"),
+        (checkpoints(1200), 0, "it resumes from its newest checkpoint, of step 1,200; with"),
+        (checkpoints(1200, resume=False), 0, "it begins at step 0, since CheckpointCallback(resume=False) reads no"),
+        (checkpoints(-1), 1, "it resumes from its newest checkpoint, or begins at step 0 if none has been saved yet;"),
+    ],
+)
+def test_where_a_job_that_lost_a_worker_begins_again(
+    found: Any, rank: int, begins: str, engine: Any, dead: int
+) -> None:
+    engine.participant, engine.world.rank, engine.host.neighbours[1] = lambda kind: found, rank, dead
+    for error in (endings.world_lost(engine), endings.cause_elsewhere(engine)):
+        assert f". Start the job again: {begins}" in str(error)
 
 
 def test_a_neighbour_that_left_a_note_is_the_cause(engine: Any) -> None:

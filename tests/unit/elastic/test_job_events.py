@@ -24,6 +24,7 @@ from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.callback import CheckpointCallback
+from recovery.catalog.chains import Skipped
 from recovery.rows import KEY, USES, Column, Schema, Table
 from recovery.schedule.recovery_choice import RecoveryDecision
 
@@ -33,7 +34,7 @@ RESUMED: Any = SimpleNamespace(
     manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, without_room={},
     without_filter=(), seconds=1.5,
     age=SimpleNamespace(mean=0.5),
-    skipped=[SimpleNamespace(name="m-4", why="torn")],
+    skipped=[],
 )  # fmt: skip
 
 
@@ -246,12 +247,34 @@ def test_the_pace_of_checkpoints_is_planned_before_the_rest_is_reported() -> Non
 
 def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
     _, (_, resumed, residuals) = reported(replace(STARTED, resumed=RESUMED), residuals_missing=1)
-    assert resumed.message == ("resuming at step 7 from m-3: 2,000 rows in 1.5 s; newer ones cannot be used: m-4: torn")
-    assert resumed.data["skipped"] == ["m-4: torn"]
+    assert resumed.message == "resuming at step 7 from m-3: 2,000 rows in 1.5 s"
     assert (resumed.data["staleness"], resumed.data["lags"]) == ({"0": 8, "1": 3}, {"2": 11})
     assert resumed.data["gaps"] == {"1": [11, 0.5, 5.5, 42]}
     assert (resumed.data["rows_lost"], resumed.data["age"]) == (0, 0.5)
     assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "lost", "words"),
+    [
+        (
+            [Skipped("m-5", "m-5: gone", 27), Skipped("m-4", "torn")],
+            20,
+            "So 20 steps, from 7 to 27, are lost",
+        ),
+        ([Skipped("m-4", "m-4: altered")], None, "So what was trained after step 7 is lost"),
+    ],
+)
+def test_a_damaged_checkpoint_that_a_restart_passes_over_is_a_warning(
+    skipped: list[Skipped], lost: int | None, words: str
+) -> None:
+    resumed: Any = SimpleNamespace(**vars(RESUMED) | {"skipped": skipped})
+    _, (_, event, damaged) = reported(replace(STARTED, resumed=resumed), checkpoints=True)
+    assert (event.kind, event.level) == ("resumed", "info") and "cannot be used" not in event.message
+    assert (damaged.kind, damaged.level, damaged.step) == ("checkpoint_damaged", "warning", 7)
+    assert damaged.data == {"skipped": [one.words for one in skipped], "steps_lost": lost}
+    assert all(damaged.message.count(one.name) == 1 for one in skipped), "each is named once"
+    assert words in damaged.message and "gba-hvd checkpoint verify memory://place" in damaged.message
 
 
 def test_residuals_of_rows_that_no_checkpoint_has_are_reported() -> None:
@@ -320,8 +343,10 @@ def test_full_recovery_is_told_once_as_a_return_to_a_checkpoint() -> None:
     assert back.message.endswith("full: as asked")
     assert reported(CHANGED, checkpoints=True, rollback=rollback)[0][2:] == ["membership"], "it is told once"
     rollback.unreported = facts | {"skipped": ["m-4: torn"]}
-    _, (_, back, residuals) = reported(CHANGED, checkpoints=True, rollback=rollback, residuals_missing=1)
-    assert back.message.endswith("; newer ones cannot be used: m-4: torn") and residuals.kind == "residual_lost"
+    _, (_, back, damaged, residuals) = reported(CHANGED, checkpoints=True, rollback=rollback, residuals_missing=1)
+    assert (back.kind, residuals.kind) == ("resumed", "residual_lost")
+    assert (damaged.kind, damaged.level) == ("checkpoint_damaged", "warning")
+    assert "cannot be used: m-4: torn. So the job went back to m-3" in damaged.message
 
 
 def test_the_portion_lost_adds_up_and_is_of_the_planned_training() -> None:
@@ -346,9 +371,10 @@ def test_more_lost_than_the_target_is_a_warning() -> None:
 
 def test_a_damaged_checkpoint_that_rows_did_not_come_from_is_named() -> None:
     back = replace(CHANGED, rows_restored=25, rows_age=3.0, restored_from=("m-3",), skipped=("m-4: torn",))
-    _, (_, event) = reported(back, checkpoints=True)
+    _, (_, event, damaged) = reported(back, checkpoints=True)
     assert "they are 3 steps old; PLS 0" in event.message
-    assert event.message.endswith("; newer ones cannot be used: m-4: torn")
+    assert (damaged.kind, damaged.level) == ("checkpoint_damaged", "warning")
+    assert "cannot be used: m-4: torn. So lost rows came back from m-3, without what they" in damaged.message
     assert (event.data["manifest"], event.data["skipped"]) == ("m-3", ["m-4: torn"])
 
 
@@ -449,11 +475,12 @@ def test_a_launcher_passes_ctrl_c_on_as_sigterm(monkeypatch: pytest.MonkeyPatch)
     assert job_events._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
 
 
-BEGINS = "when all workers have ended, the same command resumes "
+BEGINS = "when all workers have ended, the same command "
 MEMORY, SAVED = (
-    "from step 955 if it comes within 20 s of the end, while that is kept in memory",
-    "from step 602, of the newest",
+    "resumes from step 955 if it comes within 20 s of the end, while that is kept in memory",
+    "resumes from step 602, of the newest",
 )
+NONE_YET = "starts at step 0 again, since no checkpoint has been saved yet"
 
 
 @pytest.mark.parametrize(
@@ -461,9 +488,9 @@ MEMORY, SAVED = (
     [
         (True, 602, "", f"{BEGINS}{MEMORY}, else {SAVED} checkpoint"),
         (False, 602, "", f"{BEGINS}{SAVED} checkpoint"),
-        (True, -1, "ctr", BEGINS + MEMORY),
-        (True, -1, "", ""),
-        (False, -1, "ctr", ""),
+        (True, -1, "ctr", f"{BEGINS}{MEMORY}, else {NONE_YET}"),
+        (True, -1, "", BEGINS + NONE_YET),
+        (False, -1, "ctr", BEGINS + NONE_YET),
     ],
 )
 def test_an_interrupted_job_says_where_the_same_command_goes_on(
@@ -472,21 +499,30 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     if is_kept:
         (tmp_path / "kept").touch()
     checkpoints = SimpleNamespace(
-        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
+        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True, final_checkpoint_s=60)
     )
     config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {JobCheckpoints: checkpoints}
     tables = SimpleNamespace(config=config, memory=SimpleNamespace(folder=tmp_path))
     engine: Any = SimpleNamespace(
         participant=found.get, world=SimpleNamespace(rank=0), progress=SimpleNamespace(step=955),
-        model=SimpleNamespace(tables=tables),
+        model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
     assert job_events._what_continues(engine) == words
+    engine.host.server = object()
+    may_be = ", unless its servers save a last one when all workers have ended"
+    assert job_events._what_continues(engine) == words + may_be * (saved_step < 0)
+    checkpoints.callback.final_checkpoint_s = 0
+    assert job_events._what_continues(engine) == words
     tables.memory = None  # interrupted before the world had formed
-    assert job_events._what_continues(engine) == (f"{BEGINS}{SAVED} checkpoint" if saved_step >= 0 else "")
-    checkpoints.callback.resume = False
-    assert job_events._what_continues(engine) == "", "it starts over"
+    assert job_events._what_continues(engine) == BEGINS + (f"{SAVED} checkpoint" if saved_step >= 0 else NONE_YET)
+    checkpoints.callback.resume, over = False, f"{BEGINS}starts at step 0 again, since "
+    assert job_events._what_continues(engine) == f"{over}CheckpointCallback(resume=False) reads no checkpoints"
     found.clear()
-    assert job_events._what_continues(engine) == ""
+    assert job_events._what_continues(engine) == f"{over}it has no CheckpointCallback"
+    engine.progress.step = 0
+    assert job_events._what_continues(engine) == "", "nothing was trained"
+    engine.progress.step, engine.world.rank = 955, 1
+    assert job_events._what_continues(engine) == "", "the chief says it"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gba_hvd_tools.doctor.checks import check_orphaned_memory
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory
-from gba_hvd.shm.sweep import orphaned_memory
+from gba_hvd.shm.sweep import OrphanedMemory, orphaned_memory
 from tests.unit.shm.test_shard_memory import a_layout, keepers, until
 
 pytestmark = [pytest.mark.processes]
@@ -133,6 +134,26 @@ def test_clean_shows_first_and_removes_when_asked(
     assert check_orphaned_memory(tmp_path).status == "ok"
 
 
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--json"], ["--yes"]):
+        assert cli.main(["clean", "--dir", str(tmp_path / "shm"), *more]) == 1
+        said = capsys.readouterr()
+        assert f"there is no folder {tmp_path / 'shm'}: name the one that shards lie in" in said.err and not said.out
+
+
+def test_what_is_swept_is_a_line_for_each_memory_and_one_for_all_semaphores() -> None:
+    semaphores = [OrphanedMemory(Path(f"/dev/shm/sem.mp-{n:08d}"), "semaphore", 4096) for n in range(20)]
+    job = OrphanedMemory(Path("/dev/shm/gba-hvd-old"), "job", 31_000_000)
+    assert sweep.in_words([job, *semaphores]) == [
+        "/dev/shm/gba-hvd-old was left by a dead job and is removed (31.0 MB)",
+        "20 semaphores of dead jobs were removed from /dev/shm",
+    ]
+    assert sweep.in_words(semaphores[:1]) == [
+        "1 semaphore that a dead job's launcher had left was removed from /dev/shm"
+    ]
+    assert sweep.in_words([]) == []
+
+
 def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., subprocess.Popen[str]]) -> None:
     folder = job_folder(tmp_path, "dead")
     kill_with_its_keeper(live("dead"), folder)
@@ -154,7 +175,9 @@ input()
 """
 
 
-def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As Horovod's launcher makes them. The process that cleans up behind it is killed, too."""
     event = multiprocessing.get_context("spawn").Event()
     mine = sweep.SEMAPHORES / f"sem.{event._flag._semlock.name[1:]}"  # type: ignore[attr-defined]
@@ -172,6 +195,9 @@ def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(tm
     other.kill()
     other.communicate(timeout=30)
     assert until(lambda: made in found()) and mine not in found()
+    capsys.readouterr()
     assert cli.main(["clean", "--dir", str(tmp_path), "--yes"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith("killed; removed"))
+    assert re.fullmatch(r" +\d+ +/dev/shm/sem\.mp-\*  semaphores of launchers that were killed; removed", line)
     assert not made.exists() and mine.exists()
     assert not event.is_set()
