@@ -159,7 +159,7 @@ class RunHistory:
 class _Change:
     """From one world of workers to the next, as events tell of it.
 
-    is_loss: workers were lost, it is not said how many. before, after: workers in the two worlds, where that is known
+    is_loss: workers were lost, it is not known how many. before, after: workers in the two worlds, where that is known
     """
 
     is_loss: bool = False

@@ -94,6 +94,25 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         assert saved["stall_s"] > 0
 
 
+def test_a_restart_that_passes_over_a_damaged_checkpoint_warns_of_the_steps_that_are_lost(tmp_path: Path) -> None:
+    plan = saving(tmp_path)
+    holds = {**HOLDS, "20": "never"}  # it does not end before it is killed
+    with cluster(tmp_path / "first", **plan, sleep_s=0.05, holds=holds, horovod=False) as job:
+        job.start_alone()
+        let_go(job)
+        wait_for_two_checkpoints(job)
+        job.kill_all()
+    newest, before, *_ = (one.newest for one in chains(open_store(tmp_path / "checkpoints")) if isinstance(one, Chain))
+    (tmp_path / "checkpoints" / newest.blobs[0].name).unlink()
+    with cluster(tmp_path / "second", **plan, horovod=False) as job:
+        job.run(job.start_alone, PATIENCE_S)
+        (resumed,), (damaged,) = events(job, "resumed"), events(job, "checkpoint_damaged")
+        assert (resumed["step"], resumed["manifest"]) == (before.step, before.name)
+        assert damaged["steps_lost"] == newest.step - before.step > 0
+        assert damaged["message"].count(newest.name) == 1 and "is gone" in damaged["message"]
+        assert f"WARNING [checkpoint damaged] step {before.step}: newer checkpoints cannot be used" in job.said()
+
+
 def test_a_job_does_not_go_on_with_other_data_or_another_optimizer(tmp_path: Path) -> None:
     plan = saving(tmp_path)
     holds = {**HOLDS, "20": "never"}  # it does not end before it is killed
