@@ -106,7 +106,11 @@ def test_sigterm_before_the_memory_is_there_is_an_interruption(engine: Any, dead
         (checkpoints(-1), 0, "it begins at step 0, since no checkpoint has been saved yet. In"),
         (checkpoints(1200), 0, "it resumes from its newest checkpoint, of step 1,200. In"),
         (checkpoints(1200, resume=False), 0, "it begins at step 0, since CheckpointCallback(resume=False) reads no"),
-        (checkpoints(-1), 1, "it resumes from its newest checkpoint, or begins at step 0 if none has been saved yet. In"),
+        (
+            checkpoints(-1),
+            1,
+            "it resumes from its newest checkpoint, or begins at step 0 if none has been saved yet. In",
+        ),
     ],
 )
 def test_where_a_job_that_lost_a_worker_begins_again(
