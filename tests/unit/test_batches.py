@@ -197,6 +197,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     model.parameter_watch = watched
     engine: Any = SimpleNamespace(
         model=model, progress=progress, reports=SimpleNamespace(**says("other_writers")),
+        world=SimpleNamespace(rank=0),
         participants=[SimpleNamespace(**says("paused", "before_micro_batch"))],
         **says("observe", "begin_micro_batch", "check_stepped"),
     )  # fmt: skip
