@@ -359,6 +359,7 @@ def test_a_discovery_script_that_hangs_is_killed(tmp_path: Path, monkeypatch: py
     for command in ("sleep 600", "sleep 600 & echo a:1", "setsid sleep 5"):  # the last one is left to itself
         with pytest.raises(RuntimeError, match=rf"did not end within 0.5 s .* was killed: {command}"):
             discovered(command)
+    monkeypatch.undo()
     assert discovered("echo a:1") == {"a": 1}
 
 
