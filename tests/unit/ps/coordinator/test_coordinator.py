@@ -254,6 +254,20 @@ def test_a_round_of_hop_bw_is_complete_without_a_worker_that_hangs() -> None:
     assert coordinator.position().hanging == []
 
 
+def test_a_worker_that_is_stopped_is_reported_until_its_heartbeats_come_again() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    for second in range(1, 13):
+        clock.now += 1
+        coordinator.beat(beat(1))
+        coordinator.fall_silent()
+        assert coordinator.position().hanging == ([(2, 1002, second)] if second > 5 * ALIVE_S else [])
+    coordinator.beat(beat(2))
+    assert coordinator.position().hanging == []
+
+
 def test_a_worker_that_evaluates_for_long_does_not_hang() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock, discipline={"name": "hop_bw", "backups": 0})
