@@ -94,7 +94,8 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         assert saved["stall_s"] > 0
 
 
-def test_a_restart_that_passes_over_a_damaged_checkpoint_warns_of_the_steps_that_are_lost(tmp_path: Path) -> None:
+def killed_after_two_checkpoints(tmp_path: Path) -> dict[str, Any]:
+    """A job of one worker, in `first`. Returns its plan."""
     plan = saving(tmp_path)
     holds = {**HOLDS, "20": "never"}  # it does not end before it is killed
     with cluster(tmp_path / "first", **plan, sleep_s=0.05, holds=holds, horovod=False) as job:
@@ -102,6 +103,11 @@ def test_a_restart_that_passes_over_a_damaged_checkpoint_warns_of_the_steps_that
         let_go(job)
         wait_for_two_checkpoints(job)
         job.kill_all()
+    return plan
+
+
+def test_a_restart_that_passes_over_a_damaged_checkpoint_warns_of_the_steps_that_are_lost(tmp_path: Path) -> None:
+    plan = killed_after_two_checkpoints(tmp_path)
     newest, before, *_ = (one.newest for one in chains(open_store(tmp_path / "checkpoints")) if isinstance(one, Chain))
     (tmp_path / "checkpoints" / newest.blobs[0].name).unlink()
     with cluster(tmp_path / "second", **plan, horovod=False) as job:
@@ -114,13 +120,7 @@ def test_a_restart_that_passes_over_a_damaged_checkpoint_warns_of_the_steps_that
 
 
 def test_a_job_does_not_go_on_with_other_data_or_another_optimizer(tmp_path: Path) -> None:
-    plan = saving(tmp_path)
-    holds = {**HOLDS, "20": "never"}  # it does not end before it is killed
-    with cluster(tmp_path / "first", **plan, sleep_s=0.05, holds=holds, horovod=False) as job:
-        job.start_alone()
-        let_go(job)
-        wait_for_two_checkpoints(job)
-        job.kill_all()
+    plan = killed_after_two_checkpoints(tmp_path)
     with cluster(tmp_path / "second", **plan, samples=1200, seed=2, horovod=False) as job:
         job.start_alone()
         assert job.wait(PATIENCE_S) != 0
