@@ -279,14 +279,16 @@ def shuffled(n: int, first: int, seed: np.uint64, out: Any) -> None:
 @_compiled("int64(int64[::1], int64, int64, int64[::1])")
 def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
     """Keys of one table's ids; the position of the first id outside the table, or -1."""
-    bad = -1
-    for i in range(len(ids)):
+    n, last, signs = len(ids), n_rows - 1, 0
+    for i in range(n):
         row = ids[i]
-        if row < 0 or row >= n_rows:
-            bad = i
-            break
+        signs |= row | (last - row)  # negative for a row outside; without a branch, several ids are done at once
         out[i] = base + row
-    return bad
+    if signs < 0:
+        for i in range(n):
+            if ids[i] < 0 or ids[i] > last:
+                return i
+    return -1
 
 
 @_compiled("int64(int64[:, ::1], int64[::1], int64[::1], int64[:, ::1])")
