@@ -24,6 +24,7 @@ from gba_hvd.elastic import TorchState
 from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.lookups import IdOutside
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
@@ -299,6 +300,7 @@ class _Epoch:
         takers = readers.take
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
+        takers = [partial(_prepared, self._state.engine.model.tables, take) for take in takers]
         if order.own and order.shuffle and isinstance(dataset, LanedDataset):
             announce = _announce_to(dataset) if readers.processes is None else readers.processes.will_read
             reading.callback(dataset.end_reading)
@@ -422,6 +424,10 @@ def _announce_to(dataset: LanedDataset) -> Announce:
 def _of_lanes(lanes: LaneReaders, take: Callable[[Share], Any], share: Share) -> Any:
     lanes.will_read(share)
     return take(share)
+
+
+def _prepared(tables: EmbeddingTables, read: Callable[[Share], Any], share: Share) -> Any:
+    return tables.prepare(read(share))
 
 
 def _pinned(read: Callable[[Share], Any], share: Share) -> Any:

@@ -57,7 +57,7 @@ class Trace:
         used: dict[str, Any] = {}
         for captured in tables.captured:
             group = tables.layout.groups[captured.group]
-            indices, values = captured.keys // tables.layout.n_shards, captured.rows.detach().cpu().numpy()
+            indices, values = captured.keys // tables.layout.n_shards, captured.values
             if group.hashed is not None:
                 used[group.tables[0].name] = {"rows": ids_of(captured.keys), "values": values}
                 continue

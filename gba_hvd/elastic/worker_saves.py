@@ -160,7 +160,13 @@ class WorkerSaves:
 
     def keep_state(self) -> None:
         """Between two steps: what a job that lost all its workers would resume from."""
-        self._keep(0, self._state.encoded)
+        self._keep(0, self._encoded)
+
+    def _encoded(self) -> bytes:
+        memory = self._engine.model.tables.memory
+        assert memory is not None
+        memory.await_device()  # the rows are kept with the state
+        return self._state.encoded()
 
     def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd import kernels
+from gba_hvd.batch import Batch
 from gba_hvd.config import Config
 from gba_hvd.embedding import compiled
 from gba_hvd.embedding.bags import BagLookups, Borrowed, FieldBags, PooledBag
@@ -55,7 +56,9 @@ from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.embedding.on_device import pooling as on_device
 from gba_hvd.embedding.on_device.access import DeviceAccess
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, on_host
+from gba_hvd.embedding.on_device.host_view import pinned, to_device
+from gba_hvd.embedding.on_device.prepared_ids import PreparedIds, prepare
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, from_sparse, on_host
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
@@ -65,6 +68,9 @@ from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.shm.layout import Group, Layout, keys_of_ids
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.vocabulary import Vocabulary
+
+_MANY_UNPREPARED = 100
+ALL = "all"  # rows, of which a device keeps copies
 
 
 @dataclass(frozen=True)
@@ -106,36 +112,46 @@ class Captured:
         assert self.rows.grad is not None
         return RowGrad(self.keys, self.rows.grad.numpy(), self.accesses)
 
+    @property
+    def values(self) -> np.ndarray:
+        """float32 [d, dim], of the keys"""
+        return self.rows.detach().numpy()
+
 
 @dataclass(frozen=True)
 class CapturedOnDevice:
     """The same, where a device looked the rows up, in its memory.
 
-    found: of the distinct keys; index: int64 [n], of each id its row
+    found: of the distinct keys. None: `rows` are those of all keys, of which some are changed when the step ends, and
+    `index` has keys; their gradient is sparse. index: int64 [n], of each id its row
     """
 
     group: int
-    found: Found
+    found: Found | None
     rows: Tensor
     index: Tensor
     counts_accesses: bool
 
     @property
     def keys(self) -> np.ndarray:
-        """int64 [d]; waits for the device"""
-        keys: np.ndarray = self.found.keys.cpu().numpy()
+        """int64 [d], distinct; waits for the device"""
+        keys: np.ndarray = (torch.unique(self.index) if self.found is None else self.found.keys).cpu().numpy()
         return keys
 
     @property
-    def accesses(self) -> Tensor | None:
-        """int32 [d], how often each was looked up; None: not counted"""
-        if not self.counts_accesses:
-            return None
-        return torch.bincount(self.index, minlength=len(self.found.keys)).to(torch.int32)
+    def values(self) -> np.ndarray:
+        """float32 [d, dim], of the keys; waits for the device"""
+        rows = self.rows.detach()
+        values: np.ndarray = (rows if self.found else rows[torch.unique(self.index)]).cpu().numpy()
+        return values
 
     def gradient(self) -> DeviceRowGrad:
-        assert self.rows.grad is not None
-        return DeviceRowGrad(self.found.keys, self.rows.grad, self.accesses, self.found)
+        grad = self.rows.grad
+        assert grad is not None
+        if self.found is None:
+            return from_sparse(grad, self.index, self.counts_accesses)
+        accesses = torch.bincount(self.index, minlength=len(grad)).to(torch.int32) if self.counts_accesses else None
+        return DeviceRowGrad(self.found.keys, grad, accesses, self.found)
 
 
 @dataclass
@@ -180,7 +196,7 @@ class EmbeddingTables(FollowsModule):
     itself reads them in the host's memory, and pools them; with one worker it applies their gradients as well. Hashed
     tables, and the tables of a job on several hosts, are looked up by the CPU and copied.
     hot_rows: of how many rows, of all tables that are not hashed, the GPU keeps a copy in its own memory: those used
-    most. They are written to the host's memory with each step, and read again where another process has changed them.
+    most; "all" where they fit there. With each step they are written to the host's memory as well.
 
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
     Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
@@ -201,7 +217,7 @@ class EmbeddingTables(FollowsModule):
         mode: str | Mapping[str, str] = "sum",
         n_shards: int | None = None,
         shard_dir: Any = None,
-        hot_rows: int = 0,
+        hot_rows: int | str = 0,
     ) -> None:
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
@@ -215,10 +231,16 @@ class EmbeddingTables(FollowsModule):
         own_slots, n_shards_ = tuple(one.slots for one in self.optimizers.own), self.config.n_shards
         specs = {name: table.hashed_spec(n_shards_) for name, table in self.tables.items()}
         hashed = {name: spec for name, spec in specs.items() if spec is not None}
-        if not is_whole(hot_rows, 0) or (hot_rows and len(hashed) == len(specs)):
-            why = "the device keeps none of hashed tables" if hashed else "expected a whole number of at least 0"
+        n_plain = sum(table.n_rows for name, table in self.tables.items() if name not in hashed)
+        n_hot = n_plain if hot_rows == ALL else hot_rows
+        if not is_whole(n_hot, 0) or (hot_rows and not n_plain):
+            why = (
+                f"expected a whole number of at least 0, or {ALL!r}"
+                if n_plain
+                else "the device keeps none of hashed tables"
+            )
             raise BadInput(f"hot_rows={hot_rows!r}: {why}")
-        self.hot_rows = int(hot_rows)
+        self.hot_rows = int(n_hot)
         self.on_device = DeviceAccess(self.config.device_rows, self.hot_rows)
         self.layout = Layout.of(shapes, self.optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
@@ -232,6 +254,9 @@ class EmbeddingTables(FollowsModule):
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
+        # The features that `stacked` looked up on a device last, and how often since it got `PreparedIds`.
+        self._stacked_names: tuple[str, ...] | None = None
+        self._n_unprepared = 0
         self._plain_fields: dict[tuple[str, ...], PlainFields | None] = {}
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
@@ -433,18 +458,48 @@ class EmbeddingTables(FollowsModule):
         cuts: dict[int, Tensor] = {}
         here = {name: ids[name] for name in ids if device.has(self._sources[name].group)}
         for number, some in self._lookups_by_group(here, None):
-            rows, index = self._fetch_on_device(device, number, np.concatenate([one.keys for one in some]))
-            for one, pooled in zip(some, on_device.pool(rows, index, some), strict=True):
+            keys = to_device(np.concatenate([one.keys for one in some]), device.device)
+            by_key = not on_device.takes_maximum(some)
+            rows, index, is_sparse = self._fetch_on_device(device, number, keys, by_key)
+            for one, pooled in zip(some, on_device.pool(rows, index, some, is_sparse), strict=True):
                 out[one.source.feature] = one.result(pooled, cuts)
         return out
 
-    def _fetch_on_device(self, device: DeviceRows, group: int, keys: np.ndarray) -> tuple[Tensor, Tensor]:
-        """As `_fetch`: (rows [d, dim], int64 [n]), on the device."""
-        found, index, rows = device.look_up(group, keys)
+    def _fetch_on_device(
+        self, device: DeviceRows, group: int, keys: Tensor, by_key: bool = True
+    ) -> tuple[Tensor, Tensor, bool]:
+        """(rows [d, dim], int64 [n] of each key its row, whether these are to get a sparse gradient), on the device.
+
+        by_key: the device may give all rows that it has copies of
+        """
+        found, index, rows = None, keys, device.weights(group) if by_key else None
+        if rows is None:
+            found, index, rows = device.look_up(group, keys)
         if torch.is_grad_enabled():
             rows.requires_grad_()
             self._passes.captured.append(CapturedOnDevice(group, found, rows, index, self.counts_accesses))
-        return rows, index
+        return rows, index, found is None
+
+    def _stacked_on_device(self, device: DeviceRows, group: int, keys: Tensor, n_fields: int) -> Tensor:
+        rows, index, is_sparse = self._fetch_on_device(device, group, keys)
+        return on_device.stack(rows, index, n_fields, is_sparse).to(self.dtype)
+
+    def prepare(self, batch: Any) -> Any:
+        """The batch with its keys on the device, where `stacked` looks up what is in it; from a thread that reads."""
+        device, names = self.on_device.current, self._stacked_names
+        if device is None or not isinstance(batch, Batch) or names is None or names != tuple(batch.ids):
+            return batch
+        ids = prepare(batch.ids, [self._sources[name] for name in names], device)
+        return batch if ids is None else replace(batch, ids=ids)
+
+    def _stacked_prepared(self, ids: Ids) -> Tensor | None:
+        """`stacked` of ids whose keys are on the device; None: they are not."""
+        device, keys = self._device_rows(), ids.keys_on_device() if isinstance(ids, PreparedIds) else None
+        if not isinstance(ids, PreparedIds) or keys is None or device is None or keys.device != device.device:
+            return None
+        self._n_unprepared = 0
+        self.looked_up.update(self._sources[name].table for name in ids)
+        return self._stacked_on_device(device, ids.group, keys, len(ids))
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -460,6 +515,8 @@ class EmbeddingTables(FollowsModule):
         _refuse_tracing()
         if self.is_frozen and (rows := self._stacked_frozen(ids)) is not None:
             return rows.to(self.device, self.dtype)
+        if (prepared := self._stacked_prepared(ids)) is not None:
+            return prepared
         self._refuse_unknown(ids)
         sources = [self._sources[name] for name in ids]
         dims = {source.table: self.layout.groups[source.group].dim for source in sources}
@@ -475,7 +532,9 @@ class EmbeddingTables(FollowsModule):
         has_padding = any(source.padding_key is not None for source in sources)
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
             return self._stacked_pooled(ids)
-        keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
+        device, group, batch = self._device_rows(), sources[0].group, len(columns[0])
+        is_there = device is not None and device.has(group)
+        keys = pinned(batch * len(columns), self.device if is_there else torch.device("cpu"))
         try:
             for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
                 fill_keys(source, column, keys[number * batch : (number + 1) * batch], int)
@@ -483,10 +542,10 @@ class EmbeddingTables(FollowsModule):
             self._name_sample(error)
             raise
         self.looked_up.update(dims)
-        device, group = self._device_rows(), sources[0].group
-        if device is not None and device.has(group):
-            rows, on_its_own = self._fetch_on_device(device, group, keys)
-            return on_device.stack(rows, on_its_own, len(columns)).to(self.dtype)
+        if device is not None and is_there:
+            self._n_unprepared += 1  # of a model that makes ids of its own, all are
+            self._stacked_names = tuple(ids) if self._n_unprepared < _MANY_UNPREPARED else None
+            return self._stacked_on_device(device, group, to_device(keys, device.device), len(columns))
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(group, keys, ends, cuts, torch.is_grad_enabled())

@@ -20,6 +20,7 @@ from gba_hvd.embedding.row_gradients import merge, with_contributors
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients.clipping import Factors, squares
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.gradients.loss_scale import SKIPPED
 from gba_hvd.modes import evaluation, retrieval
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange, Part
@@ -232,7 +233,7 @@ class AllreduceMode:
         if TRACE is not None:
             TRACE.write("commit", **facts, lrs=model.dense_lrs, row_lr=model.row_lr, order=self._step_of_epoch)
         agreed = fields.read()
-        overflowed = bool(agreed["n_bad"][0]) or not math.isfinite(float(dense.total.sum()))
+        overflowed = bool(agreed["n_bad"][0]) or not self._is_finite(dense)
         if overflowed and (model.loss_scale is None or model.loss_scale.overflows >= _OVERFLOWS):
             exchange.discard_held()
             dense.clear_total_()
@@ -255,6 +256,12 @@ class AllreduceMode:
         dense.clear_total_()
         self._count(n_samples, agreed, overflowed, factors)
         self._report(n_samples, agreed, factors)
+
+    def _is_finite(self, dense: DenseGradients) -> bool:
+        """Of the step's dense gradient; that of a single micro-batch was looked at when it was computed."""
+        engine, n_micro = self._engine, len(self._cut.micro_of_step(self._step_of_epoch))
+        is_known = n_micro == engine.world.size == 1 and engine.model.compression is None
+        return is_known or math.isfinite(float(dense.total.sum()))
 
     def _refuse_disagreement(self, agreed: dict[str, list[float]], n_samples: int, rates: float) -> None:
         step, size = self._engine.progress.step + 1, self._engine.world.size

@@ -130,6 +130,7 @@ class AllreduceExchange:
             kind = ActivationExchange if row_coder.spec.pools else RowExchange
             self.row_exchange = kind(row_coder, world, tables, self._server, list(outboxes), self._traffic)
         self.held: HeldRows | None = None
+        self._step_of_device = -1  # the last one that the device applied
         self.is_in_epoch = False  # a worker without a share of a step closes it as well, and does not leave the loop
         self.resume()
 
@@ -174,7 +175,9 @@ class AllreduceExchange:
             )
 
     def await_rows(self, step: int) -> None:
-        """Return when every row of this host is as after `step`."""
+        """Return when every row of this host is as after `step`, or is so before this process reads it."""
+        if step == self._step_of_device:
+            return
         try:
             self._memory.wait_finished(self._on_this_host, step, self._tables.config.timeout_s)
         except TimeoutError as error:
@@ -341,17 +344,22 @@ class AllreduceExchange:
         number = held.step - held.n_skipped
         memory.begin(due, held.step)
         optimizers, scale = self._tables.optimizers, held.scale * factor
-        device, is_waited_for = self._tables.on_device.current, False
+        device, is_by_device = self._tables.on_device.current, False
         for i, (group, grad) in enumerate(zip(layout.groups, self._to_apply(held, due), strict=True)):
             if isinstance(grad, DeviceRowGrad) and device is not None and device.can_apply(i, optimizers):
                 device.apply(i, grad, optimizers, scale, held.lr, number)
-                is_waited_for = True
+                is_by_device = True
                 continue
             here = on_host(grad) if isinstance(grad, DeviceRowGrad) else grad
             apply_rows(memory, optimizers, group, here, due, scale=scale, lr=held.lr, number=number, step=held.step)
-        if device is not None and is_waited_for:
-            device.wait()
-        memory.finish(due, held.step)
+            if device is not None and device.has(i) and device.keeps_copies:
+                device.forget()
+        if device is not None and is_by_device:
+            device.finish(due, held.step)
+            memory.written_by_device(device.wait)
+            self._step_of_device = held.step
+        else:
+            memory.finish(due, held.step)
 
     def _to_apply(self, held: HeldRows, due: np.ndarray) -> Sequence[RowGrad | RowSum | DeviceRowGrad]:
         """Per group, the gradients for these shards of this rank."""

@@ -39,6 +39,7 @@ from recovery.rows import NO_KEY as NO_KEY  # of an entry that no id has; the id
 from recovery.selection.sampled_accesses import n_words
 
 PAGE_WORDS = 1024  # 4 KiB of float32 words
+FINISHED = 2  # which of a region's marks, int64 numbers, is the last step finished; see `shm.shard_memory`
 _LINE_WORDS = 16  # groups start on a cache line
 BUCKET = 16  # entries of a hashed table among which a key is looked for; each key has two such buckets
 STATS = 16  # int64 numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`

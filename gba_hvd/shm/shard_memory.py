@@ -29,8 +29,9 @@ import mmap
 import os
 import platform
 import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.host_identity import Host, take_from
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.layout import PAGE_WORDS, Group, Layout, table_seed
+from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
@@ -92,6 +93,7 @@ class ShardMemory:
     """Open with `create_or_open`; `close()` may be called twice.
 
     flat:  float32 [S * region_words]  the complete memory, shard after shard
+    words: uint32 [S * region_words]   the same
     initial: first values of rows; None: as the layout says
     """
 
@@ -100,11 +102,13 @@ class ShardMemory:
         self.initial: InitialRowSource | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
-        self.flat = np.frombuffer(mapped, dtype=np.float32)
-        self.words = np.frombuffer(mapped, dtype=np.uint32)
+        self._device: Callable[[], None] | None = None
+        self._awaiting_device = threading.Lock()
+        self._flat = np.frombuffer(mapped, dtype=np.float32)
+        self._words = np.frombuffer(mapped, dtype=np.uint32)
         self._vocabularies = {g.at: Vocabulary(self.flat, layout, g) for g in layout.groups if g.hashed is not None}
         marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
-        self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
+        self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, FINISHED]
         self._writer, self._placed = marks[:, 3], marks[:, 4]
 
     @classmethod
@@ -218,6 +222,32 @@ class ShardMemory:
             )
         return ""
 
+    # --- a device that writes in the background -----------------------------------------------------------------------
+
+    def written_by_device(self, wait: Callable[[], None]) -> None:
+        """A device writes rows of this process's shards, and marks the step finished. wait: returns when it has."""
+        with self._awaiting_device:
+            self._device = wait
+
+    def await_device(self) -> None:
+        """Return when it has; all that this process reads or marks here does so first."""
+        if self._device is None:
+            return
+        with self._awaiting_device:
+            if self._device is not None:
+                self._device()
+            self._device = None
+
+    @property
+    def flat(self) -> np.ndarray:
+        self.await_device()
+        return self._flat
+
+    @property
+    def words(self) -> np.ndarray:
+        self.await_device()
+        return self._words
+
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def vocabulary(self, group: Group) -> Vocabulary | None:
@@ -247,6 +277,7 @@ class ShardMemory:
     # --- shards ----------------------------------------------------------------------------------------------------
 
     def marks(self) -> Marks:
+        self.await_device()
         ready = (self._ready == _READY).astype(np.int64)
         return Marks(ready, self._begun.copy(), self._finished.copy(), self._placed.copy())
 
@@ -261,6 +292,7 @@ class ShardMemory:
 
     def steps_of(self, shard: int) -> tuple[int, int]:
         """(finished, begun), read in this order: a reader of rows in between sees whether a step is in flight."""
+        self.await_device()
         finished = int(self._finished[shard])
         return finished, int(self._begun[shard])
 
@@ -363,6 +395,7 @@ class ShardMemory:
         return self.flat[shard * self.layout.region_words : (shard + 1) * self.layout.region_words]
 
     def begin(self, shards: np.ndarray, step: int) -> None:
+        self.await_device()
         self._writer[shards] = os.getpid()
         self._begun[shards] = step
 
@@ -371,6 +404,7 @@ class ShardMemory:
 
     def wait_finished(self, shards: np.ndarray, step: int, timeout_s: float) -> None:
         """Wait until `step` is finished on all these shards; TimeoutError names the shard and its writer."""
+        self.await_device()
         deadline = None
         while True:
             behind = shards[self._finished[shards] < step]
@@ -443,6 +477,7 @@ class ShardMemory:
         """Release the memory; the last process out removes the folder, unless a restart may want the rows."""
         if self._alive_fd is None:
             return
+        self.await_device()
         fd, self._alive_fd = self._alive_fd, None
         try:
             with _locked(self.folder):

@@ -10,6 +10,7 @@ import torch
 from gba_hvd.embedding.on_device.host_view import CannotRegister
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.shm.shard_memory import ShardMemory
+from recovery.units import size
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class DeviceAccess:
             try:
                 self._rows = DeviceRows(memory.flat, memory.layout, device, self._hot_rows)
                 if self._hot_rows:
-                    copies = f", and keeps copies of hot ones ({self._rows.hot_bytes / 2**20:.0f} MiB)"
+                    which = "all" if self._rows.copies_all else "hot ones"
+                    copies = f", and keeps copies of {which} ({size(self._rows.n_bytes_of_copies)})"
             except torch.OutOfMemoryError as error:
                 copies = f"; there is no room for hot rows ({error})"
                 self._rows = DeviceRows(memory.flat, memory.layout, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,44 @@ def _register(flat: np.ndarray, device: torch.device) -> None:
 def _unregister(flat: np.ndarray) -> None:
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(flat.ctypes.data)
+
+
+class HostWrites:
+    """Writes of a device to the host's memory: in the order in which they are asked for, beside its other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def after(self, *used: Tensor) -> Iterator[None]:
+        """What is asked of the device in here is done after all that was asked so far.
+
+        used: tensors that it needs, made outside
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        for one in used:
+            one.record_stream(self._stream)
+
+    def before_reading(self) -> None:
+        """What is asked of the device from now on is done after the writes so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def wait(self) -> None:
+        """Return when the host's memory has all of them. From any thread."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def pinned(n: int, device: torch.device) -> np.ndarray:
+    """int64 [n], not initialised, that `to_device` copies from directly."""
+    numbers: np.ndarray = torch.empty(n, dtype=torch.int64, pin_memory=device.type == "cuda").numpy()
+    return numbers
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

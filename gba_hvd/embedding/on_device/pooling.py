@@ -14,23 +14,29 @@ from gba_hvd.embedding.lookups import Lookup
 from gba_hvd.embedding.on_device.host_view import to_device
 
 
-def pool(rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> Sequence[Tensor]:
+def pool(rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool = False) -> Sequence[Tensor]:
     """Of each lookup float32 [m, dim], by autograd; each may go into a loss of its own, with its own backward pass.
 
-    rows: float32 [d, dim], distinct; index: int64 [n], of all keys of the lookups, one lookup after the other
+    rows: float32 [d, dim]; index: int64 [n], of all keys of the lookups, one lookup after the other
+    sparse: the gradient of `rows`, which then is of all keys; not possible where `takes_maximum`
     """
     weights = [one.weights for one in lookups if one.weights is not None]
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in (rows, *weights)):
-        return _pooled(rows, index, lookups)
-    return _SeparateBackward.apply(lambda leaf: _pooled(leaf, index, lookups), rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _pooled(rows, index, lookups, sparse)
+    return _SeparateBackward.apply(lambda leaf: _pooled(leaf, index, lookups, sparse), sparse, rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SeparateBackward(torch.autograd.Function):
-    """Results of one operator, each of which may have a backward pass of its own."""
+    """Results of one operator, each of which may have a backward pass of its own.
+
+    all_results: each pass gives a gradient of all inputs of all results
+    """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[Tensor], Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(
+        ctx: Any, compute: Callable[[Tensor], Sequence[Tensor]], all_results: bool, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(all_results)
         with torch.enable_grad():
             leaf = inputs[0].detach().requires_grad_()
             ctx.leaf, ctx.results, ctx.weights = leaf, compute(leaf), inputs[1:]
@@ -45,10 +51,10 @@ class _SeparateBackward(torch.autograd.Function):
                 [one for one, _ in asked], inputs, [grad for _, grad in asked], retain_graph=True, allow_unused=True
             )
         )
-        return None, *(next(found) if one.requires_grad else None for one in (ctx.leaf, *ctx.weights))
+        return None, None, *(next(found) if one.requires_grad else None for one in (ctx.leaf, *ctx.weights))
 
 
-def _pooled(rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> list[Tensor]:
+def _pooled(rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool) -> list[Tensor]:
     starts = np.cumsum([0, *(len(one.keys) for one in lookups)]).tolist()
     found: dict[int, Tensor] = {}
     by_kind: dict[str, list[int]] = {}
@@ -59,15 +65,19 @@ def _pooled(rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> list[Tens
         part = index
         if len(numbers) < len(lookups):
             part = torch.cat([index[starts[number] : starts[number + 1]] for number in numbers])
-        pooled = _pool(kind, rows, part, some)
+        pooled = _pool(kind, rows, part, some, sparse)
         lengths = [len(one.offsets) - 1 for one in some]
         found.update(zip(numbers, pooled.split(lengths), strict=True))
     return [found[number] for number in range(len(lookups))]
 
 
-def stack(rows: Tensor, index: Tensor, n_fields: int) -> Tensor:
+def stack(rows: Tensor, index: Tensor, n_fields: int, sparse: bool = False) -> Tensor:
     """rows float32 [d, dim], index int64 [F * B] -> float32 [B, F, dim], by autograd"""
-    return functional.embedding(index.view(n_fields, -1).t(), rows)
+    return functional.embedding(index.view(n_fields, -1).t(), rows, sparse=sparse)
+
+
+def takes_maximum(lookups: Sequence[Lookup]) -> bool:
+    return any(_kind(one) == "max" for one in lookups)
 
 
 def _kind(one: Lookup) -> str:
@@ -78,10 +88,10 @@ def _kind(one: Lookup) -> str:
     return "single" if is_single else one.pooling
 
 
-def _pool(kind: str, rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> Tensor:
+def _pool(kind: str, rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool) -> Tensor:
     """float32 [m, dim], of the bags of all lookups"""
     if kind == "single":
-        return functional.embedding(index, rows)
+        return functional.embedding(index, rows, sparse=sparse)
     offsets = [np.zeros(1, np.int64)]
     for one in lookups:
         offsets.append(one.offsets[1:] + offsets[-1][-1])
@@ -89,7 +99,9 @@ def _pool(kind: str, rows: Tensor, index: Tensor, lookups: Sequence[Lookup]) -> 
     mode, weights = kind, None
     if kind == "weighted":
         mode, weights = "sum", torch.cat([_factors(one, rows.device) for one in lookups])
-    return functional.embedding_bag(index, rows, cuts, mode=mode, per_sample_weights=weights, include_last_offset=True)
+    return functional.embedding_bag(
+        index, rows, cuts, mode=mode, sparse=sparse, per_sample_weights=weights, include_last_offset=True
+    )
 
 
 def _factors(one: Lookup, device: torch.device) -> Tensor:

@@ -5,35 +5,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gba_hvd.embedding.on_device.host_view import HostWrites
 from gba_hvd.shm.layout import Group, Layout
+
+_WORDS_AT_ONCE = 1 << 19  # that are written by one kernel: those of the next step shall find room on the GPU beside it
 
 
 class Records:
-    """flat: float32, the host's memory as a tensor of the device. Nothing here waits for the device."""
+    """flat: float32, the host's memory as a tensor of the device. This process does not wait for it here."""
 
-    def __init__(self, flat: Tensor, layout: Layout, group: Group) -> None:
-        self._flat, self._words = flat, flat.view(torch.int32)
+    def __init__(self, flat: Tensor, writes: HostWrites, layout: Layout, group: Group) -> None:
+        self._flat, self._writes = flat, writes
         self._n_shards, self._region, self._at = layout.n_shards, layout.region_words, group.at
-        self.width = group.record
-        self._words_of_record = torch.arange(group.record, device=flat.device)
+        self.n_rows, self.width = group.rows_per_shard * layout.n_shards, group.record
+        self._words_of_record = torch.arange(group.at, group.at + group.record, device=flat.device)
 
-    def starts(self, keys: Tensor) -> Tensor:
-        """int64 [n]: the word at which each key's record starts."""
-        shard = keys % self._n_shards
+    def read(self, keys: Tensor) -> Tensor:
+        """float32 [n, width]. A record that another process writes meanwhile may be half old and half new.
+
+        keys: int64 [n]
+        """
+        self._writes.before_reading()
+        return self._flat.index_select(0, self._words(keys).view(-1)).view(len(keys), self.width)
+
+    def read_all(self, *columns: Tensor) -> None:
+        """The words of all records, by key, from the first to the last. columns: float32 [n_rows, words] each"""
+        self._writes.before_reading()
+        n_words, at = self.n_rows // self._n_shards * self.width, 0
+        by_shard = self._flat.view(self._n_shards, self._region)[:, self._at : self._at + n_words]
+        records = by_shard.view(self._n_shards, -1, self.width).transpose(0, 1)
+        for column in columns:
+            words = column.shape[1]
+            column.view(-1, self._n_shards, words).copy_(records[:, :, at : at + words])
+            at += words
+
+    def write(self, keys: Tensor, records: Tensor) -> None:
+        """Beside what is asked of the device from now on. keys: int64 [n], distinct; records: float32 [n, width]"""
+        n = max(1, _WORDS_AT_ONCE // self.width)
+        with self._writes.after(keys, records):
+            for some, of_some in zip(self._words(keys).split(n), records.split(n), strict=True):
+                self._flat.scatter_(0, some.view(-1), of_some.reshape(-1))
+
+    def _words(self, keys: Tensor) -> Tensor:
+        """int64 [n, width]: where the words of the records are. key = place in the shard * n_shards + shard"""
         in_shard = torch.div(keys, self._n_shards, rounding_mode="floor")
-        return shard * self._region + self._at + in_shard * self.width
-
-    def read(self, starts: Tensor) -> Tensor:
-        """float32 [n, width]. A record that another process writes meanwhile may be half old and half new."""
-        return self._flat.index_select(0, self._all_words(starts)).view(len(starts), self.width)
-
-    def versions(self, starts: Tensor) -> Tensor:
-        """int32 [n]: the last words of the records, which count their updates."""
-        return self._words.index_select(0, starts + (self.width - 1))
-
-    def write(self, starts: Tensor, records: Tensor) -> None:
-        """starts: distinct; records: float32 [n, width]"""
-        self._flat.scatter_(0, self._all_words(starts), records.reshape(-1))
-
-    def _all_words(self, starts: Tensor) -> Tensor:
-        return (starts[:, None] + self._words_of_record).reshape(-1)
+        starts = (in_shard * (self.width - self._n_shards * self._region)).add_(keys, alpha=self._region)
+        return starts[:, None] + self._words_of_record

@@ -17,14 +17,12 @@ from gba_hvd.embedding.row_gradients import RowGrad
 class Found:
     """What a device has read of distinct keys.
 
-    keys: int64 [d]; records: float32 [d, record]; starts: int64 [d], of the records in the host's memory
-    slot: int64 [d], of their copies among the hot rows; None: there are none
+    keys: int64 [d]; records: float32 [d, record]; place: int64 [d], of their copies; None: there are none
     """
 
     keys: Tensor
     records: Tensor
-    starts: Tensor
-    slot: Tensor | None = None
+    place: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,20 @@ class DeviceRowGrad:
     def squares(self) -> float:
         """The sum of the squares of all values, in float64. Waits for the device."""
         return float(torch.linalg.vector_norm(self.values, dtype=torch.float64)) ** 2 if len(self.keys) else 0.0
+
+
+def from_sparse(grad: Tensor, keys: Tensor, counts_accesses: bool) -> DeviceRowGrad:
+    """Waits for the device.
+
+    grad: sparse [rows, dim], of all keys that were looked up; keys: int64 [n], these; counts_accesses: of each key
+    """
+    grad, accesses = grad.coalesce(), None
+    distinct = grad.indices()[0]
+    if counts_accesses:
+        ordered = keys.sort().values
+        first, end = (torch.searchsorted(ordered, distinct, right=right) for right in (False, True))
+        accesses = (end - first).to(torch.int32)
+    return DeviceRowGrad(distinct, grad.values(), accesses)
 
 
 def on_host(grad: RowGrad | DeviceRowGrad) -> RowGrad:

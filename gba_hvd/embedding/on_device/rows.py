@@ -1,29 +1,32 @@
-"""What a worker's device does with the rows of its host: look them up, keep copies of hot ones, apply gradients.
+"""What a worker's device does with the rows of its host: look them up, keep copies of some or all, apply gradients.
 
-Who writes what. The rows in the host's memory are the rows; a device's copies are read where their version, a record's
-last word, is that of the host's record, which is read for each lookup. So other processes of the host may write rows as
-before: a server, or the workers that serve other shards. A lookup reads a record's version before its numbers: what is
-written meanwhile counts up the version, and the copy is read again next time.
+Who writes what. The rows in the host's memory are the rows. Other processes of the host may write them, a server or the
+workers that serve other shards: then each lookup reads them there. Where this worker is the only one that applies
+gradients, its device does it, and may keep copies.
 
-Where this worker is the only one that applies gradients, its device does it, within the marks of the step that
-`modes.allreduce_exchange` writes: records are changed, written to the host's memory, then copied to where they are
-kept. A kill in between leaves what one leaves in the CPU's pass, a step that is in the shards in part; the device's
-memory is gone with its process.
+In which order. Records are changed in the device's memory; a stream of its own writes them to the host's memory, and
+then the mark that the step is finished, while the device computes the next step. So a process that looks at the marks
+finds a step in flight, as during the CPU's pass, until all rows of the step are there; a kill meanwhile leaves what a
+kill in that pass leaves. This process waits before it reads the memory or begins the next step
+(`ShardMemory.await_device`); lookups by the device wait in their stream.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gba_hvd.embedding.on_device import optimizers
-from gba_hvd.embedding.on_device.host_view import HostView, to_device
-from gba_hvd.embedding.on_device.hot_rows import HotRows
+from gba_hvd.embedding.on_device.copies import AllRows, Copies, HotRows
+from gba_hvd.embedding.on_device.host_view import HostView, HostWrites, to_device
 from gba_hvd.embedding.on_device.records import Records
 from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
 from gba_hvd.embedding.row_optimizers import TableOptimizers
-from gba_hvd.shm.layout import Group, Layout
+from gba_hvd.shm.layout import FINISHED, Group, Layout
 
 
 def can_apply(layout: Layout, of_tables: TableOptimizers) -> bool:
@@ -38,7 +41,8 @@ def _can_apply(layout: Layout, group: Group, of_tables: TableOptimizers) -> bool
 class DeviceRows:
     """The rows of all groups of tables that are not hashed, for one worker. Not thread-safe.
 
-    hits, lookups: distinct rows so far that were read from the device's own memory, and in all
+    copies_all: there is room for a copy of each row. hits, lookups: distinct rows so far that were read from the
+    device's own memory, and in all
     """
 
     def __init__(self, flat: np.ndarray, layout: Layout, device: torch.device, hot_rows: int = 0) -> None:
@@ -48,19 +52,26 @@ class DeviceRows:
         """
         self.device, self._layout = device, layout
         self._view = HostView(flat, device)
-        plain = [group for group in layout.groups if group.hashed is None]
-        n_rows = sum(group.rows_per_shard for group in plain) * layout.n_shards
+        self._writes = HostWrites(device)
+        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._records = {
-            number: Records(self._view.tensor, layout, group)
+            number: Records(self._view.tensor, self._writes, layout, group)
             for number, group in enumerate(layout.groups)
             if group.hashed is None
         }
-        self._hot: dict[int, HotRows] = {}
+        self._finished = self._view.tensor.view(torch.int64).view(layout.n_shards, -1)[:, FINISHED]
+        n_rows = {number: sum(table.n_rows for table in layout.groups[number].tables) for number in self._records}
+        total = sum(n_rows.values())
+        self.copies_all = hot_rows >= total
+        self._copies: dict[int, Copies] = {}
         for number, records in self._records.items() if hot_rows else ():
-            here = layout.groups[number].rows_per_shard * layout.n_shards
-            n_hot = min(here, max(1, round(hot_rows * here / n_rows)))
-            self._hot[number] = HotRows(n_hot, records.width, device)
-        self.keeps_copies = bool(self._hot)
+            n_hot = max(1, round(hot_rows * n_rows[number] / total))
+            self._copies[number] = (
+                AllRows(layout.groups[number].dim, records, device)
+                if self.copies_all
+                else HotRows(n_hot, records, device)
+            )
+        self.keeps_copies = bool(self._copies)
         self.hits, self.lookups = 0, 0
 
     def has(self, group: int) -> bool:
@@ -68,19 +79,32 @@ class DeviceRows:
         return group in self._records
 
     @property
-    def hot_bytes(self) -> int:
-        """What the copies take."""
-        return sum(hot.n_bytes for hot in self._hot.values())
+    def n_bytes_of_copies(self) -> int:
+        return sum(copies.n_bytes for copies in self._copies.values())
 
-    def look_up(self, group: int, keys: np.ndarray) -> tuple[Found, Tensor, Tensor]:
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[torch.cuda.Event | None]:
+        """What a thread asks of the device in here is done beside all else. Gives an event to record; None on a CPU."""
+        if self._uploads is None:
+            yield None
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
+            yield torch.cuda.Event()
+
+    def look_up(self, group: int, keys: Tensor) -> tuple[Found, Tensor, Tensor]:
         """(what was read of the distinct keys, each key's number among them int64 [n], their weights float32 [d, dim]).
 
-        keys: int64 [n], of the group with this number, all of rows of this host
+        keys: int64 [n], on the device, of the group with this number, all of rows of this host
         """
-        distinct, index = torch.unique(to_device(keys, self.device), return_inverse=True)
+        distinct, index = torch.unique(keys, return_inverse=True)
         found = self._read(group, distinct)
         weights = found.records[:, : self._layout.groups[group].dim]
         return found, index, weights.clone(memory_format=torch.contiguous_format)  # (records change when the step ends)
+
+    def weights(self, group: int) -> Tensor | None:
+        """float32 [rows, dim], by key, of which each step changes some; None: the device has no copies of all rows"""
+        copies = self._copies.get(group) if self.keeps_copies else None
+        return copies.weights if isinstance(copies, AllRows) else None
 
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
         """Whether the device has all that is done to rows of the group."""
@@ -91,7 +115,7 @@ class DeviceRows:
     ) -> None:
         """Apply scale * grad, as `RowOptimizer.update_` does, in shards that no other process writes meanwhile.
 
-        Count the accesses, one for each row where they are not counted. Does not wait: see `wait`.
+        Count the accesses, one for each row where they are not counted. Does not wait: see `finish`.
         """
         if not len(grad.keys):
             return
@@ -99,48 +123,47 @@ class DeviceRows:
         records = found.records
         optimizers.update_(of_tables.of(number), records, grad.values, scale, of_tables.rate(number, lr), step)
         records.view(torch.int32)[:, -1] += 1 if grad.accesses is None else grad.accesses
-        self._records[group].write(found.starts, records)
-        if found.slot is not None and self.keeps_copies:
-            self._hot[group].renew(found.keys, found.slot, records)
+        if found.place is not None and self.keeps_copies:
+            self._copies[group].renew(found.keys, found.place, records)
+        self._records[group].write(found.keys, records)
+
+    def finish(self, shards: np.ndarray, step: int) -> None:
+        """Mark the step as finished on these shards, once all that was applied is in the host's memory. See `wait`."""
+        with self._writes.after():
+            if len(shards) == len(self._finished):
+                self._finished.fill_(step)
+            else:
+                self._finished[to_device(shards, self.device)] = step
 
     def keep_copies(self, does: bool) -> None:
         """Whether copies are kept from now on, where there is room for some. Those that there are, are forgotten."""
-        if self.keeps_copies != (does and bool(self._hot)):
+        if self.keeps_copies != (does and bool(self._copies)):
             self.forget()
             self.keeps_copies = not self.keeps_copies
 
     def wait(self) -> None:
-        """Return when all that was asked of the device is done, and the host's memory has it."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Return when all that was asked of the device is done, and the host's memory has it. From any thread."""
+        self._writes.wait()
 
     def forget(self) -> None:
-        """Rows were written, and their versions may be those of other values: copies no longer count."""
-        for hot in self._hot.values():
-            hot.forget()
+        """Rows were written otherwise: copies no longer count."""
+        for copies in self._copies.values():
+            copies.forget()
 
     def close(self) -> None:
         """Let go of the host's memory. May be called twice."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         self.wait()
         self._records.clear()
+        self._copies.clear()
+        self._finished = torch.empty(0)
         self._view.close()
 
     def _read(self, group: int, keys: Tensor) -> Found:
-        records = self._records[group]
-        starts, hot = records.starts(keys), self._hot.get(group) if self.keeps_copies else None
         self.lookups += len(keys)
-        if hot is None:
-            return Found(keys, records.read(starts), starts)
-        versions = records.versions(starts)
-        slot = hot.find(keys)
-        found, known = hot.read(slot)
-        missing = ((slot == hot.spare) | (known != versions)).nonzero()[:, 0]
-        self.hits += len(keys) - len(missing)
-        if len(missing):
-            fresh = records.read(starts.index_select(0, missing))
-            fresh.view(torch.int32)[:, -1] = versions.index_select(0, missing)
-            found.index_copy_(0, missing, fresh)
-            if hot.chooses:
-                new = hot.put(keys.index_select(0, missing), slot.index_select(0, missing), fresh)
-                slot.index_copy_(0, missing, new)
-        return Found(keys, found, starts, slot)
+        if self.keeps_copies:
+            records, place, hits = self._copies[group].read(keys)
+            self.hits += hits
+            return Found(keys, records, place)
+        return Found(keys, self._records[group].read(keys))

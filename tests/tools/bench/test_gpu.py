@@ -122,7 +122,8 @@ def test_labels_can_be_learned_from_a_dense_feature_and_from_ids(tmp_path: Path)
 
 def losses(folder: Path, rule: str, name: str) -> list[float]:
     path = os.pathsep.join([str(public_models.PACKAGES), os.environ.get("PYTHONPATH", "")])
-    environ = os.environ | {"GBA_HVD_SHARD_DIR": str(folder), "PYTHONPATH": path, "GBA_HVD_DEVICE_ROWS": "off"}
+    by_device = "on" if name == "ours_all" else "off"
+    environ = os.environ | {"GBA_HVD_SHARD_DIR": str(folder), "PYTHONPATH": path, "GBA_HVD_DEVICE_ROWS": by_device}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOSSES, str(folder), rule, name],
         env=environ, capture_output=True, text=True, timeout=300, check=False,
@@ -136,7 +137,7 @@ def losses(folder: Path, rule: str, name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("rule", "bag", "names"),
     [
-        ("adagrad", 2, ("hbm", "hbm_merged", "ours_host", "torchrec_uvm")),
+        ("adagrad", 2, ("hbm", "hbm_merged", "ours_host", "ours_all", "torchrec_uvm")),
         ("row_adagrad", 1, ("ours_host", "torchrec_uvm")),
     ],
 )
@@ -253,11 +254,12 @@ def test_what_ran_is_kept_and_what_could_not_be_measured_is_tried_once(
     answers = Answers(monkeypatch, hbm=worker.OUT_OF_MEMORY, torchrec_uvm=summary.NOT_RUN, ours=failed)
     args = options("--out", str(out), *TINY, "--runs", "2", "--steps", "1", "--warm-up", "1")
     assert args.run(args) == 1, "one failed"
-    assert answers.launched == [*command.USUAL, "ours_host", "ours_hot"]
+    assert answers.launched == [*command.USUAL, "ours_host", "ours_hot", "ours_all"]
     found = json.loads(out.read_text())
     assert list(found["failures"].values()) == ["killed"]
     assert {row["peer"]: row["state"] for row in found["rows"]} == {
-        "hbm": "out of GPU memory", "ours_host": "measured", "ours_hot": "measured", "torchrec_uvm": "not run",
+        "hbm": "out of GPU memory", "ours_host": "measured", "ours_hot": "measured", "ours_all": "measured",
+        "torchrec_uvm": "not run",
     }  # fmt: skip
     assert "killed" in capsys.readouterr().err
 
@@ -276,7 +278,7 @@ def test_no_run_starts_after_the_limit(
     answers = Answers(monkeypatch)
     args = options("--out", str(tmp_path / "found.json"), *TINY, "--limit-minutes", "1e-9")
     assert args.run(args) == 0
-    assert not answers.launched and "no time left for 15 runs" in capsys.readouterr().out
+    assert not answers.launched and "no time left for 18 runs" in capsys.readouterr().out
 
 
 def test_who_reads_rows_and_which_profile_is_said_to_the_worker(tmp_path: Path) -> None:

@@ -52,6 +52,49 @@ def test_a_second_opener_sees_the_same_pages(open_memory: Open) -> None:
     assert second.marks().ready.tolist() == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda memory: memory.flat,
+        lambda memory: memory.words,
+        lambda memory: memory.marks(),
+        lambda memory: memory.steps_of(1),
+        lambda memory: memory.region(1),
+        lambda memory: memory.begin(np.array([1]), 9),
+        lambda memory: memory.wait_finished(np.array([1]), 0, 1.0),
+        lambda memory: memory.gather(np.array([1]), memory.layout.groups[0], 0, np.empty((1, 8), np.float32)),
+        lambda memory: memory.close(),
+    ],
+    ids=["flat", "words", "marks", "steps_of", "region", "begin", "wait_finished", "gather", "close"],
+)
+def test_who_uses_the_memory_waits_for_a_device_that_writes_it(
+    open_memory: Open, use: Callable[[ShardMemory], Any]
+) -> None:
+    memory, waits = open_memory(), list[int]()
+    memory.init_shard(1, step=0)
+    memory.written_by_device(lambda: waits.append(1))
+    for _ in range(2):
+        use(memory)
+    assert waits == [1], "once for each step"
+
+
+def test_two_threads_wait_for_the_device(open_memory: Open) -> None:
+    memory, is_written, found = open_memory(), threading.Event(), list[bool]()
+
+    def wait() -> None:
+        assert is_written.wait(30)
+
+    memory.written_by_device(wait)
+    threads = [threading.Thread(target=lambda: found.append(memory.flat is not None)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert not found
+    is_written.set()
+    for thread in threads:
+        thread.join(30)
+    assert found == [True, True]
+
+
 def test_marks_report_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
     memory = open_memory()
     for shard in range(4):

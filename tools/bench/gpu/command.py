@@ -4,7 +4,8 @@ hbm           plain torch: nn.EmbeddingBag(sparse=True) for each table, all on t
 hbm_merged    the same with one table for all fields: one lookup and one update a step; not run unless it is named
 ours_host     tables in host memory; the CPU looks up, pools and updates rows, pooled rows are copied to the GPU
 ours          the same tables; the GPU reads and writes the rows in host memory
-ours_hot      the same, and the --hot-rows rows that are used most are kept on the GPU
+ours_hot      the same, with copies on the GPU of the --hot-rows rows that are used most
+ours_all      the same, with copies of all rows
 torchrec_uvm  fbgemm's batched tables as UVM_CACHING, with a cache of --hot-rows rows; where fbgemm_gpu has CUDA
 
 26 tables with --rows rows together, 13 dense features, bottom MLP 512-256-dim, dot products of all pairs, top MLP
@@ -40,6 +41,7 @@ PEERS = {
     "ours_host": "EmbeddingTables, rows read and written by the CPU (GBA_HVD_DEVICE_ROWS=off)",
     "ours": "EmbeddingTables, rows in host memory, read and written by the GPU",
     "ours_hot": "EmbeddingTables(hot_rows=N), the rest in host memory, read and written by the GPU",
+    "ours_all": 'EmbeddingTables(hot_rows="all"), written by the GPU to the rows in host memory',
     "torchrec_uvm": "fbgemm's SplitTableBatchedEmbeddingBagsCodegen, MANAGED_CACHING",
 }
 USUAL = tuple(name for name in PEERS if name != "hbm_merged")

@@ -71,13 +71,12 @@ class Watch(gba_hvd.Callback):
         self.hit_share = metrics.get("hot_rows_hit_share", self.hit_share)
 
 
-def training(setting: Setting, clicks: Clicks, *, is_hot: bool = False) -> Training:
-    """is_hot: the tables keep `setting.hot_rows` rows on the GPU."""
-    more: dict[str, Any] = {"hot_rows": setting.hot_rows} if is_hot else {}
+def training(setting: Setting, clicks: Clicks, *, hot_rows: int | str = 0) -> Training:
+    """hot_rows: of which the tables keep a copy on the GPU."""
     tables = gba_hvd.EmbeddingTables(
         {name: gba_hvd.Table(setting.n_rows, setting.dim, init=setting.spread / 3**0.5) for name in FIELDS},
         optimizer=RULES[setting.rule](lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
-        **more,
+        hot_rows=hot_rows,
     )
     model = Model(setting, tables).to(setting.device)
     optimizer = gba_hvd.DistributedOptimizer(

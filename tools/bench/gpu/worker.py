@@ -142,7 +142,13 @@ def _ours(setting: Setting, clicks: Clicks) -> Training:
 def _ours_hot(setting: Setting, clicks: Clicks) -> Training:
     from . import ours
 
-    return ours.training(setting, clicks, is_hot=True)
+    return ours.training(setting, clicks, hot_rows=setting.hot_rows)
+
+
+def _ours_all(setting: Setting, clicks: Clicks) -> Training:
+    from . import ours
+
+    return ours.training(setting, clicks, hot_rows="all")
 
 
 def _torchrec(setting: Setting, clicks: Clicks) -> Training:
@@ -157,6 +163,7 @@ CONTESTANTS: dict[str, Callable[[Setting, Clicks], Training]] = {
     "ours_host": _ours,
     "ours": _ours,
     "ours_hot": _ours_hot,
+    "ours_all": _ours_all,
     "torchrec_uvm": _torchrec,
 }
 

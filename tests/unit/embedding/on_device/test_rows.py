@@ -1,4 +1,4 @@
-"""What the device reads and writes is what the CPU reads and writes, and a copy never hides a newer row."""
+"""What the device reads and writes is what the CPU reads and writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import gba_hvd
 from gba_hvd import EmbeddingTables
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, merge
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, merge
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.row_gradients import merge as merge_on_host
@@ -36,10 +36,14 @@ def kept(rows: DeviceRows, keys: np.ndarray, group: int = 0) -> None:
     """Look keys up until there are copies of them."""
     for _ in range(20):
         before = rows.hits
-        rows.look_up(group, keys)
+        look_up(rows, group, keys)
         if rows.hits > before:
             return
     raise AssertionError("no copy was kept")
+
+
+def look_up(rows: DeviceRows, group: int, keys: np.ndarray) -> tuple[Found, torch.Tensor, torch.Tensor]:
+    return rows.look_up(group, torch.from_numpy(keys).to(rows.device))
 
 
 def some_keys(tables: EmbeddingTables, n: int = 40, seed: int = 1) -> np.ndarray:
@@ -56,12 +60,12 @@ def in_memory(tables: EmbeddingTables, keys: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("hot_rows", [0, 16, 1000])
+@pytest.mark.parametrize("hot_rows", [0, 16, 169, 170])
 def test_looked_up_rows_are_those_in_memory(device: torch.device, make_tables: MakeTables, hot_rows: int) -> None:
     tables = make_tables(SIZES)
     rows, keys = rows_on(device, tables, hot_rows), some_keys(tables)
     for _ in range(12):
-        found, index, weights = rows.look_up(0, keys)
+        found, index, weights = look_up(rows, 0, keys)
         assert found.keys[index].tolist() == keys.tolist()
         np.testing.assert_array_equal(weights.cpu().numpy(), in_memory(tables, found.keys.cpu().numpy())[:, :4])
     assert (rows.hits > 0) == (hot_rows > 0)
@@ -78,7 +82,7 @@ def test_gradients_are_applied_as_the_cpu_applies_them(
     assert theirs.memory is not None
     rows = rows_on(device, ours, hot_rows)
     for step in range(1, 4):
-        found, index, _ = rows.look_up(0, some_keys(ours, seed=step))
+        found, index, _ = look_up(rows, 0, some_keys(ours, seed=step))
         distinct = found.keys
         grad = torch.from_numpy(np.random.default_rng(step).normal(size=(len(distinct), 4)).astype(np.float32))
         counts = torch.bincount(index, minlength=len(distinct)).to(torch.int32)
@@ -95,37 +99,22 @@ def test_gradients_are_applied_as_the_cpu_applies_them(
         got, expected = in_memory(ours, keys), in_memory(theirs, keys)
         np.testing.assert_allclose(got[:, :-1], expected[:, :-1], rtol=1e-4, atol=5e-6)
         np.testing.assert_array_equal(got[:, -1].view(np.int32), expected[:, -1].view(np.int32))
-        again = rows.look_up(0, keys)[2]
+        again = look_up(rows, 0, keys)[2]
         np.testing.assert_array_equal(again.cpu().numpy(), got[:, :4])
     rows.close()
 
 
-def test_a_row_that_another_process_has_changed_is_read_again(device: torch.device, make_tables: MakeTables) -> None:
-    tables = make_tables(SIZES, gba_hvd.RowAdagrad(lr=0.5))
-    assert tables.memory is not None
-    rows, keys = rows_on(device, tables, 1000), np.unique(some_keys(tables))
-    kept(rows, keys)
-    changed = keys[::3].copy()
-    grad = RowGrad(changed, np.ones((len(changed), 4), np.float32))
-    tables.optimizers.update_(tables.memory.flat, tables.layout, tables.layout.groups[0], grad, 1.0, 0.5, 1)
-    hits = rows.hits
-    found = rows.look_up(0, keys)[2].cpu().numpy()
-    np.testing.assert_array_equal(found, in_memory(tables, keys)[:, :4])
-    assert rows.hits - hits <= len(keys) - len(changed)
-    rows.close()
-
-
-def test_copies_that_are_forgotten_are_read_again_though_the_versions_are_equal(
-    device: torch.device, make_tables: MakeTables
-) -> None:
+@pytest.mark.parametrize("hot_rows", [100, 170])
+def test_copies_that_are_forgotten_are_read_again(device: torch.device, make_tables: MakeTables, hot_rows: int) -> None:
+    """170: of all rows"""
     tables = make_tables(SIZES)
     assert tables.memory is not None
-    rows, keys = rows_on(device, tables, 1000), np.unique(some_keys(tables))
+    rows, keys = rows_on(device, tables, hot_rows), np.unique(some_keys(tables))
     kept(rows, keys)
     starts = tables.layout.record_starts(keys, tables.layout.groups[0]).astype(np.int64)
-    tables.memory.flat[starts] = 7.0  # as a restored checkpoint would, with the counter that the row had
+    tables.memory.flat[starts] = 7.0  # as a restored checkpoint would
     rows.forget()
-    assert (rows.look_up(0, keys)[2][:, 0] == 7.0).all()
+    assert (look_up(rows, 0, keys)[2][:, 0] == 7.0).all()
     rows.close()
 
 
@@ -165,14 +154,14 @@ def test_a_gradient_that_is_not_finite_is_named(device: torch.device) -> None:
 
 def test_each_group_has_its_copies(device: torch.device, make_tables: MakeTables) -> None:
     tables = make_tables(SIZES)
-    rows = rows_on(device, tables, 170)
+    rows = rows_on(device, tables, 160)
     ads = tables.keys_of(1, [("ad", torch.arange(20))])
     for _ in range(40):  # in turn, as the forward passes of a model do
         for group, keys in ((0, some_keys(tables)), (1, ads)):
-            rows.look_up(group, keys)
+            look_up(rows, group, keys)
     for group, keys in ((0, np.unique(some_keys(tables))), (1, ads)):
         hits = rows.hits
-        rows.look_up(group, keys)
+        look_up(rows, group, keys)
         assert rows.hits - hits > len(keys) / 2, f"group {group}"
     rows.close()
 
@@ -184,7 +173,7 @@ def test_without_copies_none_are_read(device: torch.device, make_tables: MakeTab
     rows.keep_copies(False)
     hits = rows.hits
     for _ in range(12):
-        assert rows.look_up(0, keys)[0].slot is None
+        assert look_up(rows, 0, keys)[0].place is None
     assert rows.hits == hits
     rows.keep_copies(True)
     kept(rows, keys)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, EmbeddingTables, Feature
+from gba_hvd.elastic.training_state import TrainingState
+from gba_hvd.embedding.on_device.prepared_ids import PreparedIds
+from gba_hvd.embedding.on_device.rows import DeviceRows
+from recovery import CheckpointCallback
 
 MakeTables = Callable[..., EmbeddingTables]
 SIZES: Any = {"user": gba_hvd.Table(50, 4, padding_idx=0), "item": (90, 4), "ad": (30, 7)}
@@ -56,10 +62,11 @@ def gradients(tables: EmbeddingTables) -> dict[int, np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("hot_rows", [0, 64, "all"])
 def test_every_form_of_ids_gives_the_rows_and_gradients_that_the_cpu_gives(
-    device: torch.device, make_tables: MakeTables, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, make_tables: MakeTables, monkeypatch: pytest.MonkeyPatch, hot_rows: int | str
 ) -> None:
-    ours = make_tables(SIZES, features=FEATURES, hot_rows=64).to(device)
+    ours = make_tables(SIZES, features=FEATURES, hot_rows=hot_rows).to(device)
     monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
     theirs = make_tables(SIZES, features=FEATURES)
     for seed in range(3):
@@ -75,6 +82,22 @@ def test_every_form_of_ids_gives_the_rows_and_gradients_that_the_cpu_gives(
         assert set(found) >= {key for key, value in expected.items() if value.any()}
         for key, value in expected.items():
             np.testing.assert_allclose(found.get(key, 0 * value), value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hot_rows", [0, "all"])
+def test_rows_of_features_that_no_loss_depends_on_have_a_gradient_of_zeros(
+    device: torch.device, make_tables: MakeTables, hot_rows: int | str
+) -> None:
+    tables = make_tables({"user": (50, 4), "item": (90, 4)}, hot_rows=hot_rows).to(device)
+    tables.counts_accesses = True
+    rows = tables({"user": torch.tensor([3, 3, 9]), "item": torch.tensor([7, 7, 7])})
+    for _ in range(2):
+        rows["user"].sum().backward(retain_graph=True)
+    (grad,) = tables.take_gradients()[0]
+    keys = tables.keys_of(0, [("user", torch.tensor([3, 9])), ("item", torch.tensor([7]))])
+    assert grad.keys.tolist() == sorted(keys.tolist()) and grad.accesses is not None
+    found = {key: (values[0], n) for key, values, n in zip(grad.keys, grad.values, grad.accesses, strict=True)}
+    assert [found[key] for key in keys] == [(4.0, 2), (2.0, 1), (0.0, 3)]
 
 
 def test_weights_of_bags_get_their_gradient(device: torch.device, make_tables: MakeTables) -> None:
@@ -171,6 +194,9 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     [
         {},
         {"hot_rows": 16},
+        {"hot_rows": "all"},
+        {"hot_rows": "all", "more": {"max_norm": 0.05}},
+        {"hot_rows": "all", "hashed": True},
         {"hot_rows": 16, "more": {"row_average": "contributors"}},
         {"more": {"max_norm": 0.05}},
         {"more": {"row_average": "contributors"}},
@@ -178,7 +204,19 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
         {"hashed": True},
         {"more": {"sync_micro_batch": 8}},
     ],
-    ids=["plain", "hot", "outdated copies", "clip", "contributors", "compression", "hashed", "together"],
+    ids=[
+        "plain",
+        "hot",
+        "all",
+        "all, clip",
+        "all, hashed",
+        "outdated copies",
+        "clip",
+        "contributors",
+        "compression",
+        "hashed",
+        "together",
+    ],
 )
 def test_a_job_trains_what_it_trains_without(
     device: torch.device, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -195,6 +233,71 @@ def test_a_job_trains_what_it_trains_without(
         if name not in ("events", "hits"):
             np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     np.testing.assert_array_equal(ours["counts"], theirs["counts"])
+
+
+class Stacked(nn.Module):
+    """own_ids: it looks up ids in a mapping of its own"""
+
+    def __init__(self, tables: EmbeddingTables, own_ids: bool) -> None:
+        super().__init__()
+        self.tables, self.own_ids, self.is_prepared = tables, own_ids, [False]
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        self.is_prepared.append(isinstance(batch.ids, PreparedIds))
+        rows = self.tables.stacked(dict(batch.ids) if self.own_ids else batch.ids)
+        logits: Tensor = self.top(rows.flatten(1)).squeeze(1)
+        return logits
+
+
+@pytest.mark.parametrize("hot_rows", [0, "all"])
+def test_keys_of_batches_that_are_read_ahead_are_on_the_device(
+    device: torch.device, clicks: Any, tmp_path: Path, hot_rows: int | str
+) -> None:
+    found = {}
+    for own_ids in (False, True):
+        tables = EmbeddingTables(
+            {"user": (20, 4), "item": (7, 4)}, gba_hvd.RowAdagrad(lr=0.5), seed=2, n_shards=3,
+            shard_dir=tmp_path / str(own_ids), hot_rows=hot_rows,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        model = Stacked(tables, own_ids).to(device)
+        dense = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = gba_hvd.DistributedOptimizer(dense, tables, global_batch=16, micro_batch=4)
+        state = gba_hvd.elastic.TorchState(model, optimizer)
+        for _ in range(20):
+            for batch in gba_hvd.batches(clicks(50), state):
+                optimizer.zero_grad()
+                loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label.to(device))
+                loss.backward()
+                optimizer.step()
+        found[own_ids] = tables.rows("user", np.arange(20))
+        # Those of a model that makes ids of its own are not prepared for ever.
+        assert sum(model.is_prepared) > (50 if own_ids else 200)
+        assert model.is_prepared[-1] != own_ids
+        state.close()
+    np.testing.assert_array_equal(found[False], found[True])
+
+
+def test_prepared_ids_that_were_changed_are_looked_up_as_they_are(
+    device: torch.device, make_tables: MakeTables
+) -> None:
+    tables = make_tables({"user": (50, 4), "item": (90, 4)}).to(device)
+
+    def batch() -> gba_hvd.Batch:
+        ids = {"user": torch.tensor([3, 3, 9]), "item": torch.tensor([1, 0, 1])}
+        return gba_hvd.Batch(ids, torch.zeros(3, 0), torch.zeros(3))
+
+    expected = tables.stacked(batch().ids).detach()
+    prepared = tables.prepare(batch())
+    assert isinstance(prepared.ids, PreparedIds)
+    torch.testing.assert_close(tables.stacked(prepared.ids), expected)
+    prepared.ids["user"][0] = 9
+    torch.testing.assert_close(tables.stacked(prepared.ids)[0, 0], expected[2, 0])
+    prepared.ids["user"] = torch.tensor([9, 9, 9])
+    torch.testing.assert_close(tables.stacked(prepared.ids)[:, 0], expected[[2, 2, 2], 0])
+    outside = replace(batch(), ids={"user": torch.tensor([50]), "item": torch.tensor([1])})
+    assert tables.prepare(outside) is outside
 
 
 def test_a_job_may_begin_with_scores_in_inference_mode(device: torch.device, clicks: Any, tmp_path: Path) -> None:
@@ -256,6 +359,30 @@ def test_converted_modules_give_their_tables_the_device_of_the_model(tmp_path: P
     tables.device = torch.device("cuda", 1)
     model.cpu()
     assert tables.device == torch.device("cpu")
+
+
+def test_the_training_state_is_kept_after_the_rows_are_written(
+    device: torch.device, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    wait, finish, encoded = DeviceRows.wait, DeviceRows.finish, TrainingState.encoded
+    monkeypatch.setattr(DeviceRows, "wait", lambda rows: (wait(rows), done.append("written")))
+    monkeypatch.setattr(DeviceRows, "finish", lambda *of: (finish(*of), done.append("applied")))
+    monkeypatch.setattr(TrainingState, "encoded", lambda state: (done.append("kept"), encoded(state))[1])
+    tables = EmbeddingTables({"user": (20, 4), "item": (7, 3)}, gba_hvd.SGD(lr=0.5), n_shards=3, shard_dir=tmp_path)
+    model = Model(tables).to(device)
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = gba_hvd.DistributedOptimizer(dense, tables, global_batch=16, micro_batch=16)
+    state = gba_hvd.elastic.TorchState(model, optimizer)
+    state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"), every_steps=100, retain_state_share=1.0)])
+    for _ in range(3):
+        for batch in gba_hvd.batches(clicks(50), state):
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label.to(device)).backward()
+            optimizer.step()
+    assert done.count("kept") >= 3 and done.count("applied") == 12
+    assert all(before != "applied" for before, now in itertools.pairwise(done) if now == "kept")
+    state.close()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
