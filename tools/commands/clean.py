@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..folder_argument import shard_folder
+
 if TYPE_CHECKING:
     from gba_hvd.shm.sweep import OrphanedMemory
 
@@ -36,13 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.config import Config
-    from gba_hvd.errors import BadInput
     from gba_hvd.shm.sweep import orphaned_memory, remove
 
-    base = Config.from_env(shard_dir=args.dir).shard_dir
-    if not base.is_dir():
-        raise BadInput(f"there is no folder {base}: name the one that shards lie in with --dir, or GBA_HVD_SHARD_DIR")
+    base = shard_folder(args.dir)
     found = orphaned_memory(base)
     removed = [left for left in found if args.yes and not left.is_held and remove(left)]
     if args.json:

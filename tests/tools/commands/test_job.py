@@ -132,12 +132,24 @@ def test_no_job_is_switched_in_a_folder_that_was_not_named(places: tuple[Path, P
         memory.close()
 
 
+@pytest.mark.parametrize("words", [["ps"], ["ps", "--json"], ["status"], ["status", "--json"], ["switch", "gba"]])
+def test_a_folder_that_does_not_exist_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "shm", tmp_path / "file"):
+        assert cli.main([*words, "--dir", str(folder)]) == 1
+        shown = capsys.readouterr()
+        assert f"there is no folder {folder}: name the one that shards lie in with --dir" in shown.err
+        assert not shown.out
+
+
 def test_where_no_folder_is_named_and_jobs_run_in_several_one_must_be_named(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, elsewhere = places
     monkeypatch.delenv("GBA_HVD_SHARD_DIR")
-    monkeypatch.setattr(running_jobs, "_shard_dir", lambda args: mine)
+    monkeypatch.setattr(running_jobs, "_shard_dir", lambda: mine)
     memory = ShardMemory.create_or_open(mine, "own", a_layout(), grace_s=0)
     try:
         with pytest.raises(BadInput, match=rf"own in {mine}, other in {elsewhere}"):
