@@ -373,8 +373,7 @@ def _without_room(report: Report, n_hosts: int) -> str:
 
 
 def _what_is_trained(engine: Engine) -> str:
-    """`mode allreduce (gba was asked for: it begins after a step, when the companion servers of all hosts are up), global
-    batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /data/ck`
+    """`mode allreduce, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /ck`
 
     Of a hashed table `sku 4,096 ids and 4,000 shared rows x 16 by hash`.
     """

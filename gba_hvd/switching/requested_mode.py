@@ -62,11 +62,9 @@ class AskedMode:
         if self.now == "auto":
             until.insert(0, f"auto was asked for: {auto}")
         elif self.now != mode:
+            up = "it begins after a step, when the companion servers of all hosts are up"
             waits = f"; training waits for them, {wait_s:g} s at most" if wait_s else ""
-            until.insert(
-                0,
-                f"{self.now} was asked for: it begins after a step, when the companion servers of all hosts are up{waits}",
-            )
+            until.insert(0, f"{self.now} was asked for: {up}{waits}")
         return f"{mode} ({'; '.join(until)})" if until else mode
 
     def shortfall(self, step: int, obstacle: str) -> list[Event]:

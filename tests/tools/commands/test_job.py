@@ -36,7 +36,7 @@ IN_GBA: dict[str, Any] = {
     "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
     "by_worker": [
         {"rank": 0, "pid": 41, "silent_s": 0.1, "idle_s": 0.2, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
-        {"rank": 1, "pid": 42, "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
+        {"rank": 1, "pid": 42, "host": "h2", "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
     ],
 }  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_a_misspelt_mode_suggests_the_right_one(tmp_path: Path, capsys: pytest.C
 def test_a_switch_that_does_not_come_is_an_error(
     asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(job, "_wait_for", lambda *_, **__: None)
     assert cli.main(["switch", "gba", "--dir", str(tmp_path), "--wait", "5"]) == 1
     assert "still not in gba after 5 s" in capsys.readouterr().err
 
@@ -278,6 +278,16 @@ def test_a_switch_that_does_not_come_is_an_error(
 
 
 @pytest.mark.processes
+def test_what_is_inactive_is_named_with_what_to_do() -> None:
+    assert job.inactive_workers(IN_GBA) == []
+    (line,) = job.inactive_workers({**IN_GBA, "hanging": [[1, 42, 61.7]]})
+    assert line == (
+        "rank 1 on h2 (process 42) has not been active for 62 s, and the switch waits for it. It may come back; else "
+        "end it there with `kill -9 42`: the launcher of an elastic job starts another worker, a job without one ends"
+    )
+    assert job.inactive_workers({"mode": "gba", "hanging": [[1, 42, 61.7]]})[0].startswith("rank 1 (process 42) has")
+
+
 def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
