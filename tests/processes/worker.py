@@ -8,6 +8,7 @@ written down just before.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import itertools
@@ -416,6 +417,7 @@ class Notes(gba_hvd.Callback):
         )
 
     def on_end(self, status: str, error: BaseException | None) -> None:
+        sigterm("report")
         note(end=status, error=None if error is None else str(error))
         if "last_to_end" in PLAN:
             (OUT / "another-ends").touch()
@@ -423,6 +425,14 @@ class Notes(gba_hvd.Callback):
             wait_for_the_others_to_end()
 
 
+def sigterm(at: str) -> None:
+    """While the end is reported, or when the interpreter exits: `{"sigterm_at": "exit"}`."""
+    if PLAN.get("sigterm_at") == at:
+        note(sigterm_at=at)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+atexit.register(sigterm, "exit")
 if "long_waits_s" in PLAN:  # when a wait leaves its mark with the launcher, and when it is reported
     collective_waits.MARKED_S, collective_waits.FIRST_S = PLAN["long_waits_s"]
 if "slow_to_start" in PLAN and hvd.rank() == PLAN["slow_to_start"]:  # after `hvd.init`, until the test says so
