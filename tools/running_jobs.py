@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .folder_argument import shard_folder
+
 if TYPE_CHECKING:
     from gba_hvd.ps.client import Client
 
@@ -82,10 +84,13 @@ def _jobs(base: Path) -> Iterator[Path]:
 
 
 def bases_of(args: argparse.Namespace) -> list[Path]:
-    """Where `ps`, `status` and `switch` look: in --dir, or where shards lie and in all other folders in use."""
+    """Where `ps`, `status` and `switch` look: in --dir, or where shards lie and in all other folders in use.
+
+    Raises BadInput where --dir names no folder.
+    """
     from gba_hvd.shm.job_board import bases_in_use
 
-    return [args.dir] if args.dir else list(dict.fromkeys([_shard_dir(args), *bases_in_use()]))
+    return [shard_folder(args.dir)] if args.dir else list(dict.fromkeys([_shard_dir(), *bases_in_use()]))
 
 
 def job_to_change(args: argparse.Namespace) -> Path:
@@ -124,10 +129,10 @@ def _listed(folders: Sequence[Path], with_folder: bool = False) -> str:
     return ", ".join(with_name(path) + (f" in {path.parent}" if with_folder else "") for path in folders)
 
 
-def _shard_dir(args: argparse.Namespace) -> Path:
+def _shard_dir() -> Path:
     from gba_hvd.config import Config
 
-    return Config.from_env(shard_dir=args.dir).shard_dir
+    return Config.from_env().shard_dir
 
 
 @dataclass(frozen=True)

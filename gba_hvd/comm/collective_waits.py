@@ -4,7 +4,8 @@ Horovod waits without end, and over Gloo its stall inspector (0.28.1) takes the 
 is missing: it never speaks. Here a wait is reported after `FIRST_S`, then ever less often. Who is behind is found in
 the launcher's key-value store, in jobs that are not large: a worker that has waited for `MARKED_S` leaves there what it
 waits in, and takes it back when the wait is over. So a worker without a mark computes, hangs, or has come within that
-time. A wait that is shorter than that costs nothing.
+time. A wait that is shorter than that costs nothing. Sums in the background have marks of their own, as the thread that
+trains may wait elsewhere.
 
 What a crash leaves: a mark of a rank that waits no more, until the launcher forms the next world and empties its store.
 """
@@ -23,7 +24,9 @@ _NOTHING = "-"
 _SYNC, _EVALUATION = "the exchange of state before training (state.sync)", "an evaluation (gba_hvd.evaluate)"
 _RETRIEVAL, _STEP = "an evaluation of retrieval", "a step of training"
 _MODE, _CHECKPOINT = "a change of mode", "a checkpoint"
-_RECOVERY = "a recovery from a checkpoint"
+_RECOVERY, _ROUND = "a recovery from a checkpoint", "a round of replicas"
+_ENDS = "The wait ends when all have come; Ctrl-C ends the job"
+_TRAINS = "Training continues; replicas are not synchronised until all have come"
 # What users know operations by. By name, or what comes before its first dot.
 PURPOSES = {
     **dict.fromkeys(
@@ -41,6 +44,7 @@ PURPOSES = {
     **dict.fromkeys(("commit", "compression", "dense", "rows", "pull", "negatives"), _STEP),
     **dict.fromkeys(("entered", "servers", "mode left", "mode"), _MODE),
     **dict.fromkeys(("save", "random", "residual", "checkpoint read", "saved before leaving"), _CHECKPOINT),
+    **dict.fromkeys(("rounds", "rounds of the global copy", "global copy"), _ROUND),
     "epoch": "the start of an epoch",
     "counts": "counting samples (before an epoch)",
     "rows assigned": "setting rows of a table",
@@ -68,11 +72,13 @@ def who_is_behind(name: str, marks: Mapping[int, str]) -> str:
 class LongWait:
     """One wait of this worker for others. For one thread; raises nothing where the launcher cannot be reached.
 
-    store: None where there is no launcher to ask
+    store: None where there is no launcher to ask. in_background: training does not wait for it
     """
 
-    def __init__(self, name: str, rank: int, size: int, store: LauncherStore | None) -> None:
-        self._name, self._rank, self._size = name, rank, size
+    def __init__(
+        self, name: str, rank: int, size: int, store: LauncherStore | None, in_background: bool = False
+    ) -> None:
+        self._name, self._rank, self._size, self._in_background = name, rank, size, in_background
         self._store = store if size <= _MOST_WORKERS else None
         self._patience = Patience(first_s=FIRST_S)
         self._patience.word(True, 0.0)
@@ -85,8 +91,9 @@ class LongWait:
         found = self._behind()
         log.warning(
             "rank %d has waited for %.0f s in %s: %s. A worker that is behind computes, loads data, or hangs: its log, "
-            "or `py-spy dump --pid` on its host, shows where. The wait ends when all have come; Ctrl-C ends the job",
+            "or `py-spy dump --pid` on its host, shows where. %s",
             self._rank, waited_s, purpose(self._name), found or "not all workers have come to it",
+            _TRAINS if self._in_background else _ENDS,
         )  # fmt: skip
 
     def end(self) -> None:
@@ -96,7 +103,7 @@ class LongWait:
     def _mark(self, what: str) -> None:
         if self._store is not None:
             try:
-                self._store.ask("PUT", _path(self._rank), what.encode())
+                self._store.ask("PUT", self._path(self._rank), what.encode())
             except OSError:
                 self._store = None  # nor is it asked: who is behind is not known, and the line says less
 
@@ -105,10 +112,9 @@ class LongWait:
             return ""
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            return who_is_behind(self._name, {rank: self._store.ask("GET", _path(rank)) or "" for rank in others})
+            return who_is_behind(self._name, {rank: self._store.ask("GET", self._path(rank)) or "" for rank in others})
         except OSError:
             return ""
 
-
-def _path(rank: int) -> str:
-    return f"/gba_hvd_waits/{rank}"
+    def _path(self, rank: int) -> str:
+        return f"/gba_hvd_waits/{rank}{'-background' * self._in_background}"

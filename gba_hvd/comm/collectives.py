@@ -148,17 +148,19 @@ class HorovodWorld:
     def _wait(self, name: str, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for.
 
-        Long waits are reported, but for those that may be cancelled: for them training does not wait.
+        Training does not wait for those that may be cancelled.
         """
-        asked_s, long_wait = time.perf_counter(), None
+        asked_s, long_wait, in_background = time.perf_counter(), None, cancelled is not None
         while not self._hvd.poll(handle):
             if cancelled is not None and cancelled():  # Horovod keeps the tensors until the next world is initialised
+                if long_wait is not None:
+                    long_wait.end()
                 raise WorldLeft("this worker leaves the world")
             waited_s = time.perf_counter() - asked_s
-            if waited_s > collective_waits.MARKED_S and cancelled is None:
-                long_wait = long_wait or LongWait(name, self.rank, self.size, LauncherStore.of())
+            if waited_s > collective_waits.MARKED_S:
+                long_wait = long_wait or LongWait(name, self.rank, self.size, LauncherStore.of(), in_background)
                 long_wait.report(waited_s)
-            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if cancelled is None else _PATIENT_POLL_S)
+            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if not in_background else _PATIENT_POLL_S)
         if long_wait is not None:
             long_wait.end()
         return self._hvd.synchronize(handle)

@@ -20,6 +20,7 @@ from gba_hvd.data.store import DatasetLayout, DatasetPart, open_part, read_manif
 from gba_hvd.errors import BadInput
 
 Rows = npt.NDArray[np.int64]
+_NAMED = 3  # files, at most
 
 
 def check_range(rows: Rows, n_samples: int) -> None:
@@ -56,6 +57,7 @@ class ClickLog:
         self._layout, self._parts = layout, tuple(parts)
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self._opened: tuple[str, str] | None = None
+        self._files = ["a click log in memory"] * len(parts)
 
     @classmethod
     def open(cls, path: str | Path, split: str = "train") -> ClickLog:
@@ -83,7 +85,7 @@ class ClickLog:
         about |= {"tables": tables, "n_dense": len(layout.dense)}
         about |= {key: manifest[key] for key in ("created", "recipe", "input") if key in manifest}
         log = cls(tables, layout, parts, about, features)
-        log._opened = (str(folder), split)
+        log._opened, log._files = (str(folder), split), [str(folder / p["file"]) for p in splits[split]["parts"]]
         return log
 
     def __len__(self) -> int:
@@ -118,6 +120,12 @@ class ClickLog:
         if len(self._layout.labels) == 1:
             label = label[:, 0]
         return Batch(by_feature, torch.from_numpy(dense), torch.from_numpy(label.astype(np.float32)))
+
+    def files_of(self, rows: Rows) -> str:
+        """Names of files that have some of these samples."""
+        found = [self._files[part] for part in np.unique(np.searchsorted(self._ends, rows, side="right"))]
+        more = len(found) - _NAMED
+        return ", ".join(dict.fromkeys(found[:_NAMED])) + (f" and {more} more files" if more > 0 else "")
 
     def _by_part(self, rows: Rows) -> list[tuple[DatasetPart, Rows, Rows]]:
         """For each part that holds some of `rows`: (part, where in `rows`, row inside the part)."""

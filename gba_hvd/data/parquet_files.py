@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gba_hvd.errors import BadInput
+from gba_hvd.reading.slow_reads import reading
+from recovery.redaction import redacted
 
 _AT_ONCE = 16  # footers
 _HEAD = 1 << 16  # bytes
@@ -68,6 +70,11 @@ def open_all(urls: Iterable[str], options: Options) -> list[ParquetFile]:
 
 def read_group(file: ParquetFile, group: int, columns: list[str], options: Options) -> pa.Table:
     """Some columns of a row group. Raises BadInput when the file has changed since it was opened, or is damaged."""
+    with reading(lambda: f"{redacted(file.url)}, row group {group}"):
+        return _read_group(file, group, columns, options)
+
+
+def _read_group(file: ParquetFile, group: int, columns: list[str], options: Options) -> pa.Table:
     refuse_change(file, options)
     try:
         with fsspec.open(file.url, **options) as opened:
@@ -121,7 +128,8 @@ def _version(info: Mapping[str, Any]) -> tuple[str, ...]:
 def _expanded(url: str, options: Options) -> list[str]:
     """The files that a URL stands for."""
     try:
-        return _found(url, options)
+        with reading(lambda: f"the list of files at {redacted(url)}"):
+            return _found(url, options)
     except BadInput:
         raise
     except Exception as error:  # of any kind: a store has its own
@@ -149,6 +157,11 @@ def _found(url: str, options: Options) -> list[str]:
 
 
 def _opened(url: str, options: Options) -> ParquetFile:
+    with reading(lambda: f"the footer of {redacted(url)}"):
+        return _with_footer(url, options)
+
+
+def _with_footer(url: str, options: Options) -> ParquetFile:
     try:
         info = _info(url, options)
         tag = info.get("ETag") or info.get("etag")

@@ -20,7 +20,9 @@ from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import SEGMENTS, EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.datasets import Block, ShardList
+from gba_hvd.reading.slow_reads import reading
 from gba_hvd.shm.layout import digest, table_seed
+from recovery.redaction import redacted
 
 _OF_A_LANE = 4  # shards in a segment, where nothing else is asked for
 _COUNTED = -1  # the lane, for the cache, of shards that are read to be counted
@@ -114,7 +116,7 @@ class ShardedStream:
             if self._count is None and shard in self._kept:
                 n = len(self._samples.get(shard))
             else:
-                with _errors_name("count" if self._count else "read", name):
+                with _named("count" if self._count else "read", name):
                     n = self._count(name) if self._count else sum(1 for _ in self._read(name))
             if not isinstance(n, int | np.integer) or n < 0:
                 raise BadInput(
@@ -124,14 +126,15 @@ class ShardedStream:
         return self._counts[shard]
 
     def _decoded(self, shard: int) -> list[Any]:
-        with _errors_name("read", self._shards[shard]):
+        with _named("read", self._shards[shard]):
             return list(self._read(self._shards[shard]))
 
 
 @contextlib.contextmanager
-def _errors_name(function: str, shard: str) -> Iterator[None]:
+def _named(function: str, shard: str) -> Iterator[None]:
     try:
-        yield
+        with reading(lambda: f"shard {redacted(shard)}"):
+            yield
     except Exception as error:  # of any kind: it is the user's function
         raise BadInput(
             f"ShardedStream: {function}({shard!r}) failed: {type(error).__name__}: {error}. Mend the shard, or leave "

@@ -80,10 +80,9 @@ def _board(engine: Engine, joined: JoinResult) -> Board | None:
     """What `gba-hvd ps` shows on this host; None where there is no room for it."""
     checkpoints = checkpoints_of(engine)
     place = "" if checkpoints is None else redacted(checkpoints.callback.url)
-    mode = "allreduce" if engine.mode is None else engine.mode.name
     try:
         return Board(
-            engine.folder, mode, engine.progress.step, name=engine.job.name, job=engine.job.id,
+            engine.folder, _mode(engine), engine.progress.step, name=engine.job.name, job=engine.job.id,
             workers=engine.world.size, hosts=joined.n_hosts, switchable=switching_of(engine) is not None,
             checkpoints=place,
         )  # fmt: skip
@@ -95,6 +94,10 @@ def _board(engine: Engine, joined: JoinResult) -> Board | None:
             Event("not_shown", engine.progress.step, text, {"why": str(error)}, level="warning"), only_here=True
         )
         return None
+
+
+def _mode(engine: Engine) -> str:
+    return "allreduce" if engine.mode is None else engine.mode.name
 
 
 def worker_gone(engine: Engine) -> None:
@@ -370,14 +373,14 @@ def _without_room(report: Report, n_hosts: int) -> str:
 
 
 def _what_is_trained(engine: Engine) -> str:
-    """`mode auto, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /data/ck`
+    """`mode allreduce, global batch 96 in micro-batches of 16, tables user 300 x 8, item 40 x 6, checkpoints in /ck`
 
     Of a hashed table `sku 4,096 ids and 4,000 shared rows x 16 by hash`.
     """
     model, switching, checkpoints = engine.model, switching_of(engine), checkpoints_of(engine)
     tables = [_shape(table, model.tables.layout.n_shards) for table in model.tables.layout.tables]
     more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
-    mode = "allreduce" if switching is None else switching.describe()["mode"]
+    mode = _mode(engine) if switching is None else switching.mode_at_start(engine.progress.step, _mode(engine))
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
     if switching is not None and switching.wire == "plain":
         saved += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import signal
@@ -22,6 +23,13 @@ _WORLD_TIMEOUT_S = 600.0  # so long the launcher waits for workers, too
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """`horovod.torch.elastic.run`, and callbacks receive how the job ended; SIGTERM interrupts.
 
+    A first SIGTERM that comes when training is over does not: the worker closes, and its exit status is that of the
+    script, 0 unless that fails. Nothing is lost by it. The function has returned, so each of its steps is committed,
+    and the last checkpoint is saved, or its error has been raised. What remains is to report the end and to serve other
+    workers until theirs, which the signal would cut short; an error in it is raised as without a signal. Each of these
+    waits has a limit of its own, and a second signal interrupts them. Between the return of this and the exit of the
+    interpreter the script works, and SIGTERM has the effect that the script gives it.
+
     Works without `horovodrun`, and without Horovod, as a world of one.
     """
 
@@ -35,6 +43,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = _elastic(function, state)(state, *args, **kwargs)
             state.saving.end()
+            ends.set()
         except BaseException as error:
             ends.set()
             cause = endings.explained(state.engine, error)
@@ -48,6 +57,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             raise cause from error
         else:
             state.close()
+            atexit.unregister(_outlive_sigterm)
+            atexit.register(_outlive_sigterm)  # last, so it runs before Horovod's shutdown
             return result
         finally:
             restore_sigterm()
@@ -73,11 +84,20 @@ def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., A
     return wrapped
 
 
+def _outlive_sigterm() -> None:
+    """When the interpreter exits after a job that has finished: only Horovod's shutdown and the like remain.
+
+    No process that is started from here on inherits this, as it would inherit SIG_IGN.
+    """
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+
 def _leave_on_sigterm(state: TorchState, ends: threading.Event, is_asked_to_end: threading.Event) -> Callable[[], None]:
     """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not.
 
-    ends: set when this worker ends with an error. The launcher signals all workers, and another one may have left
-    before: a first signal then does not interrupt how the end is reported. is_asked_to_end: set by the signal.
+    ends: set when this worker ends, well or with an error. The launcher signals all workers, and another one may have
+    left before: a first signal then does not interrupt how the end is reported. is_asked_to_end: set by the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

@@ -333,6 +333,7 @@ class HeartbeatMsg(Struct, tag="Beat"):
     report: dict[str, Any] = msgspec.field(name="told", default_factory=dict)
     # Generation of a mode that the workers of this host continue without: no worker is in it.
     abandoned: int = msgspec.field(name="given_up", default=0)
+    host_name: str = ""  # for people
 
 
 class Evaluate(Struct):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.settings import Collate
+from gba_hvd.reading.slow_reads import reading
 
 TakeRows = Callable[[np.ndarray], Any]
 
@@ -140,8 +141,26 @@ class UncountedSegment(OrderedDataset, MapDataset, Protocol):
 def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> TakeRows:
     """A function from numbers of samples, int64 [n], to a batch: `take`, or `__getitem__` and `collate_fn`.
 
-    Raises BadInput for a dataset that cannot be read by number, and for a `collate_fn` beside `take`.
+    A batch that takes long is logged, with the names of its files where the dataset has `files_of`; one that decodes
+    groups of samples names what it decodes. Raises BadInput for a dataset that cannot be read by number, and for a
+    `collate_fn` beside `take`.
     """
+    take = _taker(dataset, collate_fn)
+    if isinstance(dataset, LanedDataset):
+        return take
+    files_of, name = getattr(dataset, "files_of", None), type(dataset).__name__
+
+    def take_noted(rows: np.ndarray) -> Any:
+        def what() -> str:
+            return f"{len(rows)} samples, from {rows[:1]}, of {name if files_of is None else files_of(rows)}"
+
+        with reading(what):
+            return take(rows)
+
+    return take_noted
+
+
+def _taker(dataset: Dataset | MapDataset, collate_fn: Collate | None) -> TakeRows:
     name, found = type(dataset).__name__, any(hasattr(dataset, one) for one in ("take", "__getitem__", "__getitems__"))
     if isinstance(dataset, SegmentedDataset):
         raise BadInput(

@@ -28,6 +28,7 @@ import torch
 
 from gba_hvd.reading import frames
 from gba_hvd.reading.datasets import reads
+from gba_hvd.reading.slow_reads import logging_slow_reads
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE = 4096  # bytes of a request to the launcher, at most
@@ -74,7 +75,8 @@ def _fork(control: socket.socket, end_fd: int, dataset_fd: int, number: int) -> 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == launcher:
             control.close()
-            _read(socket.socket(fileno=end_fd), dataset_fd, number)
+            with logging_slow_reads():
+                _read(socket.socket(fileno=end_fd), dataset_fd, number)
             code = 0
     except BaseException:
         traceback.print_exc()

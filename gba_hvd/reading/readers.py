@@ -13,6 +13,7 @@ from gba_hvd.reading.datasets import Dataset, MapDataset, TakeRows
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.reader_processes import ReaderProcesses
 from gba_hvd.reading.settings import ReadSettings
+from gba_hvd.reading.slow_reads import logging_slow_reads
 
 ReadShare = Callable[[Share], Any]
 
@@ -34,6 +35,7 @@ class Readers:
         stack: contextlib.ExitStack,
     ) -> None:
         self._settings, self._stack = settings, stack
+        stack.enter_context(logging_slow_reads())
         self.processes: ReaderProcesses | None = None
         self.take: list[ReadShare] = [lambda share: read(rows_of(share))]
         if settings.num_workers:

@@ -48,8 +48,11 @@ class OrphanedMemory:
     served: bool = False
 
     @property
-    def is_held(self) -> bool:
-        return self.watched or self.served
+    def held_by(self) -> str:
+        """What removes it without being asked; empty: nothing does."""
+        if self.served:
+            return "its companion server lives, and may be saving it; it ends when the keeper removes the memory"
+        return "its keeper removes it after the grace period" if self.watched else ""
 
 
 def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
@@ -68,6 +71,20 @@ def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedM
             if _SEMAPHORE.fullmatch(path.name) and _is_abandoned(path):
                 found.append(OrphanedMemory(path, "semaphore", _size(path)))
     return found
+
+
+def free_and_held(found: Sequence[OrphanedMemory]) -> tuple[list[OrphanedMemory], list[OrphanedMemory]]:
+    """What a user has to remove, and what goes without that."""
+    return [left for left in found if not left.held_by], [left for left in found if left.held_by]
+
+
+def counted(found: Sequence[OrphanedMemory]) -> str:
+    """`2 memories (31.0 MB) and 20 semaphores`"""
+    memories = [left for left in found if left.kind != "semaphore"]
+    n, n_semaphores = len(memories), len(found) - len(memories)
+    parts = [f"{n} memor{'ies' if n > 1 else 'y'} ({size(sum(left.n_bytes for left in memories))})"] if n else []
+    parts += [f"{n_semaphores} semaphore{'s' * (n_semaphores > 1)}"] if n_semaphores else []
+    return " and ".join(parts)
 
 
 def remove(left: OrphanedMemory) -> bool:

@@ -360,6 +360,16 @@ class GBACallback(Callback):
         """Steps of `switch_at` up to this one for which no change was requested. On the chief."""
         return [at for at in sorted(self.switch_at) if self._handled < at <= step]
 
+    def mode_at_start(self, step: int, current: str) -> str:
+        """The mode that the job starts in, in words, and what is to come after it."""
+        since = self._stance.since_step if self._stance.mode == current else step
+        earliest = max(since + self.options.min_stay, self.options.warm_up_steps)
+        auto = (
+            f"gba when measurements predict {self.options.enter_gain:.2f} times the speed or more, from step "
+            f"{earliest:,} on"
+        )
+        return self.asked.at_start(current, auto, self.wait_s)
+
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
 
     def mode_request(self, step: int, current: str) -> tuple[str, str] | None:

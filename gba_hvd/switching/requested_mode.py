@@ -1,4 +1,6 @@
-"""Whether a job was in the mode that it was asked to be in, and what its end reports of that. No socket, no clock.
+"""Whether a job is in the mode that it was asked to be in, and what its start and its end report of that.
+
+No socket, no clock.
 
 "auto" and "allreduce" ask for nothing: with both a job that stays in allreduce is where it should be.
 """
@@ -49,6 +51,21 @@ class AskedMode:
     def missing(self, mode: str) -> str:
         """The mode that is asked for while the job is in `mode`; empty when it is where it should be."""
         return "" if self.now in (*_CONTENT, mode) else self.now
+
+    def at_start(self, mode: str, auto: str, wait_s: float) -> str:
+        """`allreduce (gba was asked for: ...)`: the mode that the job is in, and when that changes.
+
+        auto: when "auto" would change it. wait_s: as in `GBACallback`
+        """
+        planned = [at for at in sorted(self._switch_at) if at > self._handled]
+        until = [f"{self._switch_at[at]} from step {at:,} on" for at in planned]
+        if self.now == "auto":
+            until.insert(0, f"auto was asked for: {auto}")
+        elif self.now != mode:
+            up = "it begins after a step, when the companion servers of all hosts are up"
+            waits = f"; training waits for them, {wait_s:g} s at most" if wait_s else ""
+            until.insert(0, f"{self.now} was asked for: {up}{waits}")
+        return f"{mode} ({'; '.join(until)})" if until else mode
 
     def shortfall(self, step: int, obstacle: str) -> list[Event]:
         """What the end of the job says of modes that it was hardly ever in. obstacle: what is in the way now, if known.

@@ -25,8 +25,9 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return by == "checkpoint"
     if kind == "many_dropped":  # reported again if it is so with other workers, too
         return by in ("many_dropped_over", "switch", "membership", "resumed")
-    if kind == "worker_hangs":
-        return by == "membership" or (by == "worker_works" and by_data.get("pid") == data.get("pid"))
+    if kind == "worker_hangs":  # all workers enter allreduce together
+        entered = by == "switch" and by_data.get("to") == "allreduce"
+        return entered or by == "membership" or (by == "worker_works" and by_data.get("pid") == data.get("pid"))
     if kind == "table_full":  # reported again if the table is still full
         return by == "resumed"
     return kind == "world_late" and not data.get("stands") and by in ("membership", "world_late")

@@ -72,6 +72,7 @@ class ProgressLine(Callback):
         self._newest_saved = ""
         self._recoveries: list[str] = []
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
+        self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
         self._interrupted = ""  # by whom
@@ -141,6 +142,9 @@ class ProgressLine(Callback):
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
             self._recoveries.append(recovery_words(event))
+        self._hanging = [one for one in self._hanging if not ends(one.kind, one.data, event.kind, event.data)]
+        if event.kind == "worker_hangs":
+            self._hanging.append(event)
         for warned in self._warnings.values():
             if warned.over is None and ends(warned.event.kind, warned.event.data, event.kind, event.data):
                 warned.over = event.step
@@ -175,7 +179,7 @@ class ProgressLine(Callback):
         if total and done > 0 and self._first_step_s is not None:
             left_s = (total - self._record.step) * (now - self._first_step_s) / done
         metrics = self._newest.values if self._newest is not None else {}
-        line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges)
+        line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges, len(self._hanging))
         if standing := [kind.replace("_", " ") for kind, warned in self._warnings.items() if warned.over is None]:
             line += f"  warnings: {', '.join(standing)}"
         if not self._terminal:
@@ -291,10 +295,12 @@ def progress_line(
     total_steps: int | None,
     left_s: float | None,
     readings: Mapping[str, float],
+    n_inactive: int,
 ) -> str:
     """`step 1,200/5,000 (24%)  epoch 1  loss 0.4312  auc 0.7812  45.2k samples/s  2 workers  allreduce  1m20s left`
 
-    In asynchronous modes the mode is followed by staleness and drops: `gba, staleness 0.42, 64 samples dropped`.
+    In asynchronous modes the mode is followed by staleness and drops: `gba, staleness 0.42, 64 samples dropped`, and
+    workers may hang: `2 workers, 1 not active`.
     """
     step = f"step {record.step:,}"
     if total_steps:
@@ -305,7 +311,8 @@ def progress_line(
     parts += [f"{key} {_number(value)}" for key, value in metrics.items() if "auc" in key.lower()][:1]
     if rate is not None:
         parts.append(f"{_short(rate)} samples/s")
-    parts.append(f"{record.workers} worker" + "s" * (record.workers != 1))
+    inactive = f", {n_inactive} not active" if n_inactive else ""
+    parts.append(f"{record.workers} worker{'s' * (record.workers != 1)}{inactive}")
     parts.append(record.mode if record.mode == "allreduce" else _asynchronous(record.mode, readings))
     if left_s is not None:
         parts.append(f"{_duration(left_s)} left")

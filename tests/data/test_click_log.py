@@ -184,3 +184,13 @@ def test_a_manifest_that_lacks_something_is_refused(dataset: Path) -> None:
     (dataset / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BadInput, match=r"dataset\.json lacks 'fields'"):
         ClickLog.open(dataset)
+
+
+def test_samples_are_traced_to_their_files(dataset: Path) -> None:
+    log = ClickLog.open(dataset)
+    parts = json.loads((dataset / MANIFEST).read_text())["splits"]["train"]["parts"]
+    part, second = [str(dataset / one["file"]) for one in parts], parts[0]["rows"]
+    assert log.files_of(np.array([second, 1])) == f"{part[0]}, {part[1]}"
+    every = log.files_of(np.arange(len(log)))
+    assert every.startswith(", ".join(part[:3]) + " and ") and every.endswith(" more files")
+    assert pickle.loads(pickle.dumps(log)).files_of(np.array([0])) == part[0]

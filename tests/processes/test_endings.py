@@ -54,6 +54,15 @@ def test_a_plain_job_is_listed_and_leaves_nothing_when_all_its_processes_get_sig
         job.assert_nothing_left()
 
 
+@pytest.mark.parametrize("at", ["report", "exit"])
+def test_a_worker_that_gets_sigterm_when_it_has_finished_has_succeeded(tmp_path: Path, at: str) -> None:
+    with cluster(tmp_path, epochs=1, sigterm_at=at) as job:
+        job.run(lambda: job.start_static(2))
+        assert [note["sigterm_at"] for note in job.notes("sigterm_at")] == [at, at]
+        assert [end["end"] for end in job.notes("end")] == ["FINISHED", "FINISHED"]
+        job.assert_every_sample_once(epochs=1)
+
+
 def test_nothing_is_left_when_a_worker_fails_and_its_error_is_shown(tmp_path: Path) -> None:
     with cluster(tmp_path, faults=[{"point": "before exchange", "do": "raise", "step": 5, "rank": 1}]) as job:
         job.start_static(2)

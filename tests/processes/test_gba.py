@@ -114,6 +114,7 @@ def test_two_hosts_in_lock_step_compute_the_same_with_any_wire(tmp_path: Path) -
             found[wire] = job.arrays(), job.optimizer_arrays()
             started = next(e["message"] for e in job.notes("event") if e["event"] == "started")
             assert ("wire 'plain': what hosts send each other" in started) is (wire == "plain")
+            assert "mode allreduce (gba was asked for: it begins after a step, when the companion" in started
             sent = [line["bytes"] for line in job.notes("event") if line["event"] == "traffic"]
             assert sum(n for one in sent for key, n in one.items() if key.endswith("_gba_rows")) > 0
     for wire in ("plain", "tls"):

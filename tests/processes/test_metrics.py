@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.cli import main
 
 from gba_hvd.metrics.grouped_auc import grouped_auc
 from gba_hvd.metrics.scores import exact_auc
@@ -123,6 +124,28 @@ def test_a_worker_that_hangs_within_an_evaluation_does_not_hold_it_up(tmp_path: 
         assert any(re.match(r"rank 1 \(process \d+\) lives, and has done nothing for \d+ s: it", text) for text in hung)
         aucs = [line["auc"] for line in job.notes("auc")]
         assert len(aucs) == 4 and len(set(aucs)) == 2, "one result of each evaluation, for both"
+
+
+def test_a_switch_that_waits_for_a_worker_that_hangs_names_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The request stands: when the worker is back, the job is in allreduce."""
+    plan = {"gba": {"mode": "gba"}, "epochs": 2, "hangs_in_evaluation": 0, "sleep_s": 0.1}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "3"}, **plan) as job:
+        job.start_static(2)
+        wait_for(lambda: "worker_hangs" in [one["event"] for one in job.notes("event")], "the warning")
+        assert main(["switch", "allreduce", "--dir", str(job.shard_dir), "--wait", "2"]) == 1
+        shown = capsys.readouterr()
+        named = r"rank 1 on localhost \(process \d+\) has not been active for \d+ s, and the switch waits"
+        asked, waits = shown.out.splitlines()
+        assert asked.endswith("asked for allreduce; it is in gba now") and re.match(named, waits)
+        still, names_it = shown.err.splitlines()
+        assert still.startswith("still not in allreduce after 2 s") and re.match(named, names_it)
+        (job.out / "go on").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_every_sample_once(epochs=2)
+        switches = [one["message"] for one in job.notes("event") if one["event"] == "switch"]
+        assert any(text.startswith("gba -> allreduce") for text in switches)
 
 
 def test_who_waits_in_an_evaluation_for_a_worker_that_hangs_says_so(tmp_path: Path) -> None:

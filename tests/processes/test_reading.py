@@ -5,6 +5,7 @@ What was read ahead for a step, a lease or a mode that does not come is thrown a
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,18 @@ def test_a_job_does_not_resume_on_another_days_files(tmp_path: Path) -> None:
         assert job.wait() != 0
         assert "order or content of the dataset" in job.said() or "samples 1000, here" in job.said(), job.log()
         assert not job.notes("committed") and not job.pushes()
+
+
+def test_a_job_of_one_worker_whose_storage_hangs_names_the_file(tmp_path: Path) -> None:
+    with cluster(tmp_path, parquet=ParquetClicks.write(tmp_path), read_hangs=True, epochs=1) as job:
+        job.start_static(1)
+        named = r"reading \S+/clicks/\S+, row group \d+ "
+        wait_for(lambda: re.search(rf"{named}has taken \d+ s and is not over", job.said()), "the warning")
+        assert (job.out / "hangs").exists() and not job.notes("committed")
+        (job.out / "go on").touch()
+        assert job.wait() == 0, job.log()
+        assert re.search(rf"{named}is over, after \d+ s", job.said())
+        job.assert_every_sample_once(epochs=1)
 
 
 # --- streams of unknown length ---------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ every epoch with the same values, bit for bit, through deaths at each point wher
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from gba_hvd.faults import FaultSchedule
 
 from .alone import train_alone
-from .cluster import PATIENT, Cluster, assert_identical, cluster
+from .cluster import PATIENT, Cluster, assert_identical, cluster, wait_for
 from .workload import Training
 
 pytestmark = [pytest.mark.processes]
@@ -106,6 +109,18 @@ def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Pa
         assert gba.get("sync") == "none" or (reported and reported[-1]["rounds_dropped"] == 0)
         if "every" in gba:
             assert all(abs(line["steps_per_round"] - 5) < 2.5 for line in reported)
+
+
+def test_a_round_that_waits_for_a_stopped_worker_names_it(tmp_path: Path) -> None:
+    plan = {"gba": {"mode": "shadow", "sync": "ma"}, "epochs": 12, "sleep_s": 0.02, "long_waits_s": [1, 3]}
+    with cluster(tmp_path, **plan) as job:
+        job.start_static(2)
+        (pid,) = wait_for(lambda: {push["pid"].rpartition("-")[2] for push in job.pushes() if push["rank"]}, "pushes")
+        os.kill(int(pid), signal.SIGSTOP)
+        waits = r"rank 0 has waited for \d+ s in a round of replicas: rank 1 has not come to it\..* Training continues"
+        wait_for(lambda: re.search(waits, job.said()), "the warning")
+        os.kill(int(pid), signal.SIGCONT)
+        assert job.wait() == 0, job.log()
 
 
 def test_plain_averaging_after_every_step_of_sgd_is_synchronous_sgd(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ written down just before.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import itertools
@@ -57,6 +58,7 @@ from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
 from gba_hvd.comm import collective_waits  # noqa: E402
 from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
+from gba_hvd.data import parquet_files  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
 from gba_hvd.elastic.training_state import TrainingState  # noqa: E402
 from gba_hvd.elastic.worker_saves import WorkerSaves  # noqa: E402
@@ -67,6 +69,7 @@ from gba_hvd.modes.parameter_server import ParameterServerMode  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
+from gba_hvd.reading import slow_reads  # noqa: E402
 from gba_hvd.shm.host_sum import HostSum  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
 from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
@@ -128,7 +131,7 @@ def wait_for_file(name: str, meanwhile: Callable[[], None] = lambda: None) -> No
         time.sleep(0.02)
 
 
-def around(owner: type, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None) -> None:
+def around(owner: Any, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None) -> None:
     """Make a method of the package call us before and after: faults happen at exact places of the real code."""
     method = getattr(owner, name)
 
@@ -416,6 +419,7 @@ class Notes(gba_hvd.Callback):
         )
 
     def on_end(self, status: str, error: BaseException | None) -> None:
+        sigterm("report")
         note(end=status, error=None if error is None else str(error))
         if "last_to_end" in PLAN:
             (OUT / "another-ends").touch()
@@ -423,8 +427,26 @@ class Notes(gba_hvd.Callback):
             wait_for_the_others_to_end()
 
 
+def sigterm(at: str) -> None:
+    """While the end is reported, or when the interpreter exits: `{"sigterm_at": "exit"}`."""
+    if PLAN.get("sigterm_at") == at:
+        note(sigterm_at=at)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+atexit.register(sigterm, "exit")
 if "long_waits_s" in PLAN:  # when a wait leaves its mark with the launcher, and when it is reported
     collective_waits.MARKED_S, collective_waits.FIRST_S = PLAN["long_waits_s"]
+
+
+def hang(_: Any) -> None:
+    (OUT / "hangs").touch()
+    wait_for_file("go on")
+
+
+if PLAN.get("read_hangs"):  # each row group, until the test says so
+    slow_reads.FIRST_S = 1.0
+    around(parquet_files, "_read_group", hang, None)
 if "slow_to_start" in PLAN and hvd.rank() == PLAN["slow_to_start"]:  # after `hvd.init`, until the test says so
     (OUT / "starts").touch()
     wait_for_file("go on")

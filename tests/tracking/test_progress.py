@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -217,6 +218,25 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     running, *summary = out.getvalue().splitlines()
     assert running.endswith("warnings: server late")
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
+
+
+def test_workers_that_hang_are_counted_until_they_work_again_or_the_world_changes() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
+
+    def shown(kind: str, **data: Any) -> str:
+        line.on_event(Event(kind, 4, "", data, level="warning" if kind == "worker_hangs" else "info"))
+        line.on_step(StepRecord(4, 0, 8, 32, 0.1, 3, "gba", None))
+        (workers,) = [part for part in out.getvalue().splitlines()[-1].split("  ") if "workers" in part]
+        return workers
+
+    assert shown("checkpoint") == "3 workers"
+    assert shown("worker_hangs", rank=1, pid=41) == "3 workers, 1 not active"
+    assert shown("worker_hangs", rank=2, pid=42) == "3 workers, 2 not active"
+    assert shown("worker_works", pid=41) == "3 workers, 1 not active"
+    assert shown("membership") == "3 workers"
+    assert shown("worker_hangs", rank=2, pid=42) == "3 workers, 1 not active"
+    assert shown("switch", to="allreduce") == "3 workers"
 
 
 def test_a_warning_that_is_over_is_named_in_the_summary_only() -> None:

@@ -35,6 +35,8 @@ BOTH = {"waiting": ["mode gba", "the checkpoint that is due"]}
         ("worker_hangs", {"pid": 5}, "worker_works", {"pid": 5}, True),
         ("worker_hangs", {"pid": 5}, "worker_works", {"pid": 6}, False),
         ("worker_hangs", {"pid": 5}, "membership", {}, True),
+        ("worker_hangs", {"pid": 5}, "switch", {"to": "allreduce"}, True),
+        ("worker_hangs", {"pid": 5}, "switch", {"to": "gba"}, False),
         ("rows_lost", {}, "rows_restored", {}, False),
         ("world_late", {"stands": False}, "membership", {}, True),
     ],

@@ -58,7 +58,7 @@ LAYERS = {
         ["process_checkpointer"],
     ],
     "gba_hvd_tools": [
-        ["signals", "virtual_hosts", "picture", "build_progress", "running_jobs"],
+        ["signals", "virtual_hosts", "picture", "build_progress", "running_jobs", "folder_argument"],
         ["build_horovod", "checkpoint", "doctor", "launch", "plan", "bench.harness"],
         ["simulated"],
         ["bench", "chaos"],

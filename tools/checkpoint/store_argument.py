@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..folder_argument import existing_folder
+
 if TYPE_CHECKING:
     from recovery.storage.store import Store
 
 
 def store_of(url: str, options: Sequence[str]) -> Store:
     """options: KEY=VALUE, for the back end. Raises BadInput for a local folder that does not exist."""
-    from recovery.errors import BadInput
     from recovery.storage.local_store import LocalStore
     from recovery.storage.open import open_store
 
     store = open_store(url, **options_of(options))
     behind = getattr(store, "store", store)  # of one that tries again
-    if isinstance(behind, LocalStore) and not behind.folder.is_dir():
-        raise BadInput(f"there is no folder {behind.folder}: is it written as the job's `url` is, and on this host?")
+    if isinstance(behind, LocalStore):
+        existing_folder(behind.folder, "is it written as the job's `url` is, and on this host?")
     return store
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..folder_argument import shard_folder
+
 if TYPE_CHECKING:
     from gba_hvd.shm.sweep import OrphanedMemory
 
@@ -36,18 +38,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.config import Config
-    from gba_hvd.errors import BadInput
-    from gba_hvd.shm.sweep import orphaned_memory, remove
+    from gba_hvd.shm.sweep import counted, free_and_held, orphaned_memory, remove
 
-    base = Config.from_env(shard_dir=args.dir).shard_dir
-    if not base.is_dir():
-        raise BadInput(f"there is no folder {base}: name the one that shards lie in with --dir, or GBA_HVD_SHARD_DIR")
+    base = shard_folder(args.dir)
     found = orphaned_memory(base)
-    removed = [left for left in found if args.yes and not left.is_held and remove(left)]
+    free, _ = free_and_held(found)
+    removed = [left for left in free if args.yes and remove(left)]
     if args.json:
         listed = [
-            {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": _held_by(left),
+            {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": left.held_by,
              "removed": left in removed}
             for left in found
         ]  # fmt: skip
@@ -57,16 +56,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"dead jobs have left nothing in {base}")
         return 0
     _print_table([(left, _fate(left, left in removed, args.yes)) for left in found])
-    if not args.yes and not all(left.is_held for left in found):
-        print("gba-hvd clean --yes removes them")
+    if free and not args.yes:
+        print(f"gba-hvd clean --yes removes {counted(free)}")
     return 0
 
 
 def _fate(left: OrphanedMemory, is_removed: bool, is_asked: bool) -> str:
     if is_removed:
         return "removed"
-    if left.is_held:
-        return f"left alone: {_held_by(left)}"
+    if left.held_by:
+        return f"left alone: {left.held_by}"
     return "left alone: a process has come to use it" if is_asked else "would be removed"
 
 
@@ -78,9 +77,3 @@ def _print_table(found: Sequence[tuple[OrphanedMemory, str]]) -> None:
     semaphores = [(left, fate) for left, fate in found if left.kind == "semaphore"]
     for fate, n in Counter(fate for _, fate in semaphores).items():
         print(f"{n:>10,}      {semaphores[0][0].path.parent}/sem.mp-*  {_WORDS['semaphore']}; {fate}")
-
-
-def _held_by(left: OrphanedMemory) -> str:
-    if left.served:
-        return "its companion server lives, and may be saving it; it ends when the keeper removes the memory"
-    return "its keeper removes it after the grace period" if left.watched else ""

@@ -104,11 +104,17 @@ def run_switch(args: argparse.Namespace) -> int:
     ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
     stays = before["mode"] == mode
     print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
+    awaited = [] if mode == "auto" or stays else inactive_workers(before)
+    for line in awaited:
+        print(line, flush=True)
     if mode == "auto" or args.wait <= 0:
         return 0
-    after = _wait_for(folder, mode, args.wait, args.timeout)
+    after = _wait_for(folder, mode, args.wait, args.timeout, with_a_step=bool(awaited))
     if after is None:
         print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
+        now = ask_status(folder, args.timeout)
+        for line in inactive_workers(now) if "by_worker" in now else inactive_workers(before, args.wait):
+            print(line, file=sys.stderr)
         return 1
     at = f" at step {after['step']:,}" if "step" in after else ""
     held = ", and stays there until another mode or auto is asked for" if stays else ""
@@ -135,14 +141,37 @@ def _refuse_without_callback(folder: Path) -> None:
         )
 
 
-def _wait_for(folder: Path, mode: str, wait_s: float, timeout_s: float) -> dict[str, Any] | None:
+def _wait_for(
+    folder: Path, mode: str, wait_s: float, timeout_s: float, with_a_step: bool = False
+) -> dict[str, Any] | None:
+    """What the server reports once the job is in the mode; None: it is not within that time.
+
+    with_a_step: and has made a step in it. The servers leave a mode with the first worker, which may wait for others
+    """
+    from gba_hvd.shm import job_board
+
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         report = ask_status(folder, timeout_s)
-        if report["mode"] == mode and report.get("setting", mode) == mode:  # where the workers report it
+        is_in_it = report["mode"] == mode and report.get("setting", mode) == mode  # where the workers report it
+        if is_in_it and (not with_a_step or (job_board.read(folder) or report).get("mode") == mode):
             return report
         time.sleep(_LOOK_AGAIN_S)
     return None
+
+
+def inactive_workers(report: Mapping[str, Any], since_s: float = 0.0) -> list[str]:
+    """A sentence for each worker that lives and does nothing: all workers leave an asynchronous mode together.
+
+    since_s: how old the report is
+    """
+    hosts = {worker["pid"]: worker.get("host") for worker in report.get("by_worker") or ()}
+    return [
+        f"rank {rank}{f' on {hosts[pid]}' if hosts.get(pid) else ''} (process {pid}) has not been active for "
+        f"{seconds + since_s:.0f} s, and the switch waits for it. It may come back; else end it there with "
+        f"`kill -9 {pid}`: the launcher of an elastic job starts another worker, a job without one ends"
+        for rank, pid, seconds in report.get("hanging") or ()
+    ]
 
 
 # --- how it is shown -------------------------------------------------------------------------------------------------

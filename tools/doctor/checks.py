@@ -125,18 +125,18 @@ def check_shard_memory(
 
 
 def check_orphaned_memory(folder: Path | None = None) -> Finding:
-    """What dead jobs of this user left behind."""
+    """What dead jobs of this user left behind, as `gba-hvd clean` has it."""
     try:
-        from gba_hvd.shm.sweep import orphaned_memory
+        from gba_hvd.shm.sweep import counted, free_and_held, orphaned_memory
     except ImportError:
         return Finding("orphaned memory", "ok", "unknown without gba_hvd")
-    left = [one for one in orphaned_memory(shard_dir() if folder is None else folder) if not one.is_held]
-    if not left:
-        return Finding("orphaned memory", "ok", "no dead job has left anything")
-    n_bytes = sum(one.n_bytes for one in left)
-    names = ", ".join(one.path.name for one in left[:3]) + (", ..." if len(left) > 3 else "")
-    found = f"dead jobs left {len(left)} things, {n_bytes / MIB:.1f} MiB: {names}"
-    return Finding("orphaned memory", "warning", found, "gba-hvd clean shows them, gba-hvd clean --yes removes them")
+    free, held = free_and_held(orphaned_memory(shard_dir() if folder is None else folder))
+    rest = f"{counted(held)} of dead jobs that their keepers will remove" if held else ""
+    if not free:
+        return Finding("orphaned memory", "ok", rest or "no dead job has left anything")
+    names = ", ".join(one.path.name for one in free[:3]) + (", ..." if len(free) > 3 else "")
+    found = f"dead jobs left {counted(free)}: {names}" + (f"; beside that {rest}" if rest else "")
+    return Finding("orphaned memory", "warning", found, "gba-hvd clean shows it, gba-hvd clean --yes removes it")
 
 
 def network_interfaces() -> dict[str, str]:

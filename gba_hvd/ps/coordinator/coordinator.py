@@ -72,6 +72,7 @@ class WorkerSeen:
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
     done: int = 0
+    host_name: str = ""  # for people
 
     def took(self, seconds: float) -> None:
         if not (math.isfinite(seconds) and seconds >= 0):
@@ -270,6 +271,7 @@ class Coordinator:
                 request.rank, request.host, request.pid, self._clock(), self._clock()
             )
         seen.rank, seen.last_seen_s, seen.silent = request.rank, self._clock(), False
+        seen.host_name = request.host_name
         if request.rank == 0:
             self._chief_died_s = None
         self.ledger.join(request.worker)

@@ -84,8 +84,9 @@ def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
         "under_way": coordinator.ledger.n_outstanding,
         "refused_gradients": coordinator.rejected_gradients,
         "by_worker": [
-            {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.last_seen_s, 1), "micro_batches": s.done,
-             "seconds_per_micro_batch": round(s.seconds, 4), "idle_s": round(now - s.worked_s, 1)}
+            {"rank": s.rank, "pid": s.pid, "host": s.host_name, "silent_s": round(now - s.last_seen_s, 1),
+             "micro_batches": s.done, "seconds_per_micro_batch": round(s.seconds, 4),
+             "idle_s": round(now - s.worked_s, 1)}
             for s in sorted(coordinator.workers.values(), key=lambda s: s.rank)
         ],
     }  # fmt: skip

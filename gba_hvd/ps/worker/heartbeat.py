@@ -16,7 +16,7 @@ from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, Refused, SaveFacts, S
 class Heartbeat:
     """One worker's. Written by several threads: `message` and `on_reply` run on the client's, one other sets each flag.
 
-    rank: of the worker, in the world it is in now.
+    rank: of the worker, in the world it is in now. host_name: for people
     position: the newest that was received. saved: status of the newest checkpoint.
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
@@ -26,7 +26,7 @@ class Heartbeat:
 
     def __init__(self, worker: int, rank: int, host: int, pid: int, generation: int) -> None:
         self._worker, self._host, self._pid, self._generation = worker, host, pid, generation
-        self.rank = rank
+        self.rank, self.host_name = rank, ""
         self.position = JobPosition()
         self.saved: SaveStatus | None = None
         self.hosts_updated = self.worker_leaves = self.leaving = False
@@ -45,7 +45,7 @@ class Heartbeat:
             self.hosts_updated, self._reported_epoch = False, None
         return HeartbeatMsg(
             self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated,
-            leaving=self.leaving, report=self.report,
+            leaving=self.leaving, report=self.report, host_name=self.host_name,
         )  # fmt: skip
 
     def question(self) -> HeartbeatMsg:

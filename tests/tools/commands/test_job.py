@@ -36,7 +36,7 @@ IN_GBA: dict[str, Any] = {
     "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
     "by_worker": [
         {"rank": 0, "pid": 41, "silent_s": 0.1, "idle_s": 0.2, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
-        {"rank": 1, "pid": 42, "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
+        {"rank": 1, "pid": 42, "host": "h2", "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
     ],
 }  # fmt: skip
 
@@ -132,12 +132,24 @@ def test_no_job_is_switched_in_a_folder_that_was_not_named(places: tuple[Path, P
         memory.close()
 
 
+@pytest.mark.parametrize("words", [["ps"], ["ps", "--json"], ["status"], ["status", "--json"], ["switch", "gba"]])
+def test_a_folder_that_does_not_exist_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "shm", tmp_path / "file"):
+        assert cli.main([*words, "--dir", str(folder)]) == 1
+        shown = capsys.readouterr()
+        assert f"there is no folder {folder}: name the one that shards lie in with --dir" in shown.err
+        assert not shown.out
+
+
 def test_where_no_folder_is_named_and_jobs_run_in_several_one_must_be_named(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, elsewhere = places
     monkeypatch.delenv("GBA_HVD_SHARD_DIR")
-    monkeypatch.setattr(running_jobs, "_shard_dir", lambda args: mine)
+    monkeypatch.setattr(running_jobs, "_shard_dir", lambda: mine)
     memory = ShardMemory.create_or_open(mine, "own", a_layout(), grace_s=0)
     try:
         with pytest.raises(BadInput, match=rf"own in {mine}, other in {elsewhere}"):
@@ -257,7 +269,7 @@ def test_a_misspelt_mode_suggests_the_right_one(tmp_path: Path, capsys: pytest.C
 def test_a_switch_that_does_not_come_is_an_error(
     asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(job, "_wait_for", lambda *_, **__: None)
     assert cli.main(["switch", "gba", "--dir", str(tmp_path), "--wait", "5"]) == 1
     assert "still not in gba after 5 s" in capsys.readouterr().err
 
@@ -266,6 +278,16 @@ def test_a_switch_that_does_not_come_is_an_error(
 
 
 @pytest.mark.processes
+def test_what_is_inactive_is_named_with_what_to_do() -> None:
+    assert job.inactive_workers(IN_GBA) == []
+    (line,) = job.inactive_workers({**IN_GBA, "hanging": [[1, 42, 61.7]]})
+    assert line == (
+        "rank 1 on h2 (process 42) has not been active for 62 s, and the switch waits for it. It may come back; else "
+        "end it there with `kill -9 42`: the launcher of an elastic job starts another worker, a job without one ends"
+    )
+    assert job.inactive_workers({"mode": "gba", "hanging": [[1, 42, 61.7]]})[0].startswith("rank 1 (process 42) has")
+
+
 def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,54 @@ def test_the_end_is_reported_though_the_launcher_signals_a_worker_that_ends_with
         assert reported == expected
 
 
+@pytest.mark.parametrize("at", ["report", "close"])
+def test_one_sigterm_does_not_cut_short_how_a_finished_worker_ends(training: Any, at: str) -> None:
+    class Slow(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            if at == "report":
+                sigterm()
+            reported.append(status)
+
+    def sigterm() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 0.01)
+        signals.append(at)
+
+    reported: list[str] = []
+    signals: list[str] = []
+    job = training()
+    job.state.register_callbacks([Slow()])
+    if at == "close":
+        job.state.saving.close = sigterm
+    assert gba_hvd.elastic.run(lambda state: "done")(job.state) == "done"
+    assert reported == ["FINISHED"] and signals == [at] and not job.tables.memory.folder.exists()
+
+
+def test_a_second_sigterm_ends_a_finished_worker_that_closes(training: Any) -> None:
+    def sigterm() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 0.01)
+
+    job = training()
+    job.state.saving.close = sigterm
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        gba_hvd.elastic.run(lambda state: "done")(job.state)
+    job.tables.memory.close(remove=True)
+
+
+def test_what_fails_after_training_fails_in_spite_of_a_sigterm(training: Any) -> None:
+    class Fails(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError("tracking is away")
+
+    job = training()
+    job.state.register_callbacks([Fails()])
+    with pytest.raises(OSError, match="tracking is away"):
+        gba_hvd.elastic.run(lambda state: None)(job.state)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
     training: Any, tmp_path: Path, number: signal.Signals

@@ -125,13 +125,16 @@ def test_clean_shows_first_and_removes_when_asked(
     assert str(lives) not in shown and "somebody's" not in shown and "clean --yes" in shown
     finding = check_orphaned_memory(tmp_path)
     assert finding.status == "warning" and "gba-hvd-dead" in finding.found and "watched" not in finding.found
+    (removes,) = re.findall(r"clean --yes removes (.*)", shown)
+    assert f"dead jobs left {removes}: " in finding.found and "; beside that 1 memory" in finding.found
     assert dead.exists()
 
     assert cli.main(["clean", "--dir", str(tmp_path), "--yes", "--json"]) == 0
     reported = {Path(one["path"]).name: one["removed"] for one in json.loads(capsys.readouterr().out)["left"]}
     assert reported["gba-hvd-dead"] and not reported["gba-hvd-watched"]
     assert not dead.exists() and watched.exists() and lives.exists()
-    assert check_orphaned_memory(tmp_path).status == "ok"
+    finding = check_orphaned_memory(tmp_path)
+    assert finding.status == "ok" and finding.found.endswith("of dead jobs that their keepers will remove")
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +155,8 @@ def test_what_is_swept_is_a_line_for_each_memory_and_one_for_all_semaphores() ->
         "1 semaphore that a dead job's launcher had left was removed from /dev/shm"
     ]
     assert sweep.in_words([]) == []
+    assert sweep.counted([job, *semaphores]) == "1 memory (31.0 MB) and 20 semaphores"
+    assert sweep.counted(semaphores[:1]) == "1 semaphore" and sweep.counted([job, job]) == "2 memories (62.0 MB)"
 
 
 def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., subprocess.Popen[str]]) -> None:
@@ -162,9 +167,9 @@ def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., s
     with open(folder / "ps-0.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (left,) = orphaned_memory(tmp_path, tmp_path)
-        assert left.served and left.is_held
+        assert left.served and left.held_by
     (left,) = orphaned_memory(tmp_path, tmp_path)
-    assert not left.is_held and sweep.remove(left)
+    assert not left.held_by and sweep.remove(left)
 
 
 SEMAPHORE = """

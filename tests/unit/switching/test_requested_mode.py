@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gba_hvd.callbacks import Event
+from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.requested_mode import AskedMode
 
 
@@ -13,6 +14,28 @@ def after(asked: AskedMode, *modes: tuple[int, str], obstacle: str = "") -> list
         for step in range(step + 1, until + 1):
             asked.step(step, mode)
     return asked.shortfall(step, obstacle)
+
+
+def test_a_start_reports_the_mode_it_is_in_and_when_that_changes() -> None:
+    assert AskedMode("allreduce", {}).at_start("allreduce", "", 0.0) == "allreduce"
+    assert AskedMode("gba", {}).at_start("gba", "", 0.0) == "gba"
+    up = "it begins after a step, when the companion servers of all hosts are up"
+    assert AskedMode("gba", {}).at_start("allreduce", "", 0.0) == f"allreduce (gba was asked for: {up})"
+    assert "up; training waits for them, 60 s at most)" in AskedMode("gba", {}).at_start("allreduce", "", 60.0)
+    planned = AskedMode("allreduce", {100: "gba", 2000: "auto"})
+    assert planned.at_start("allreduce", "", 0.0) == "allreduce (gba from step 100 on; auto from step 2,000 on)"
+    planned.step(150, "allreduce")  # where a job resumes
+    assert planned.at_start("allreduce", "", 0.0) == f"allreduce (gba was asked for: {up}; auto from step 2,000 on)"
+
+
+def test_auto_starts_in_allreduce_and_names_the_first_step_that_may_be_in_gba() -> None:
+    auto = "auto was asked for: gba when measurements predict 1.01 times the speed or more, from step"
+    assert GBACallback().mode_at_start(0, "allreduce") == f"allreduce ({auto} 20 on)"
+    assert GBACallback(warm_up_steps=500).mode_at_start(0, "allreduce") == f"allreduce ({auto} 500 on)"
+    resumed, gone = GBACallback(), GBACallback()
+    gone.switched("gba", 100)
+    resumed.load_state_dict(gone.state_dict())
+    assert resumed.mode_at_start(300, "allreduce") == f"allreduce ({auto} 320 on)"
 
 
 def test_a_mode_that_was_never_entered_is_named_with_what_was_in_its_way() -> None:
