@@ -360,6 +360,14 @@ class GBACallback(Callback):
         """Steps of `switch_at` up to this one for which no change was requested. On the chief."""
         return [at for at in sorted(self.switch_at) if self._handled < at <= step]
 
+    def override_plan(self, step: int) -> bool:
+        """An operator has asked for a mode: whether a change was planned up to this step, and is not requested now."""
+        passed = self.overdue(step)
+        if passed:
+            self._handled = passed[-1]
+        self.asked.override_plan(step)
+        return bool(passed)
+
     def mode_at_start(self, step: int, current: str) -> str:
         """The mode that the job starts in, in words, and what is to come after it."""
         since = self._stance.since_step if self._stance.mode == current else step

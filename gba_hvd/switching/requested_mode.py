@@ -44,6 +44,10 @@ class AskedMode:
             self._inside[mode] = self._inside.get(mode, 0) + n
             self._first.setdefault(mode, step)
 
+    def override_plan(self, step: int) -> None:
+        """What was planned up to this step is asked for no more."""
+        self._handled = max(self._handled, step)
+
     def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again: the next step that is reported counts as one."""
         self._seen, self._handled = None, min(self._handled, step - 1)

@@ -130,12 +130,14 @@ class ModeRequests(StepParticipant):
                 engine.signals.requested_mode = (mode, reason)
 
     def _hold(self, mode: str, reason: str) -> None:
-        """An operator asks for the mode that the job is in: it stays, where measurements decided before."""
-        if self.callback.mode != mode:
+        """An operator asks for the mode that the job is in: it stays, where measurements or a plan decided before."""
+        engine, callback = self._engine, self.callback
+        is_overridden = callback.override_plan(engine.progress.step) and engine.world.rank == 0
+        if callback.mode != mode or is_overridden:
             text = f"mode {mode} stays until an operator asks for another (gba-hvd switch auto: measurements): {reason}"
             data = {"mode": mode, "reason": reason}
-            self._engine.emit(Event("mode_held", self._engine.progress.step, text, data))
-        self.callback.pin(mode)
+            engine.emit(Event("mode_held", engine.progress.step, text, data))
+        callback.pin(mode)
 
     def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int, together: int) -> None:
         is_sample = together != self._engine.model.together

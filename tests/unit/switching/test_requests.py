@@ -57,3 +57,15 @@ def test_a_hold_is_noted_once_and_ends_what_measurements_decide() -> None:
         chief.micro_batch(step, requested_mode="gba", reason="by an operator", pinned=True)
     assert callback.mode == "gba"
     assert [event.kind for event in chief.events if event.kind == "mode_held"] == ["mode_held"]
+
+
+def test_an_operator_overrides_what_was_planned_before_and_is_not_requested_yet() -> None:
+    callback = GBACallback(mode="gba", switch_at={20: "auto", 30: "auto"})
+    chief, held = Chief(callback), {"requested_mode": "gba", "reason": "by an operator", "pinned": True}
+    chief.micro_batch(19)
+    for step in (21, 22, 29):
+        chief.micro_batch(step, **held)
+        assert (callback.mode, chief.sent) == ("gba", [])
+    assert [event.kind for event in chief.events] == ["mode_held"]
+    chief.micro_batch(30, **held)
+    assert callback.mode == "auto" and [one.mode for one in chief.sent] == ["auto"]
