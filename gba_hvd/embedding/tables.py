@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ from gba_hvd.shm.layout import Group, Layout, keys_of_ids
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.vocabulary import Vocabulary
 
-_MANY_UNPREPARED = 100
+_MOST_UNUSED = 100
 ALL = "all"  # rows, of which a device keeps copies
 
 
@@ -254,9 +254,9 @@ class EmbeddingTables(FollowsModule):
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
-        # The features that `stacked` looked up on a device last, and how often since it got `PreparedIds`.
+        # The features that `stacked` looked up on a device last; batches that were prepared since it used one.
         self._stacked_names: tuple[str, ...] | None = None
-        self._n_unprepared = 0
+        self._n_unused = 0
         self._plain_fields: dict[tuple[str, ...], PlainFields | None] = {}
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
@@ -489,17 +489,23 @@ class EmbeddingTables(FollowsModule):
         device, names = self.on_device.current, self._stacked_names
         if device is None or not isinstance(batch, Batch) or names is None or names != tuple(batch.ids):
             return batch
-        ids = prepare(batch.ids, [self._sources[name] for name in names], device)
-        return batch if ids is None else replace(batch, ids=ids)
+        if self._n_unused > _MOST_UNUSED or (ids := prepare(batch.ids, self._sources_of(names), device)) is None:
+            return batch
+        self._n_unused += 1  # of a model that makes ids of its own, all are
+        return replace(batch, ids=ids)
 
     def _stacked_prepared(self, ids: Ids) -> Tensor | None:
         """`stacked` of ids whose keys are on the device; None: they are not."""
-        device, keys = self._device_rows(), ids.keys_on_device() if isinstance(ids, PreparedIds) else None
-        if not isinstance(ids, PreparedIds) or keys is None or device is None or keys.device != device.device:
+        if not isinstance(ids, PreparedIds) or (device := self._device_rows()) is None:
             return None
-        self._n_unprepared = 0
-        self.looked_up.update(self._sources[name].table for name in ids)
-        return self._stacked_on_device(device, ids.group, keys, len(ids))
+        if (found := ids.of(device)) is None:
+            return None
+        self._n_unused = 0
+        self.looked_up.update(source.table for source in self._sources_of(ids))
+        return self._stacked_on_device(device, found.group, found.keys, len(ids))
+
+    def _sources_of(self, features: Iterable[str]) -> list[Source]:
+        return [self._sources[name] for name in features]
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -543,8 +549,7 @@ class EmbeddingTables(FollowsModule):
             raise
         self.looked_up.update(dims)
         if device is not None and is_there:
-            self._n_unprepared += 1  # of a model that makes ids of its own, all are
-            self._stacked_names = tuple(ids) if self._n_unprepared < _MANY_UNPREPARED else None
+            self._stacked_names = tuple(ids)
             return self._stacked_on_device(device, group, to_device(keys, device.device), len(columns))
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
@@ -944,7 +949,7 @@ def refuse_unused_hot_rows(tables: EmbeddingTables) -> None:
         return
     why = "GBA_HVD_DEVICE_ROWS=off keeps rows from the GPU" if when == "off" else "the tables are on the CPU"
     raise BadInput(
-        f"hot_rows={tables.hot_rows} are copies in a GPU's memory, and {why}: move the model, with the tables in it, "
+        f"hot_rows asks for copies in a GPU's memory, and {why}: move the model, with the tables in it, "
         'to the GPU (model.to("cuda")) before gba_hvd.DistributedOptimizer, or leave hot_rows out'
     )
 

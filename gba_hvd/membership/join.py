@@ -92,6 +92,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
 
     In an asynchronous mode survivors change nothing and late joiners become workers of it.
     """
+    if engine.model.tables.memory is not None:
+        engine.model.tables.memory.await_device()
     settings, callbacks = _settings(engine), _callbacks(engine)
     mine = _rank_state(engine, has_state, digest({**settings, "callbacks": callbacks}))
     facts = [RankState.of_row(row) for row in world.gather("facts", mine.row())]

@@ -130,7 +130,6 @@ class AllreduceExchange:
             kind = ActivationExchange if row_coder.spec.pools else RowExchange
             self.row_exchange = kind(row_coder, world, tables, self._server, list(outboxes), self._traffic)
         self.held: HeldRows | None = None
-        self._step_of_device = -1  # the last one that the device applied
         self.is_in_epoch = False  # a worker without a share of a step closes it as well, and does not leave the loop
         self.resume()
 
@@ -175,8 +174,8 @@ class AllreduceExchange:
             )
 
     def await_rows(self, step: int) -> None:
-        """Return when every row of this host is as after `step`, or is so before this process reads it."""
-        if step == self._step_of_device:
+        """Return when every row of this host is as after `step`; at once where this worker's device writes them."""
+        if self._memory.is_written_by_device:
             return
         try:
             self._memory.wait_finished(self._on_this_host, step, self._tables.config.timeout_s)
@@ -345,21 +344,32 @@ class AllreduceExchange:
         memory.begin(due, held.step)
         optimizers, scale = self._tables.optimizers, held.scale * factor
         device, is_by_device = self._tables.on_device.current, False
-        for i, (group, grad) in enumerate(zip(layout.groups, self._to_apply(held, due), strict=True)):
-            if isinstance(grad, DeviceRowGrad) and device is not None and device.can_apply(i, optimizers):
-                device.apply(i, grad, optimizers, scale, held.lr, number)
-                is_by_device = True
-                continue
-            here = on_host(grad) if isinstance(grad, DeviceRowGrad) else grad
-            apply_rows(memory, optimizers, group, here, due, scale=scale, lr=held.lr, number=number, step=held.step)
-            if device is not None and device.has(i) and device.keeps_copies:
-                device.forget()
-        if device is not None and is_by_device:
-            device.finish(due, held.step)
-            memory.written_by_device(device.wait)
-            self._step_of_device = held.step
-        else:
-            memory.finish(due, held.step)
+        try:
+            for i, (group, grad) in enumerate(zip(layout.groups, self._to_apply(held, due), strict=True)):
+                if isinstance(grad, DeviceRowGrad) and device is not None and device.can_apply(i, optimizers):
+                    is_by_device = True
+                    device.apply(i, grad, optimizers, scale, held.lr, number)
+                    continue
+                here = on_host(grad) if isinstance(grad, DeviceRowGrad) else grad
+                apply_rows(memory, optimizers, group, here, due, scale=scale, lr=held.lr, number=number, step=held.step)
+                self._not_by_device(i, len(due))
+            if device is not None and is_by_device:  # (of a world of one: all shards are due)
+                device.finish(held.step)
+            else:
+                memory.finish(due, held.step)
+        finally:
+            if device is not None and is_by_device:
+                memory.written_by_device(device.wait)
+
+    def _not_by_device(self, group: int, n_due: int) -> None:
+        """The CPU has changed rows of the group: copies of the device are outdated.
+
+        n_due: shards that it did. With all, it does so in each step: a part of the model is compiled, say
+        """
+        on_device = self._tables.on_device
+        if on_device.current is not None and on_device.current.has(group) and on_device.current.keeps_copies:
+            on_device.forget()
+            on_device.applies = n_due < len(self._mine)
 
     def _to_apply(self, held: HeldRows, due: np.ndarray) -> Sequence[RowGrad | RowSum | DeviceRowGrad]:
         """Per group, the gradients for these shards of this rank."""

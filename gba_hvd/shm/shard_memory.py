@@ -230,13 +230,21 @@ class ShardMemory:
             self._device = wait
 
     def await_device(self) -> None:
-        """Return when it has; all that this process reads or marks here does so first."""
+        """Return when it has. Who reads or writes rows here, reads marks, or begins a step, waits for it.
+
+        Before a shard is placed, filled or dropped the job forms its world, and has waited (`membership.join`).
+        """
         if self._device is None:
             return
         with self._awaiting_device:
             if self._device is not None:
                 self._device()
             self._device = None
+
+    @property
+    def is_written_by_device(self) -> bool:
+        """Whether it may still be writing."""
+        return self._device is not None
 
     @property
     def flat(self) -> np.ndarray:

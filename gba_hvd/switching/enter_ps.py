@@ -65,6 +65,8 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     started = time.perf_counter()
     here, world, switching = engine.mode, engine.world, switching_of(engine)
     assert isinstance(here, AllreduceMode) and switching is not None
+    assert engine.model.tables.memory is not None
+    engine.model.tables.memory.await_device()
     here.exchange.await_rows(engine.progress.step)
     members, n = here.exchange.members, switching.servers_per_host
     host = members.hosts[world.rank]

@@ -29,7 +29,7 @@ def test_they_train_the_same_model(
         job.assert_every_sample_once(epochs=2)
         assert "cpu reads the rows in the host's memory" in said(job)[0]
         is_alone = workers == 1
-        assert any("hot_rows=100 has no effect" in text for text in said(job)) != is_alone
+        assert any("hot_rows has no effect" in text for text in said(job)) != is_alone
 
 
 @pytest.mark.parametrize("point", ["after exchange", "after apply"])
@@ -48,4 +48,4 @@ def test_rows_on_several_hosts_are_looked_up_by_the_cpu_which_is_said(tmp_path: 
         job.start_elastic(("localhost", "127.0.0.1"))
         assert job.wait() == 0, job.log()
         job.assert_every_sample_once(epochs=2)
-        assert any("rows are on several hosts" in text and "hot_rows=100 has no effect" in text for text in said(job))
+        assert any("rows are on several hosts" in text and "hot_rows has no effect" in text for text in said(job))

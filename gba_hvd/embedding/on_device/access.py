@@ -87,15 +87,14 @@ class DeviceAccess:
     def _open(self, memory: ShardMemory, device: torch.device) -> None:
         self.close()
         self._memory, self._device, began_s = memory, device, time.perf_counter()
-        copies = ""
+        copies = no_room = ""
         try:
             try:
                 self._rows = DeviceRows(memory.flat, memory.layout, device, self._hot_rows)
-                if self._hot_rows:
-                    which = "all" if self._rows.copies_all else "hot ones"
-                    copies = f", and keeps copies of {which} ({size(self._rows.n_bytes_of_copies)})"
             except torch.OutOfMemoryError as error:
-                copies = f"; there is no room for hot rows ({error})"
+                no_room = str(error)
+            if no_room:  # (here the memory is no longer registered for the first try)
+                copies = f"; there is no room for copies ({no_room})"
                 self._rows = DeviceRows(memory.flat, memory.layout, device)
         except CannotRegister as error:
             text = (
@@ -103,6 +102,10 @@ class DeviceAccess:
             )
             self._decide(text, by_device=False)
             return
+        assert self._rows is not None
+        if self._rows.keeps_copies:
+            which = "all" if self._rows.copies_all else "hot ones"
+            copies = f", and keeps copies of {which} ({size(self._rows.n_bytes_of_copies)})"
         if hashed := [table.name for table in memory.layout.tables if table.hashed is not None]:
             copies += f"; hashed tables ({', '.join(hashed)}) are looked up by the CPU"
         took_s = time.perf_counter() - began_s
@@ -115,5 +118,5 @@ class DeviceAccess:
         self._reported.add(text)
         is_unused = bool(self._hot_rows) and not is_hot
         if is_unused:
-            text += f"; hot_rows={self._hot_rows} has no effect"
+            text += "; hot_rows has no effect"
         self.decisions.append(Decision(text, by_device, is_unused))

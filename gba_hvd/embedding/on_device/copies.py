@@ -23,14 +23,14 @@ class Copies(Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def read(self, keys: Tensor) -> tuple[Tensor, Tensor, int]:
-        """(records float32 [n, width], int64 [n] where their copies are, how many were read here).
+    def read(self, keys: Tensor) -> tuple[Tensor, int]:
+        """(records float32 [n, width], how many were read here); the others are read in the host's memory.
 
-        keys: int64 [n], distinct. The others are read in the host's memory.
+        keys: int64 [n], distinct
         """
 
-    def renew(self, keys: Tensor, place: Tensor, records: Tensor) -> None:
-        """New numbers of records, where their copies still are. place: as `read` gave it"""
+    def renew(self, keys: Tensor, records: Tensor) -> None:
+        """New numbers of the records that have copies."""
 
     def forget(self) -> None:
         """The host's memory has other numbers."""
@@ -56,11 +56,10 @@ class AllRows:
             self._is_read = True
         return self._weights.detach()
 
-    def read(self, keys: Tensor) -> tuple[Tensor, Tensor, int]:
-        records = torch.cat([self.weights.index_select(0, keys), self._rest.index_select(0, keys)], 1)
-        return records, keys, len(keys)
+    def read(self, keys: Tensor) -> tuple[Tensor, int]:
+        return torch.cat([self.weights.index_select(0, keys), self._rest.index_select(0, keys)], 1), len(keys)
 
-    def renew(self, keys: Tensor, place: Tensor, records: Tensor) -> None:
+    def renew(self, keys: Tensor, records: Tensor) -> None:
         dim = self._weights.shape[1]
         self._weights.index_copy_(0, keys, records[:, :dim])
         self._rest.index_copy_(0, keys, records[:, dim:])
@@ -91,8 +90,10 @@ class HotRows:
     def n_bytes(self) -> int:
         return 4 * self._records.numel() + 8 * (self._keys.numel() + self._used.numel())
 
-    def read(self, keys: Tensor) -> tuple[Tensor, Tensor, int]:
+    def read(self, keys: Tensor) -> tuple[Tensor, int]:
+        self._now += 1
         slot = self._find(keys)
+        self._used.index_fill_(0, slot, self._now)
         found = self._records.index_select(0, slot)
         missing = (slot == self.spare).nonzero()[:, 0]
         if len(missing):
@@ -100,11 +101,11 @@ class HotRows:
             fresh = self._host.read(new)
             found.index_copy_(0, missing, fresh)
             if self._chooses:
-                slot.index_copy_(0, missing, self._put(new, fresh))
-        return found, slot, len(keys) - len(missing)
+                self._put(new, fresh)
+        return found, len(keys) - len(missing)
 
-    def renew(self, keys: Tensor, place: Tensor, records: Tensor) -> None:
-        self._records.index_copy_(0, torch.where(self._keys[place] == keys, place, self.spare), records)
+    def renew(self, keys: Tensor, records: Tensor) -> None:
+        self._records.index_copy_(0, self._find(keys), records)
 
     def forget(self) -> None:
         self._keys.fill_(_NO_KEY)
@@ -119,16 +120,13 @@ class HotRows:
         return (self._now * 2654435761 >> 20) % 4 == 0
 
     def _find(self, keys: Tensor) -> Tensor:
-        """int64 [n], the slot of each key. Counts as a use."""
-        self._now += 1
+        """int64 [n], the slot of each key"""
         slots = self._set_of(keys)[:, None] * _WAYS + self._ways
         same = self._keys[slots] == keys[:, None]
-        slot = torch.where(same, slots, self.spare).amin(1)
-        self._used.index_fill_(0, slot, self._now)
-        return slot
+        return torch.where(same, slots, self.spare).amin(1)
 
-    def _put(self, keys: Tensor, records: Tensor) -> Tensor:
-        """Keep copies of records, of keys that have none; the slots where they are now.
+    def _put(self, keys: Tensor, records: Tensor) -> None:
+        """Keep copies of records, of keys that have none.
 
         Room is what was not used just now: of each set, from the way on that was used longest ago.
         """
@@ -144,7 +142,6 @@ class HotRows:
         self._keys.index_copy_(0, slot, torch.where(has_room, keys, _NO_KEY))
         self._used.index_fill_(0, slot, self._now)
         self._records.index_copy_(0, slot, records)
-        return slot
 
     def _set_of(self, keys: Tensor) -> Tensor:
         """int64 [n]"""

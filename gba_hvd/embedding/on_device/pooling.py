@@ -29,14 +29,15 @@ def pool(rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool = 
 class _SeparateBackward(torch.autograd.Function):
     """Results of one operator, each of which may have a backward pass of its own.
 
-    all_results: each pass gives a gradient of all inputs of all results
+    of_all: each pass gives a gradient of the first input, `rows`, with zeros for results that have none
     """
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[[Tensor], Sequence[Tensor]], all_results: bool, *inputs: Tensor
+        ctx: Any, compute: Callable[[Tensor], Sequence[Tensor]], of_all: bool, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(all_results)
+        ctx.set_materialize_grads(False)
+        ctx.of_all = of_all
         with torch.enable_grad():
             leaf = inputs[0].detach().requires_grad_()
             ctx.leaf, ctx.results, ctx.weights = leaf, compute(leaf), inputs[1:]
@@ -51,7 +52,12 @@ class _SeparateBackward(torch.autograd.Function):
                 [one for one, _ in asked], inputs, [grad for _, grad in asked], retain_graph=True, allow_unused=True
             )
         )
-        return None, None, *(next(found) if one.requires_grad else None for one in (ctx.leaf, *ctx.weights))
+        of_rows, *of_weights = (next(found) if one.requires_grad else None for one in (ctx.leaf, *ctx.weights))
+        rest = [one for one, grad in zip(ctx.results, grads, strict=True) if grad is None]
+        if ctx.of_all and rest:
+            zeros = [torch.zeros_like(one) for one in rest]
+            of_rows = of_rows + torch.autograd.grad(rest, ctx.leaf, zeros, retain_graph=True)[0]
+        return None, None, of_rows, *of_weights
 
 
 def _pooled(rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool) -> list[Tensor]:
@@ -77,7 +83,7 @@ def stack(rows: Tensor, index: Tensor, n_fields: int, sparse: bool = False) -> T
 
 
 def takes_maximum(lookups: Sequence[Lookup]) -> bool:
-    return any(_kind(one) == "max" for one in lookups)
+    return any(one.pooling == "max" and _kind(one) == "max" for one in lookups)
 
 
 def _kind(one: Lookup) -> str:

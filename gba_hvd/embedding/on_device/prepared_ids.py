@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +16,44 @@ from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.errors import BadInput
 
 
+@dataclass(frozen=True)
+class PreparedKeys:
+    """rows: that they are of. keys: int64 [F * B], on the device, column after column; is_there: when they are"""
+
+    rows: DeviceRows
+    group: int
+    keys: Tensor
+    is_there: torch.cuda.Event | None
+
+
 class PreparedIds(dict[str, "Tensor | Bag"]):
-    """Ids by feature, as they were, and their keys on a device. group: of the tables, by number"""
+    """Ids by feature, and their keys on a device. Copies of it are ids alone, as a dict's are."""
 
-    def __init__(self, ids: Ids, group: int, keys: Tensor, is_there: torch.cuda.Event | None) -> None:
+    def __init__(self, ids: Any = (), prepared: PreparedKeys | None = None) -> None:
         super().__init__(ids)
-        self.group = group
-        self._columns = [(one, one._version) for one in ids.values() if isinstance(one, Tensor)]
-        self._keys, self._is_there = keys, is_there
+        self._prepared = prepared
+        self._columns = [] if prepared is None else [(name, one, _version(one)) for name, one in self.items()]
 
-    def keys_on_device(self) -> Tensor | None:
-        """int64 [F * B], column after column; None where ids have been changed since."""
-        now = list(self.values())
-        is_same = len(now) == len(self._columns) and all(
-            one is column and column._version == version
-            for one, (column, version) in zip(now, self._columns, strict=True)
-        )
-        if not is_same:
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def of(self, rows: DeviceRows) -> PreparedKeys | None:
+        """The keys, for what the device does next; None: they are of other rows, or ids were changed since."""
+        found = self._prepared
+        if found is None or found.rows is not rows or len(self) != len(self._columns):
             return None
-        if self._is_there is not None:
-            stream = torch.cuda.current_stream(self._keys.device)
-            stream.wait_event(self._is_there)
-            self._keys.record_stream(stream)
-        return self._keys
+        for (name, one), (before, column, version) in zip(self.items(), self._columns, strict=True):
+            if name != before or one is not column or _version(one) != version:
+                return None
+        if found.is_there is not None:
+            stream = torch.cuda.current_stream(rows.device)
+            stream.wait_event(found.is_there)
+            found.keys.record_stream(stream)
+        return found
+
+
+def _version(one: Tensor | Bag) -> int:
+    return one._version if isinstance(one, Tensor) else 0
 
 
 def prepare(ids: Ids, sources: Sequence[Source], device: DeviceRows) -> PreparedIds | None:
@@ -45,6 +62,8 @@ def prepare(ids: Ids, sources: Sequence[Source], device: DeviceRows) -> Prepared
     sources: of the features, in the order of `ids`. Called by a thread that reads ahead.
     """
     columns = [one for one in ids.values() if isinstance(one, Tensor) and one.ndim == 1 and one.device.type == "cpu"]
+    if any(one.is_inference() for one in columns):  # whether they are changed is not known
+        return None
     plain = plain_fields(sources)
     if plain is None or not device.has(plain.group) or len(columns) < len(ids):
         return None
@@ -61,4 +80,4 @@ def prepare(ids: Ids, sources: Sequence[Source], device: DeviceRows) -> Prepared
         there = to_device(keys, device.device)
         if is_there is not None:
             is_there.record()
-        return PreparedIds(ids, plain.group, there, is_there)
+        return PreparedIds(ids, PreparedKeys(device, plain.group, there, is_there))

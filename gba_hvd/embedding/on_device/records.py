@@ -8,7 +8,7 @@ from torch import Tensor
 from gba_hvd.embedding.on_device.host_view import HostWrites
 from gba_hvd.shm.layout import Group, Layout
 
-_WORDS_AT_ONCE = 1 << 19  # that are written by one kernel: those of the next step shall find room on the GPU beside it
+_WORDS_AT_ONCE = 1 << 19  # of a kernel that writes: so few that kernels of the next step run beside it
 
 
 class Records:

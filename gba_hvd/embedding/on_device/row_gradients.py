@@ -17,12 +17,11 @@ from gba_hvd.embedding.row_gradients import RowGrad
 class Found:
     """What a device has read of distinct keys.
 
-    keys: int64 [d]; records: float32 [d, record]; place: int64 [d], of their copies; None: there are none
+    keys: int64 [d]; records: float32 [d, record]
     """
 
     keys: Tensor
     records: Tensor
-    place: Tensor | None = None
 
 
 @dataclass(frozen=True)

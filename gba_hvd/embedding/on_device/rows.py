@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gba_hvd.embedding.on_device import optimizers
 from gba_hvd.embedding.on_device.copies import AllRows, Copies, HotRows
-from gba_hvd.embedding.on_device.host_view import HostView, HostWrites, to_device
+from gba_hvd.embedding.on_device.host_view import HostView, HostWrites
 from gba_hvd.embedding.on_device.records import Records
 from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
 from gba_hvd.embedding.row_optimizers import TableOptimizers
@@ -60,19 +60,26 @@ class DeviceRows:
             if group.hashed is None
         }
         self._finished = self._view.tensor.view(torch.int64).view(layout.n_shards, -1)[:, FINISHED]
-        n_rows = {number: sum(table.n_rows for table in layout.groups[number].tables) for number in self._records}
-        total = sum(n_rows.values())
-        self.copies_all = hot_rows >= total
-        self._copies: dict[int, Copies] = {}
-        for number, records in self._records.items() if hot_rows else ():
-            n_hot = max(1, round(hot_rows * n_rows[number] / total))
-            self._copies[number] = (
-                AllRows(layout.groups[number].dim, records, device)
-                if self.copies_all
-                else HotRows(n_hot, records, device)
-            )
+        try:
+            self._copies = self._made_copies(hot_rows)
+        except torch.OutOfMemoryError:
+            self._view.close()
+            raise
         self.keeps_copies = bool(self._copies)
         self.hits, self.lookups = 0, 0
+
+    def _made_copies(self, hot_rows: int) -> dict[int, Copies]:
+        """By group. Sets `copies_all`."""
+        groups, device = self._layout.groups, self.device
+        n_rows = {number: sum(table.n_rows for table in groups[number].tables) for number in self._records}
+        total = sum(n_rows.values())
+        self.copies_all = hot_rows >= total
+        if self.copies_all:
+            return {number: AllRows(groups[number].dim, host, device) for number, host in self._records.items()}
+        found: dict[int, Copies] = {}
+        for number, host in self._records.items() if hot_rows else ():
+            found[number] = HotRows(max(1, round(hot_rows * n_rows[number] / total)), host, device)
+        return found
 
     def has(self, group: int) -> bool:
         """Whether this device looks up rows of the group, by number."""
@@ -123,17 +130,14 @@ class DeviceRows:
         records = found.records
         optimizers.update_(of_tables.of(number), records, grad.values, scale, of_tables.rate(number, lr), step)
         records.view(torch.int32)[:, -1] += 1 if grad.accesses is None else grad.accesses
-        if found.place is not None and self.keeps_copies:
-            self._copies[group].renew(found.keys, found.place, records)
+        if self.keeps_copies:
+            self._copies[group].renew(found.keys, records)
         self._records[group].write(found.keys, records)
 
-    def finish(self, shards: np.ndarray, step: int) -> None:
-        """Mark the step as finished on these shards, once all that was applied is in the host's memory. See `wait`."""
+    def finish(self, step: int) -> None:
+        """Mark the step as finished on all shards, once all that was applied is in the host's memory. See `wait`."""
         with self._writes.after():
-            if len(shards) == len(self._finished):
-                self._finished.fill_(step)
-            else:
-                self._finished[to_device(shards, self.device)] = step
+            self._finished.fill_(step)
 
     def keep_copies(self, does: bool) -> None:
         """Whether copies are kept from now on, where there is room for some. Those that there are, are forgotten."""
@@ -163,7 +167,7 @@ class DeviceRows:
     def _read(self, group: int, keys: Tensor) -> Found:
         self.lookups += len(keys)
         if self.keeps_copies:
-            records, place, hits = self._copies[group].read(keys)
+            records, hits = self._copies[group].read(keys)
             self.hits += hits
-            return Found(keys, records, place)
+            return Found(keys, records)
         return Found(keys, self._records[group].read(keys))

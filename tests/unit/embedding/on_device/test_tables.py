@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd import BadInput, Bag, EmbeddingTables, Feature
 from gba_hvd.elastic.training_state import TrainingState
+from gba_hvd.embedding.on_device.copies import AllRows
+from gba_hvd.embedding.on_device.host_view import HostView
 from gba_hvd.embedding.on_device.prepared_ids import PreparedIds
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from recovery import CheckpointCallback
@@ -100,10 +104,14 @@ def test_rows_of_features_that_no_loss_depends_on_have_a_gradient_of_zeros(
     assert [found[key] for key in keys] == [(4.0, 2), (2.0, 1), (0.0, 3)]
 
 
-def test_weights_of_bags_get_their_gradient(device: torch.device, make_tables: MakeTables) -> None:
-    tables = make_tables({"item": (90, 4)}).to(device)
+@pytest.mark.parametrize("hot_rows", [0, "all"])
+def test_weights_of_bags_get_their_gradient(device: torch.device, make_tables: MakeTables, hot_rows: int | str) -> None:
+    tables = make_tables({"item": (90, 4), "user": (20, 4)}, hot_rows=hot_rows).to(device)
     weights = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    (tables({"item": Bag(torch.tensor([5, 6, 7]), torch.tensor([0, 2]), weights)})["item"].sum()).backward()
+    found = tables({"item": Bag(torch.tensor([5, 6, 7]), torch.tensor([0, 2]), weights), "user": torch.tensor([1, 2])})
+    found["user"].sum().backward(retain_graph=True)
+    assert weights.grad is None
+    found["item"].sum().backward()
     expected = tables.rows("item", [5, 6, 7]).sum(1)
     assert weights.grad is not None
     np.testing.assert_allclose(weights.grad.numpy(), expected, rtol=1e-5)
@@ -146,8 +154,11 @@ class Model(nn.Module):
 
 
 def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **settings: Any) -> dict[str, Any]:
-    """A job of one worker, to its end: rows, counters, dense parameters, the losses' sum."""
-    more = settings.pop("more", {})
+    """A job of one worker, to its end: rows, counters, dense parameters, the losses' sum.
+
+    scores: each step also has lookups that leave no gradient
+    """
+    more, scores = settings.pop("more", {}), settings.pop("scores", False)
     hashed = gba_hvd.Table(dim=3, keys="hash64", capacity=64) if settings.pop("hashed", False) else (7, 3)
     tables = EmbeddingTables(
         {"user": (20, 4), "item": hashed}, gba_hvd.RowAdagrad(lr=0.5), seed=2, n_shards=3, shard_dir=folder, **settings
@@ -170,8 +181,14 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
             optimizer.zero_grad()
             loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label.to(device))
             loss.backward()
+            if scores:
+                with torch.no_grad():
+                    model(batch)
             optimizer.step(loss=loss)
             losses += loss.item()
+    assert tables.memory is not None
+    is_by_device = tables.on_device.current is not None and tables.on_device.applies
+    assert tables.memory.is_written_by_device == is_by_device, "the last step is not waited for, but by who reads"
     result = {
         "losses": losses,
         "user": tables.rows("user", np.arange(20)),
@@ -194,7 +211,9 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     [
         {},
         {"hot_rows": 16},
+        {"hot_rows": 16, "scores": True},
         {"hot_rows": "all"},
+        {"hot_rows": "all", "scores": True},
         {"hot_rows": "all", "more": {"max_norm": 0.05}},
         {"hot_rows": "all", "hashed": True},
         {"hot_rows": 16, "more": {"row_average": "contributors"}},
@@ -207,7 +226,9 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     ids=[
         "plain",
         "hot",
+        "hot, scores",
         "all",
+        "all, scores",
         "all, clip",
         "all, hashed",
         "outdated copies",
@@ -226,7 +247,7 @@ def test_a_job_trains_what_it_trains_without(
     theirs = train(tmp_path / "theirs", clicks(50), torch.device("cpu"), **{**settings, "hot_rows": 0})
     assert theirs["events"] == [] and "reads the rows" in ours["events"][0]
     is_unused = "hot_rows" in settings and "row_average" in settings.get("more", {})
-    assert [text for text in ours["events"] if "hot_rows=16 has no effect" in text] == ours["events"][1:]
+    assert [text for text in ours["events"] if "hot_rows has no effect" in text] == ours["events"][1:]
     assert len(ours["events"]) == 1 + is_unused
     assert ours["hits"] is None if "hot_rows" not in settings else (ours["hits"] > 0.2) != is_unused
     for name, value in theirs.items():
@@ -298,6 +319,54 @@ def test_prepared_ids_that_were_changed_are_looked_up_as_they_are(
     torch.testing.assert_close(tables.stacked(prepared.ids)[:, 0], expected[[2, 2, 2], 0])
     outside = replace(batch(), ids={"user": torch.tensor([50]), "item": torch.tensor([1])})
     assert tables.prepare(outside) is outside
+    with torch.inference_mode():
+        untracked = batch()
+    assert tables.prepare(untracked) is untracked
+
+
+def test_prepared_ids_are_plain_ids_for_other_tables_and_other_code(
+    device: torch.device, make_tables: MakeTables
+) -> None:
+    tables, others = (make_tables({"user": (50, 4), "item": (90, 4)}, seed=seed).to(device) for seed in (1, 2))
+    ids = {"user": torch.tensor([3, 3, 9]), "item": torch.tensor([1, 0, 1])}
+    expected = [one.stacked(ids).detach() for one in (tables, others)]
+    prepared = tables.prepare(gba_hvd.Batch(ids, torch.zeros(3, 0), torch.zeros(3))).ids
+    moved = type(prepared)({name: column.clone() for name, column in prepared.items()})
+    for some in (prepared, moved, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert dict(some).keys() == ids.keys()
+        for one, rows in zip((tables, others), expected, strict=True):
+            torch.testing.assert_close(one.stacked(some), rows)
+
+
+def test_evaluations_between_epochs_do_not_end_the_preparing(device: torch.device, make_tables: MakeTables) -> None:
+    tables = make_tables({"user": (50, 4)}).to(device)
+    batch = gba_hvd.Batch({"user": torch.tensor([3, 9])}, torch.zeros(2, 0), torch.zeros(2))
+    for _ in range(300):
+        tables.stacked(batch.ids)
+    assert isinstance(tables.prepare(batch).ids, PreparedIds)
+
+
+def test_without_room_for_copies_the_device_reads_the_hosts_memory(
+    device: torch.device, make_tables: MakeTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[HostView] = []
+
+    def no_room(*of: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    def register(view: HostView, *of: Any) -> None:
+        assert not any(view.tensor.numel() for view in registered), "a driver takes no memory twice"
+        make(view, *of)
+        registered.append(view)
+
+    make = HostView.__init__
+    monkeypatch.setattr(HostView, "__init__", register)
+    monkeypatch.setattr(AllRows, "__init__", no_room)
+    tables = make_tables({"user": (50, 4)}, hot_rows="all").to(device)
+    tables({"user": torch.tensor([1, 2])})
+    (decision,) = tables.on_device.decisions
+    assert decision.by_device and decision.is_warning and len(registered) == 2
+    assert "no room for copies (CUDA out of memory" in decision.text and "hot_rows has no effect" in decision.text
 
 
 def test_a_job_may_begin_with_scores_in_inference_mode(device: torch.device, clicks: Any, tmp_path: Path) -> None:
@@ -334,7 +403,7 @@ def test_what_keeps_rows_from_the_device_is_reported_once(device: torch.device, 
                 tables({"user": torch.tensor([1, 2])})
         (decision,) = tables.on_device.decisions
         assert why in decision.text and not decision.by_device
-        assert decision.is_warning == ("hot_rows=5 has no effect" in decision.text) == (tables is several)
+        assert decision.is_warning == ("hot_rows has no effect" in decision.text) == (tables is several)
 
 
 def test_another_kind_of_device_gets_copies_of_what_the_cpu_looked_up(make_tables: MakeTables) -> None:
@@ -391,7 +460,7 @@ def test_the_training_state_is_kept_after_the_rows_are_written(
 def test_hot_rows_without_a_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=10)
     model = nn.Linear(4, 1)
-    with pytest.raises(BadInput, match=r"hot_rows=10 are copies in a GPU's memory, and the tables are on the CPU"):
+    with pytest.raises(BadInput, match=r"hot_rows asks for copies in a GPU's memory, and the tables are on the CPU"):
         gba_hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), tables, global_batch=4, micro_batch=4)
     monkeypatch.setenv("GBA_HVD_DEVICE_ROWS", "off")
     tables = EmbeddingTables({"user": (20, 4)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, hot_rows=10)
