@@ -47,14 +47,18 @@ class ActiveChain:
         self.chain = Chain((*before, manifest))
         self._manifests[manifest.name] = manifest
 
-    def expire(self, epochs: range, keep: Keep) -> Expired:
-        """Delete what is no longer needed of what was written under these epochs. Raises StoreError."""
+    def expire(self, epochs: range, keep: Keep, job: str | None = None) -> Expired:
+        """Delete what is no longer needed of what was written under these epochs. Raises StoreError.
+
+        job: and names this job; None: whichever
+        """
         for name in manifest_names(self._store):
             if name not in self._manifests:
                 with contextlib.suppress(Damaged, BadInput):  # of another version: what it needs is not ours
                     self._manifests[name] = from_json(self._store.get(name), name)
         # By the epoch, not from memory: one whose last write had no answer may be there all the same.
-        mine = [name for name in self._manifests if epoch_of(name) in epochs]
+        under = [one for name, one in self._manifests.items() if epoch_of(name) in epochs]
+        mine = [one.name for one in under if job is None or one.about.get("job", "") == job]
         gone = retention.expired(list(self._manifests.values()), mine, keep)
         if gone.manifests:
             retention.delete(self._store, gone)

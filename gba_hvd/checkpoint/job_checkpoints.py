@@ -42,6 +42,7 @@ from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, Skipped, chains
+from recovery.catalog.retention import first_epoch_of
 from recovery.errors import Damaged, NotFound, RecoveryError
 from recovery.format.manifest import Manifest
 from recovery.policies import counts_accesses
@@ -108,7 +109,8 @@ class JobCheckpoints(StepParticipant):
         self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers
         self._store: Store | None = None
         self._claim: claims.Claim | None = None
-        self.first_epoch = 0  # of this job; what was written since, by its claims, may expire
+        self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
+        self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
@@ -143,6 +145,7 @@ class JobCheckpoints(StepParticipant):
         newest = max(claims.claims_of(self.store.names("claims/")), default=None)
         self._died_before = newest is not None and not newest.is_closed
         self.schedule.saved_step = -1 if chain is None else chain.newest.step
+        self._to_continue = None if chain is None else chain.newest
         job = "" if chain is None else str(chain.newest.about.get("job", ""))
         try:
             return checked_job_id(job) if job else None
@@ -176,7 +179,7 @@ class JobCheckpoints(StepParticipant):
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
         self._epochs.append(now)
         if not self.first_epoch:
-            self.first_epoch = now
+            self.first_epoch = (self._to_continue and first_epoch_of(self._to_continue, job)) or now
         elif others:  # what was saved until then never expires
             self.first_epoch = now
             text = (

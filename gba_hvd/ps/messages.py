@@ -552,7 +552,7 @@ class SavePlan(Struct, kw_only=True):
     """What the chief has decided of a save, the same for all hosts.
 
     kind, parent, about: as in `recovery.format.manifest.Manifest`
-    first_epoch: of the job: what was saved since then is its own, and may expire
+    first_epoch: of the job: what was saved in its name since then, by earlier launches too, may expire
     """
 
     epoch: int

@@ -1,8 +1,12 @@
 """Which checkpoints are no longer needed, and which objects no manifest refers to. Decided here, deleted at the end.
 
-Only what this run wrote is ever expired: never what it resumed from, or what another run left. Ages are not looked at,
-only the steps or times at which checkpoints were saved, compared with each other: a clock that was set back may make
-one more or one less be kept for good, never the newest ones go.
+Only what this run wrote is ever expired, never what another one left. A job that is launched again is the same run: it
+resumes from the newest checkpoint, takes over the name, and counts what earlier launches saved (`first_epoch_of`). Were
+each launch to count its own only, a job of one launch a night would keep every night. Of another run are checkpoints
+under another name, and those before `resume=False` or before another job saved there.
+
+Ages are not looked at, only the steps or times at which checkpoints were saved, compared with each other: a clock that
+was set back may make one more or one less be kept for good, never the newest ones go.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from recovery.catalog.claims import claims_of
 from recovery.errors import BadInput, Damaged
 from recovery.format.manifest import Manifest, from_json
 from recovery.storage.store import Store, age_of, epoch_of, is_blob_name
+
+FIRST_EPOCH = "first_epoch"  # in what a manifest has about its job: of the run
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,13 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         reason += f", one every {keep.every_s:g} s"
     based_on = len([m for m in own if m.name in needed - wanted])
     return Expired(tuple(m.name for m in gone), tuple(blobs), reason + f", and {based_on} that these are based on")
+
+
+def first_epoch_of(newest: Manifest, job: str) -> int:
+    """The first epoch of the run that a launch of `job` continues when it resumes from this checkpoint; 0: of none."""
+    first = newest.about.get(FIRST_EPOCH, newest.epoch)
+    is_known = newest.about.get("job") == job and isinstance(first, int) and 0 < first <= newest.epoch
+    return first if is_known else 0
 
 
 def delete(store: Store, expired: Expired) -> None:

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +40,14 @@ class Saver:
     def __post_init__(self) -> None:
         self.selection = Selection(self.rows, self.config, rng=np.random.default_rng(0))
 
-    def save(self, kind: str | None = None, state: bytes | None = None) -> Manifest:
+    def save(
+        self, kind: str | None = None, state: bytes | None = None, about: dict[str, Any] | None = None
+    ) -> Manifest:
         """The first one is full, the others are of the configured policy; the state says the step by default."""
         kind = kind or (self.config.policy if self.made else "full")
         number, step = len(self.made) + 1, self.rows.last_step
         parent = None if kind == "full" else self.made[-1].name
-        target = SaveTarget(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema)
+        target = SaveTarget(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema, about or {})
         written = save_part(self.rows, self.selection, self.store, target, self.config)
         state = b"state of step %d" % step if state is None else state
         manifest, _ = commit_parts(

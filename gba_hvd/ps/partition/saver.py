@@ -28,6 +28,7 @@ from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.active_chain import ActiveChain
 from recovery.catalog import claims
+from recovery.catalog.retention import FIRST_EPOCH
 from recovery.errors import BadInput, RecoveryError
 from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
@@ -241,7 +242,7 @@ class Saver:
         store, selection, active_chain = self._prepared(request.settings)
         rows = self._rows
         rows.left = _is_left(request)
-        about = msgspec.to_builtins(request.about)
+        about = {**msgspec.to_builtins(request.about), FIRST_EPOCH: request.first_epoch}
         asked = (request.epoch, request.number, request.kind, request.parent, request.step, request.samples)
         target, config = SaveTarget(*asked, rows.schema, about), request.settings.config
 
@@ -281,7 +282,7 @@ class Saver:
         )
         try:
             store.delete([list_name(target.prefix, part) for part in range(1, request.n_parts)])
-            active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep)
+            active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep, request.about.job)
         except (BadInput, RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
         facts = _facts(whole)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.catalog.claims import claim, release
-from recovery.catalog.retention import Expired, Keep, delete, expired, gc, objects_of, orphaned_objects
+from recovery.catalog.retention import Expired, Keep, delete, expired, first_epoch_of, gc, objects_of, orphaned_objects
 from recovery.errors import BadInput
 from recovery.format.manifest import Blob, Manifest, StateBlob, to_json
 from recovery.rows import Schema
@@ -84,6 +85,22 @@ def test_what_another_run_wrote_is_never_touched_nor_what_it_is_based_on() -> No
     after_me = saved(0, mine[1], epoch=3)
     found = expired([*manifests, after_me], names(mine), Keep(last=1))
     assert set(found.manifests) == names(mine[2:-1])
+
+
+@pytest.mark.parametrize(
+    ("about", "first"),
+    [
+        ({"job": "mine", "first_epoch": 2}, 2),
+        ({"job": "mine"}, 5),  # of a version that did not write it
+        ({"job": "other", "first_epoch": 2}, 0),
+        ({}, 0),
+        ({"job": "mine", "first_epoch": 0}, 0),
+        ({"job": "mine", "first_epoch": 6}, 0),
+        ({"job": "mine", "first_epoch": "2"}, 0),
+    ],
+)
+def test_a_launch_continues_the_run_of_the_checkpoint_that_it_resumes_from(about: dict[str, Any], first: int) -> None:
+    assert first_epoch_of(replace(saved(0, epoch=5), about=about), "mine") == first
 
 
 def test_a_clock_that_was_set_back_costs_none_of_the_newest() -> None:

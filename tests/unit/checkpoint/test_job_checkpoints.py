@@ -154,6 +154,28 @@ def test_a_job_that_started_over_beside_another_ones_checkpoints_takes_no_row_of
         place.filled(job)
 
 
+@pytest.mark.parametrize(
+    ("about", "resume", "first"),
+    [
+        ({"job": "job", "first_epoch": 1}, True, 1),
+        ({"job": "job"}, True, 2),
+        ({"job": "other", "first_epoch": 1}, True, 3),
+        ({"job": "job", "first_epoch": 1}, False, 3),
+    ],
+    ids=["the same job", "of an older version", "another job", "starts over"],
+)
+def test_what_earlier_launches_of_the_job_saved_is_its_own(
+    place: Place, about: dict[str, Any], resume: bool, first: int
+) -> None:
+    for epoch in (1, 2):
+        claims.claim(place.store, f"job.{epoch}", takeover=True, lease_s=0.1)
+        Saver(rows_of(1.0), place.store, epoch=epoch).save("full", about=about)
+    job = place.job(resume=resume)
+    job.job_to_resume()
+    job.claim_location("job")
+    assert job.location() == {"first_epoch": first, "epochs": [3], "resumed_epoch": 0}
+
+
 def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(place: Place) -> None:
     resumed = place.save(1, 1.0)
     job = place.job()

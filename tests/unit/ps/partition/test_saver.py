@@ -24,6 +24,7 @@ from gba_hvd.shm.layout import Layout, SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
+from recovery.catalog.retention import first_epoch_of
 from recovery.config import Config
 from recovery.errors import StoreError
 from recovery.restore import restore
@@ -222,6 +223,22 @@ def test_what_the_job_went_on_from_never_expires(hosts: Callable[..., Hosts]) ->
     for number in (2, 3):
         job.save(number)
     assert job.saved_numbers() == [3, 1]
+
+
+def test_keep_last_counts_what_earlier_launches_saved_and_no_other_jobs(hosts: Callable[..., Hosts]) -> None:
+    job = hosts(keep_last=2)
+    mine, other = SaveAbout(job="mine"), SaveAbout(job="other")
+    for number, about in ((1, mine), (2, other), (3, mine), (4, mine)):
+        job.claim = claims.claim(job.store, f"{about.job}.{number}", takeover=True, lease_s=0.1)
+        if about is other:  # one that began meanwhile, and deletes what is its own
+            job.first_epoch, before = job.claim.epoch, job.first_epoch
+        job.save(number, about=about)
+        if about is other:
+            job.first_epoch = before
+    assert job.saved_numbers() == [4, 3, 2]
+    newest = next(one for one in chains(job.store) if isinstance(one, Chain)).newest
+    assert first_epoch_of(newest, "mine") == before == 1
+    assert first_epoch_of(newest, "other") == 0
 
 
 def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
