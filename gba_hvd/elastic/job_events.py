@@ -293,7 +293,9 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     text = (
         f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}{_why_from_step_0(engine, joined)}"
     )
-    yield Event("started", step, text, {"workers": n_workers})
+    checkpoints = checkpoints_of(engine)
+    place = "" if checkpoints is None else redacted(checkpoints.callback.url)
+    yield Event("started", step, text, {"workers": n_workers, "checkpoints": place})
     if engine.faults is not None and (lasting := engine.faults.lasting):
         text = f"on purpose, as the FaultSchedule says: {'; '.join(fault.words for fault in lasting)}"
         yield Event("faults_lasting", step, text, {"faults": [fault.entry() for fault in lasting]})
@@ -311,7 +313,6 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
             "the rows in memory, none travel. It takes effect when a second host joins; else leave it out"
         )
         yield Event("row_compression_idle", step, text, {"hosts": 1}, level="warning")
-    checkpoints = checkpoints_of(engine)
     if checkpoints is not None and checkpoints.callback.recovery == "partial" and joined.n_hosts == 1:
         text = (
             "CheckpointCallback(recovery='partial') has no effect on one host: when it is lost, all rows are, and the "

@@ -20,6 +20,7 @@ from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, last_staleness, m
 from gba_hvd.tracking.records import Point, Record, merge_events
 from gba_hvd.tracking.spool import all_records
 
+END_NOT_REPORTED = "the process that reported for the job ended without reporting its end (killed, or out of memory?)"
 DATA_FILE = "data.json"  # the artifact with the description of the data
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
@@ -126,6 +127,19 @@ class RunHistory:
     def checkpoints(self) -> list[Record]:
         """Where each is, oldest first, see `recovery_records.pointers`."""
         return recovery_records.pointers(self.events)
+
+    @property
+    def newest_checkpoint(self) -> int | None:
+        """The step of the newest one in force that the records have: saved, or resumed from."""
+        found = [event for event in self.events_of("checkpoint", "resumed") if event.get("data", {}).get("manifest")]
+        return int(found[-1]["data"].get("saved_step", found[-1].get("step", 0))) if found else None
+
+    @property
+    def checkpoint_place(self) -> str | None:
+        """Where the job saves; empty: nowhere; None: the records do not say."""
+        saved = [str(one["url"]) for one in self.checkpoints if one["url"]]
+        places = [event.get("data", {}).get("checkpoints") for event in self.events_of("started")]
+        return saved[-1] if saved else places[-1] if places else None
 
     @property
     def recoveries(self) -> list[Record]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import DeliveryAction, first_line
 from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, pack
-from gba_hvd.tracking.run_history import DATA_FILE
+from gba_hvd.tracking.run_history import DATA_FILE, END_NOT_REPORTED
 from gba_hvd.tracking.spool import all_records, model_path, read_lines, read_status, write_status
 from recovery.redaction import redacted
 
@@ -27,7 +27,6 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
-_GONE = "the process that reported for the job ended without reporting its end (killed, or out of memory?)"
 
 
 class Blocked(Exception):
@@ -115,7 +114,7 @@ class Sender:
         if self.orphaned:
             is_chief = self.job is not None and self.job["chief"] and not self.status.recorded
             if is_chief and self._call(lambda run: run.may_report()):
-                self._finish("FAILED", _GONE)
+                self._finish("FAILED", END_NOT_REPORTED)
             elif self.status.recorded:  # its end was written
                 self._model_failed("the model was not logged: the worker ended while it wrote it; a checkpoint has it, "
                                    "if the job saved one: `gba-hvd model export`")  # fmt: skip

@@ -30,7 +30,7 @@ from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
-from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
+from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import DECISIONS, SWITCHES, report_job
@@ -294,6 +294,13 @@ SAVED = {
     "message": "",
     "data": {"url": "s3://b/job", "manifest": "m", "saved_step": 40},
 }
+RESUMED = {"event": "resumed", "step": 30, "message": "", "data": {"manifest": "m"}}
+
+
+def started(checkpoints: str) -> Record:
+    return {"event": "started", "step": 30, "message": "", "data": {"workers": 2, "checkpoints": checkpoints}}
+
+
 LOGGED = {"event": "model_logged", "step": 50, "message": "", "data": {"model_uri": "models:/m-1", "name": "ctr"}}
 OPEN = {"event": "checkpoint_failed", "step": 9, "message": "why", "level": "warning", "unix_s": 1.0}
 BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_restored": 5, "rows_lost": 0, "pls": 0.1,
@@ -305,7 +312,20 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
     [
         (story_of(status="RUNNING", job_id="a b"), "gba-hvd status 'a b'"),
         (story_of(SAVED, status="FAILED"), "it resumes from the checkpoint of step 40"),
-        (story_of(status="KILLED"), "The job saved no checkpoint, so it starts over"),
+        (story_of(started(""), status="KILLED"), "The job saved no checkpoint, so it starts over"),
+        (story_of(started("/ck 1"), status="FAILED"), "The records name none, but one may have been saved"),
+        (story_of(started("/ck 1"), status="FAILED"), "gba-hvd checkpoint ls '/ck 1'"),
+        (story_of(status="FAILED"), "The records name none, but one may have been saved"),
+        (story_of(RESUMED, status="FAILED"), "it resumes from the checkpoint of step 30."),
+        (story_of(RESUMED, SAVED, status="FAILED"), "it resumes from the checkpoint of step 40."),
+        (
+            story_of(started("/ck"), RESUMED, status="FAILED", reason=END_NOT_REPORTED),
+            "resumes from the checkpoint of step 30, or from a newer one.",
+        ),
+        (
+            story_of(SAVED, status="FAILED", reason=END_NOT_REPORTED),
+            "See what is there: gba-hvd checkpoint ls s3://b/job",
+        ),
         (story_of(OPEN), "Read the table of warnings (1 not over)"),
         (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
         (story_of(SAVED), "gba-hvd model export s3://b/job MODEL_URL"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.tracking.report.overview import open_warnings
 from gba_hvd.tracking.report.tables import counted
+from gba_hvd.tracking.run_history import END_NOT_REPORTED
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
@@ -37,9 +38,22 @@ def _status(story: RunHistory) -> str:
 def _of_an_end(story: RunHistory) -> list[NextStep]:
     if story.status == "FINISHED":
         return []
-    if story.checkpoints:
-        step = story.checkpoints[-1]["step"]
+    step, place = story.newest_checkpoint, story.checkpoint_place
+    look = f"gba-hvd checkpoint ls {shlex.quote(place)}" if place else "gba-hvd checkpoint ls URL"
+    if step is not None and story.reason == END_NOT_REPORTED:
+        text = (
+            f"Start the same command again: it resumes from the checkpoint of step {step:,}, or from a newer one. The "
+            "records end with the process that reported; other workers may have saved after that. See what is there:"
+        )
+        return [NextStep(text, look)]
+    if step is not None:
         return [NextStep(f"Start the same command again: it resumes from the checkpoint of step {step:,}.")]
+    if place != "":
+        text = (
+            "Start the same command again: it resumes from the newest checkpoint, if there is one. The records name "
+            "none, but one may have been saved and not reported. See what is there:"
+        )
+        return [NextStep(text, look)]
     return [
         NextStep(
             "The job saved no checkpoint, so it starts over. Register one, and the next failure costs minutes:",

@@ -111,7 +111,7 @@ def test_a_job_that_cannot_be_shown_says_so() -> None:
 def test_a_job_starts() -> None:
     received, (started,) = reported(STARTED)
     assert received == ["job j of 2", "started"]
-    assert (started.step, started.data) == (7, {"workers": 2})
+    assert (started.step, started.data) == (7, {"workers": 2, "checkpoints": ""})
     assert started.message == (
         "2 workers on 1 host, job j: mode allreduce, global batch 16 in micro-batches of 4, tables t 50 x 4, no "
         "checkpoints"
