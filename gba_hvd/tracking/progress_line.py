@@ -62,6 +62,7 @@ class ProgressLine(Callback):
         self._every_s = 0.25 if self._terminal else every_s
         self._job: Job | None = None
         self._record: StepRecord | None = None
+        self._epoch: int | None = None
         self._rate = Rate()
         self._newest: MeasuredTogether | None = None  # metrics, those of one step together
         self._best: MeasuredTogether | None = None  # by validation
@@ -97,21 +98,24 @@ class ProgressLine(Callback):
             self._rate.add(record)
         else:
             self._rate = Rate()  # of the mode that was entered; its first record has the time that entering took
-        self._record = record
+        self._record, self._epoch = record, record.epoch
         if self._reports() and now >= self._next_s:
             self._next_s = now + self._every_s
             self._show(now)
+
+    def on_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = {key: value for key, value in metrics.items() if not key.startswith(_COUNTERS)}
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         if numbers:
-            before, epoch = self._newest, self._record.epoch if self._record else None
-            same = before is not None and before.step == step
+            before, epoch = self._newest, self._epoch
+            same = before is not None and before.is_of(step, epoch)
             self._newest = (
                 before.plus(numbers) if before is not None and same else MeasuredTogether(step, epoch, numbers)
             )
-            if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
+            if better(self._newest, self._best) or (self._best is not None and self._best.is_of(step, epoch)):
                 self._best = self._newest
         if self._reports() and metrics:
             self._print(f"step {step:,}  {_numbers(metrics)}")

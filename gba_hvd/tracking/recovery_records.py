@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
 
 RESUMED_FROM = "resumed_from_step"
@@ -96,12 +97,13 @@ def is_superseded(point: Point, resumes: Sequence[Resume]) -> bool:
 
 
 def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:
-    """Points without the superseded ones; of a step, the newest. Ascending in steps."""
-    kept: dict[int, Point] = {}
+    """Points without the superseded ones; of a step, the newest, and of the metric `epoch` all. Ascending in steps."""
+    kept: dict[tuple[int, int], Point] = {}
     for point in points:
-        if not is_superseded(point, resumes) and (point.step not in kept or point.ms >= kept[point.step].ms):
-            kept[point.step] = point
-    return [kept[step] for step in sorted(kept)]
+        at = (point.step, point.ms if point.key == EPOCH else 0)
+        if not is_superseded(point, resumes) and (at not in kept or point.ms >= kept[at].ms):
+            kept[at] = point
+    return [kept[at] for at in sorted(kept)]
 
 
 def events_in_force(events: Iterable[Record]) -> list[Record]:

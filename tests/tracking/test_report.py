@@ -128,6 +128,13 @@ def test_the_throughput_of_a_mode_is_its_samples_over_its_time():
     assert gba.samples_per_s == pytest.approx(50.0)
 
 
+def test_a_point_of_few_steps_counts_as_few():
+    rates = [Point("train/samples_per_s", rate, 0, step) for step, rate in ((1, 10.0), (10, 1000.0))]
+    history_of = {MODE: points((1, "allreduce"), (10, "allreduce")), "train/samples_per_s": rates}
+    (allreduce,) = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, history_of, ()))
+    assert allreduce.samples_per_s == pytest.approx(10 / (1 / 10.0 + 9 / 1000.0))
+
+
 def test_a_job_that_has_not_ended_has_a_story_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
@@ -282,6 +289,43 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [row[0] for row in table(story, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
     assert "The ground shows the mode" not in shown.text and "Upright lines" not in shown.text
     assert "prefers-color-scheme: dark" in html
+
+
+def test_metrics_are_of_the_epoch_that_reports_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An epoch ends and the next begins at one step; the first of a launch begins before any step."""
+    clock = itertools.count(1_000_000, 5)
+    monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    callback.on_job(job("j"))
+    for epoch, end in ((2, 10), (3, 20)):
+        callback.on_epoch(epoch)
+        callback.on_metrics(end - 10, {"before_auc": 0.1 * epoch})
+        callback.on_step(dataclasses.replace(step(end), epoch=epoch))
+        callback.on_epoch(epoch)
+        callback.on_metrics(end, {"valid_auc": 0.3 * epoch})
+    assert [(one.step, one.epoch, list(one.values)) for one in from_files(tmp_path).measured] == [
+        (0, 2, ["before_auc"]), (10, 2, ["valid_auc"]), (10, 3, ["before_auc"]), (20, 3, ["valid_auc"])
+    ]  # fmt: skip
+
+
+def test_only_time_within_launches_counts():
+    """Two launches of 10 s, 1,000 s apart; each measures before and after an epoch."""
+    launches = [{"event": kind, "step": k, "message": "", "data": {}, "unix_s": s} for kind, k, s in (
+        ("started", 0, 1.0), ("finished", 10, 10.0), ("started", 10, 1010.0), ("finished", 20, 1020.0))]  # fmt: skip
+    scores = [("before_auc", 0, 2.0, 0), ("valid_auc", 10, 9.0, 0), ("before_auc", 10, 1012.0, 1),
+              ("valid_auc", 20, 1018.0, 1)]  # fmt: skip
+    history_of: dict[str, list[Point]] = {}
+    for name, k, s, epoch in scores:
+        history_of.setdefault(name, []).append(Point(name, 0.5, int(1000 * s), k))
+        history_of.setdefault("epoch", []).append(Point("epoch", epoch, int(1000 * s), k))
+    story = story_of(*launches, history=history_of, ended_ms=1_020_000)
+    assert story.launches == [(0, 10_000), (1_010_000, 1_020_000)]
+    assert [row[:3] for row in table(story, "Epochs")] == [
+        ["epoch 0", "0", "2.0 s"], ["epoch 0", "10", "7.0 s"], ["epoch 1", "10", "3.0 s"], ["epoch 1", "20", "6.0 s"]
+    ]  # fmt: skip
+    assert story.epoch_seconds == [9.0, 9.0]
+    assert "took 20.0 s in 2 launches" in page(story) and ", 20.0 s in 2 launches." in headline(story)
 
 
 def story_of(*events: Record, **about: object) -> RunHistory:

@@ -48,8 +48,8 @@ def headline(story: RunHistory) -> str:
     what = f"{model or 'A model'}{f' on {data}' if data else ''}: {counted(story.n_steps, 'step')}"
     if workers := _workers(story):
         what += f", {workers} worker{'' if workers == '1' else 's'}"
-    if (seconds := _seconds(story)) is not None:
-        what += f", {duration(seconds)}"
+    if took := time_of(story):
+        what += f", {took}"
     modes = [one.mode for one in by_mode(story)]
     what += f", in the modes {' and '.join(modes)}." if len(modes) > 1 else "."
     best = story.best
@@ -101,20 +101,20 @@ def _test_first(name: str) -> tuple[bool, str]:
 
 
 def epochs(story: RunHistory) -> Table | None:
-    """A row for each step at which quality was measured; metrics of one step stand together."""
+    """A row for each step at which quality was measured; metrics of one step and epoch stand together."""
     measured, best = story.measured, story.best
     names = list(dict.fromkeys(name for one in measured for name in one.values))
-    times = story.epoch_seconds
+    times = story.measurement_seconds
     rows = [
         [
             one.name if one.epoch is not None else "-",
             f"{one.step:,}",
-            duration(times[one.step]) if one.step in times else "-",
+            duration(times[one.step, one.epoch]) if (one.step, one.epoch) in times else "-",
             *(f"{one.values[name]:.5f}" if name in one.values else "-" for name in names),
         ]
         for one in measured
     ]
-    marked = [i for i, one in enumerate(measured) if best is not None and one.step == best.step]
+    marked = [i for i, one in enumerate(measured) if best is not None and one.is_of(best.step, best.epoch)]
     note = "The best epoch by validation is marked; its test figures are the ones to quote." if marked else ""
     return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
 
@@ -194,10 +194,10 @@ def _warnings(story: RunHistory) -> list[Record]:
 
 def cost(story: RunHistory) -> list[Fact]:
     facts = []
-    if (seconds := _seconds(story)) is not None:
-        facts.append(Fact("time", duration(seconds)))
+    if took := time_of(story):
+        facts.append(Fact("time", took))
     facts.append(Fact("global steps", f"{story.n_steps:,}"))
-    if times := list(story.epoch_seconds.values()):
+    if times := story.epoch_seconds:
         facts.append(Fact("time per epoch, median", duration(sorted(times)[len(times) // 2])))
     rates = sorted(point.value for point in story.history.get(THROUGHPUT, ()) if math.isfinite(point.value))
     if rates:
@@ -242,7 +242,9 @@ def _workers(story: RunHistory) -> str:
     return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
-def _seconds(story: RunHistory) -> float | None:
-    if story.started_ms is None or story.ended_ms is None:
-        return None
-    return (story.ended_ms - story.started_ms) / 1000
+def time_of(story: RunHistory) -> str:
+    """`12.0 s`, or `1 min 04 s in 6 launches`, without the pauses between them; empty where it is not known."""
+    if (seconds := story.seconds) is None:
+        return ""
+    n = len(story.launches)
+    return duration(seconds) + (f" in {n:,} launches" if n > 1 else "")
