@@ -72,6 +72,7 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
+        self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
@@ -145,7 +146,8 @@ class ProgressLine(Callback):
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
-            self._recoveries.append(recovery_words(event))
+            is_launch = event.kind == "resumed" and "from_step" not in event.data
+            (self._resumes if is_launch else self._recoveries).append(recovery_words(event))
         self._hanging = [one for one in self._hanging if not ends(one.kind, one.data, event.kind, event.data)]
         if event.kind == "worker_hangs":
             self._hanging.append(event)
@@ -215,6 +217,7 @@ class ProgressLine(Callback):
             lines.append(f"switches: {', '.join(self._switches)}")
         if self._newest_saved:
             lines.append(f"newest checkpoint: {self._newest_saved}")
+        lines += self._resumes
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if staleness := whole_numbers(self._account.get("staleness")):

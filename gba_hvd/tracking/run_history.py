@@ -161,6 +161,11 @@ class RunHistory:
         return recovery_records.recoveries(self.events)
 
     @property
+    def failures(self) -> list[Record]:
+        """Recoveries without those of launches that follow one that ended well, or that is not in the records."""
+        return [one for one in self.recoveries if recovery_records.is_failure(one)]
+
+    @property
     def pls(self) -> float | None:
         """Portion of lost samples of all recoveries; None when none has measured it."""
         totals = [one["pls_total"] for one in self.recoveries if one["pls_total"] is not None]

@@ -55,6 +55,17 @@ def test_a_switch_reports_the_exact_step():
     ]
 
 
+def test_steps_before_the_first_launch_are_of_no_mode():
+    started = {"event": "started", "step": 118, "message": "", "data": {}}
+    again = started | {"step": 148}
+    history_of = points((120, "allreduce"), (130, "gba"), (148, "gba"), (150, "allreduce"), (178, "allreduce"))
+    assert mode_spans(history_of, [started, switch(124, "allreduce", "gba"), again]) == [
+        ModeSpan(118, 124, "allreduce"),
+        ModeSpan(124, 148, "gba"),
+        ModeSpan(148, 178, "allreduce"),
+    ]
+
+
 def test_points_make_up_for_a_switch_whose_record_was_lost():
     history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
     assert mode_spans(history_of, []) == [ModeSpan(0, 10, "allreduce"), ModeSpan(10, 30, "gba")]

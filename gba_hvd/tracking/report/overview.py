@@ -15,6 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
+from gba_hvd.tracking.recovery_records import lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 from recovery.units import size
@@ -56,15 +57,24 @@ def headline(story: RunHistory) -> str:
     if best is not None and (by := chooser(best.values)) is not None:
         what += f" The best {by.name} is {best.values[by.name]:.4f}, in {best.name}."
     if n_lost := story.n_workers_lost:
-        what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost"
-        back = sum(int(one["rows_restored"] or 0) for one in story.recoveries)
-        what += f", and {counted(back, 'row')} came back from a checkpoint." if back else "."
+        what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost."
+    what += _came_back(story)
     bad = [fact for fact in what_went_wrong(story) if fact.kind == "bad"]
     if bad:
         what += f" What went wrong: {', '.join(f'{fact.name} ({fact.value})' for fact in bad[:3])}."
     elif story.status == "FINISHED":
         what += " Nothing went wrong that still holds."
     return what
+
+
+def _came_back(story: RunHistory) -> str:
+    """A sentence for rows of lost hosts, one for rows of a job that was lost as a whole; empty without either."""
+    text = ""
+    for is_whole, cause in ((False, "after a host was lost"), (True, "when the lost job was launched again")):
+        rows = [int(one["rows_restored"] or 0) for one in story.failures if bool(lost_the_job(one)) == is_whole]
+        if n_rows := sum(rows):
+            text += f" {counted(n_rows, 'row')} came back from a checkpoint {cause}."
+    return text
 
 
 def what_trained(story: RunHistory) -> list[Fact]:
@@ -171,7 +181,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
 
 
 def _recovered(story: RunHistory) -> list[Fact]:
-    recoveries = story.recoveries
+    recoveries = story.failures
     if not recoveries:
         return []
     counts = ("rows_restored", "rows_lost", "samples_redone")
