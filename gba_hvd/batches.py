@@ -134,6 +134,7 @@ def batches(
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
     progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
+    engine.reports.loop_begins()
     if isinstance(dataset, SegmentedDataset):
         yield from _segments(dataset, state, how, epoch)
     else:

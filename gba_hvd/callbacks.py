@@ -81,8 +81,8 @@ class Event:
 class Callback:
     """Override what you need. Called on every worker, in the training thread: be quick, never raise for remote trouble.
 
-    Order: `on_model`, then `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`,
-    `on_event`, then `on_end` once.
+    Order: `on_model`, then `on_job` (again after each change of membership), then any of `on_step`, `on_epoch`,
+    `on_metrics`, `on_event`, then `on_end` once.
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     shows_events: a person reads events of level "info" in what rank 0's callback prints, so the log need not have them.
@@ -98,6 +98,9 @@ class Callback:
 
     def on_step(self, record: StepRecord) -> None:
         """A global step was applied. In asynchronous modes one record may stand for several steps."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """The script is in this epoch, and reports metrics from it now: `on_metrics` comes next."""
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of this step were reported, by name: by the script (`TorchState.report`), or bytes on the wires."""

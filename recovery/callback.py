@@ -195,6 +195,9 @@ class CheckpointCallback:
     def on_step(self, record: Any) -> None:
         pass
 
+    def on_epoch(self, epoch: int) -> None:
+        pass
+
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 

@@ -176,9 +176,14 @@ class TorchState:
         self.engine.step_hooks.functions.append(function)
 
     def report(self, **metrics: float) -> None:
-        """Report metrics of the current step to the callbacks."""
+        """Report metrics of the current step to the callbacks. They are of `state.epoch`, where the state has one."""
+        epoch = getattr(self, "epoch", None)
+        if epoch is None:
+            epoch = self.engine.progress.epoch  # of the newest `batches`
         with self.engine.loop_time.apart():
             for callback in self.engine.callbacks:
+                if epoch is not None:
+                    callback.on_epoch(epoch)
                 callback.on_metrics(self.step, metrics)
 
     def ensure_synced(self) -> None:

@@ -1,7 +1,7 @@
 """Quality by epoch: which metrics were measured together, and which epoch is the best by validation.
 
-Decided here: metrics reported at one step belong together; validation alone chooses the best epoch, so that a test
-figure is never chosen by itself. No file, no clock.
+Decided here: metrics reported at one step of one epoch belong together; validation alone chooses the best epoch, so
+that a test figure is never chosen by itself. No file, no clock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+EPOCH = "epoch"  # metric: of the loop; with metrics of quality, the one that they are of
 _VALIDATION = re.compile(r"(valid|validation|val|dev|eval)[_./ -](.+)", re.IGNORECASE)
 _QUALITY = re.compile(r"(valid|validation|val|dev|eval|test|holdout)[_./ -].+|(.+_)?auc", re.IGNORECASE)
 _HIGHER = ("auc", "gauc", "acc", "f1", "ndcg", "recall", "precision", "map", "hit")
@@ -20,11 +21,17 @@ _LOWER = ("logloss", "log_loss", "loss", "nll", "rmse", "mse", "mae", "error")
 
 @dataclass(frozen=True)
 class MeasuredTogether:
-    """What was reported at one step. epoch: counted from 0, as the training loop does; None when not known."""
+    """What was reported at one step: of one epoch, as one ends and the next begins there.
+
+    epoch: counted from 0, as the training loop does; None when not known
+    """
 
     step: int
     epoch: int | None
     values: Mapping[str, float] = field(default_factory=dict)
+
+    def is_of(self, step: int, epoch: int | None) -> bool:
+        return (self.step, self.epoch) == (step, epoch)
 
     def plus(self, values: Mapping[str, float]) -> MeasuredTogether:
         return MeasuredTogether(self.step, self.epoch, {**self.values, **values})

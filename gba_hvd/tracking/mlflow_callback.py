@@ -24,7 +24,7 @@ from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
-from gba_hvd.tracking.epochs import is_quality
+from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.records import PAGE_QUERY, metric_key, metrics_records, params_records
 from gba_hvd.tracking.sender_handle import SenderProcess
@@ -202,7 +202,7 @@ class MLflowCallback(Callback):
             return
         values: dict[str, float] = {}
         if job.is_chief:
-            values = {**since.values(), "epoch": record.epoch, WORKERS: record.workers}
+            values = {**since.values(), EPOCH: record.epoch, WORKERS: record.workers}
             values["samples_applied"] = record.samples_applied
             if record.dense_lr is not None and record.dense_lr != self._lr and not self._script_logs_lr:
                 values[DENSE_LR] = self._lr = record.dense_lr
@@ -216,6 +216,9 @@ class MLflowCallback(Callback):
         if time.monotonic() >= self._next_look_s:
             self._look_after_sender()
 
+    def on_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._job is None or not self._job.is_chief:
             return
@@ -227,7 +230,7 @@ class MLflowCallback(Callback):
             except (TypeError, ValueError):
                 _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
-            values.setdefault("epoch", self._epoch)  # so that it is known which one was evaluated
+            values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         for record in metrics_records(step, _now_ms(), values):
             self._write(record)
 

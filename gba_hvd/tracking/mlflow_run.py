@@ -23,6 +23,7 @@ from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking import mlflow_model
 from gba_hvd.tracking.delivery import may_report
+from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import PAGE_QUERY, LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
 from gba_hvd.tracking.report.run_note import OWN, run_note
@@ -122,6 +123,8 @@ class JobRun:
         known = self._known[point.key].get(point.step, [])
         if point.key == RESUMED_FROM:  # from one checkpoint a job may resume several times
             self._resumes += resumes_of_points([point])
+            return point.ms in known
+        if point.key == EPOCH:  # one ends and the next begins at one step
             return point.ms in known
         # A job that resumed from a checkpoint does steps again: points from before that are of lost training.
         resumes = [one for one in self._resumes if one.ms <= point.ms]

@@ -68,7 +68,7 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSp
     """When the job was in which mode, from the points of the metric `mode` and the events of its switches.
 
     A point has the mode of the steps before it, an event the exact step of a change; an event that was lost with a
-    worker is made up for by the points.
+    worker is made up for by the points. Steps before the first launch in the events are not of this run.
     """
     reported = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]
     last = max((step for step, _, _ in reported), default=0)
@@ -78,7 +78,8 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSp
             reported.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
             last = max(last, reported[-1][0])
     spans: list[ModeSpan] = []
-    begun, mode, before = 0, None, 0
+    begun = min((int(event.get("step", 0)) for event in events if event.get("event") == "started"), default=0)
+    mode, before = None, begun
     for step, is_change, now in sorted(reported):
         if mode is None and is_change:
             mode = next((str(e["data"].get("from")) for e in events if e.get("event") == "switch"), now)

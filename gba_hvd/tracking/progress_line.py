@@ -62,6 +62,7 @@ class ProgressLine(Callback):
         self._every_s = 0.25 if self._terminal else every_s
         self._job: Job | None = None
         self._record: StepRecord | None = None
+        self._epoch: int | None = None
         self._rate = Rate()
         self._newest: MeasuredTogether | None = None  # metrics, those of one step together
         self._best: MeasuredTogether | None = None  # by validation
@@ -71,6 +72,7 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
+        self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
@@ -97,21 +99,24 @@ class ProgressLine(Callback):
             self._rate.add(record)
         else:
             self._rate = Rate()  # of the mode that was entered; its first record has the time that entering took
-        self._record = record
+        self._record, self._epoch = record, record.epoch
         if self._reports() and now >= self._next_s:
             self._next_s = now + self._every_s
             self._show(now)
+
+    def on_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = {key: value for key, value in metrics.items() if not key.startswith(_COUNTERS)}
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         if numbers:
-            before, epoch = self._newest, self._record.epoch if self._record else None
-            same = before is not None and before.step == step
+            before, epoch = self._newest, self._epoch
+            same = before is not None and before.is_of(step, epoch)
             self._newest = (
                 before.plus(numbers) if before is not None and same else MeasuredTogether(step, epoch, numbers)
             )
-            if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
+            if better(self._newest, self._best) or (self._best is not None and self._best.is_of(step, epoch)):
                 self._best = self._newest
         if self._reports() and metrics:
             self._print(f"step {step:,}  {_numbers(metrics)}")
@@ -141,7 +146,8 @@ class ProgressLine(Callback):
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
-            self._recoveries.append(recovery_words(event))
+            is_launch = event.kind == "resumed" and "from_step" not in event.data
+            (self._resumes if is_launch else self._recoveries).append(recovery_words(event))
         self._hanging = [one for one in self._hanging if not ends(one.kind, one.data, event.kind, event.data)]
         if event.kind == "worker_hangs":
             self._hanging.append(event)
@@ -211,6 +217,7 @@ class ProgressLine(Callback):
             lines.append(f"switches: {', '.join(self._switches)}")
         if self._newest_saved:
             lines.append(f"newest checkpoint: {self._newest_saved}")
+        lines += self._resumes
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if staleness := whole_numbers(self._account.get("staleness")):

@@ -16,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
 
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
+_OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", "finished", "not_saved", "failed", "interrupted")
 _OF_CHECKPOINT = {
     "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
 }  # fmt: skip
@@ -54,6 +56,19 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
 def is_recovery(kind: str, data: Mapping[str, Any]) -> bool:
     """Rows that are lost although others came back are in the event of those, too."""
     return kind in KINDS and not (kind == "rows_lost" and bool(data.get("rows_restored")))
+
+
+def lost_the_job(recovery: Mapping[str, Any]) -> bool | None:
+    """Whether the whole job came back in a recovery of `recoveries`; None where the records do not tell."""
+    if recovery["kind"] != "resumed" or recovery["strategy"]:
+        return False
+    return None if recovery["launch_before"] == "unknown" else bool(recovery["launch_before"] == "lost")
+
+
+def is_failure(recovery: Mapping[str, Any]) -> bool:
+    """Whether something was lost, or came back that was. Not so of a launch that follows one that ended well."""
+    is_of_a_launch = recovery["kind"] == "resumed" and not recovery["strategy"]
+    return not is_of_a_launch or recovery["launch_before"] == "lost" or bool(recovery["rows_lost"])
 
 
 def place_of(data: Mapping[str, Any]) -> str:
@@ -96,12 +111,13 @@ def is_superseded(point: Point, resumes: Sequence[Resume]) -> bool:
 
 
 def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:
-    """Points without the superseded ones; of a step, the newest. Ascending in steps."""
-    kept: dict[int, Point] = {}
+    """Points without the superseded ones; of a step, the newest, and of the metric `epoch` all. Ascending in steps."""
+    kept: dict[tuple[int, int], Point] = {}
     for point in points:
-        if not is_superseded(point, resumes) and (point.step not in kept or point.ms >= kept[point.step].ms):
-            kept[point.step] = point
-    return [kept[step] for step in sorted(kept)]
+        at = (point.step, point.ms if point.key == EPOCH else 0)
+        if not is_superseded(point, resumes) and (at not in kept or point.ms >= kept[at].ms):
+            kept[at] = point
+    return [kept[at] for at in sorted(kept)]
 
 
 def events_in_force(events: Iterable[Record]) -> list[Record]:
@@ -141,12 +157,25 @@ def pointers(events: Iterable[Record]) -> list[Record]:
 def recoveries(events: Iterable[Record]) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
     one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,
-    where there was one.
+    where there was one. launch_before, of a job that resumed: "finished", "lost" or "unknown".
     """
     found = []
-    for event in events:
+    all_events = list(events)
+    for i, event in enumerate(all_events):
         kind, data = str(event.get("event")), event.get("data", {})
         if is_recovery(kind, data):
             facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped", *_LABEL_OF_CHOICE)}
-            found.append({"kind": kind, "step": int(event.get("step", 0)), **facts})
+            before = _launch_before(all_events[:i], int(event.get("step", 0))) if kind == "resumed" else None
+            found.append({"kind": kind, "step": int(event.get("step", 0)), "launch_before": before, **facts})
     return found
+
+
+def _launch_before(events: Sequence[Record], step: int) -> str:
+    """How the launch ended before the one that resumed from `step`. events: until then"""
+    starts = [i for i, event in enumerate(events) if event.get("event") == "started"]
+    earlier = events[: starts[-1]] if starts else events
+    marks = [event for event in earlier if event.get("event") in _OF_A_LAUNCH]
+    if not marks:
+        return "unknown"
+    is_good = marks[-1].get("event") == "finished" and int(marks[-1].get("step", 0)) <= step
+    return "finished" if is_good else "lost"

@@ -15,7 +15,7 @@ from typing import Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges, recovery_records, traffic_summary
-from gba_hvd.tracking.epochs import MeasuredTogether, best_of, is_quality
+from gba_hvd.tracking.epochs import EPOCH, MeasuredTogether, best_of, is_quality
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, last_staleness, mode_spans
 from gba_hvd.tracking.records import Point, Record, merge_events
 from gba_hvd.tracking.spool import all_records
@@ -96,7 +96,7 @@ class RunHistory:
 
     @property
     def measured(self) -> list[MeasuredTogether]:
-        """Quality at each step at which it was measured, with the epoch that ended there."""
+        """Quality at each step at which it was measured, with its epoch."""
         return measured_of(self.history)
 
     @property
@@ -105,15 +105,44 @@ class RunHistory:
         return best_of(self.measured)
 
     @property
-    def epoch_seconds(self) -> dict[int, float]:
-        """{step: seconds} from the measurement before, or the start, to the one at that step."""
-        ends = {point.step: point.ms for key in self.history if is_quality(key) for point in self.history[key]}
-        before, seconds = self.started_ms, {}
-        for step, ms in sorted(ends.items()):
+    def launches(self) -> list[tuple[int, int]]:
+        """(first, last) millisecond of each: from the event of its start to its last record."""
+        if self.started_ms is None:
+            return []
+        starts = [recovery_records.ms_of(event) for event in self.events_of("started") if "unix_s" in event]
+        times = [point.ms for points in self.history.values() for point in points]
+        times += [recovery_records.ms_of(event) for event in self.events if "unix_s" in event]
+        begins = [self.started_ms, *starts[1:]]
+        ends = [max((ms for ms in times if ms < begin), default=begin) for begin in begins[1:]]
+        ends.append(max([*times, self.ended_ms or 0]))
+        return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all launches; None where the end is not known."""
+        if self.started_ms is None or self.ended_ms is None:
+            return None
+        return sum(end - begin for begin, end in self.launches) / 1000
+
+    @property
+    def measurement_seconds(self) -> dict[tuple[int, int | None], float]:
+        """{(step, epoch): seconds within launches} from the measurement before, or the start, to this one."""
+        before, seconds, launches = self.started_ms, dict[tuple[int, int | None], float](), self.launches
+        for at, points in _reported_together(self.history).items():
+            ms = max(point.ms for point in points)
             if before is not None:
-                seconds[step] = max(0.0, (ms - before) / 1000)
+                seconds[at] = sum(max(0, min(ms, end) - max(before, begin)) for begin, end in launches) / 1000
             before = ms
         return seconds
+
+    @property
+    def epoch_seconds(self) -> list[float]:
+        """Of each epoch in which quality was measured, until its last measurement."""
+        total: dict[tuple[int, int] | int, float] = {}
+        for (step, epoch), seconds in self.measurement_seconds.items():
+            key = (step, 0) if epoch is None else epoch
+            total[key] = total.get(key, 0.0) + seconds
+        return list(total.values())
 
     @property
     def spans(self) -> list[ModeSpan]:
@@ -144,6 +173,11 @@ class RunHistory:
     @property
     def recoveries(self) -> list[Record]:
         return recovery_records.recoveries(self.events)
+
+    @property
+    def failures(self) -> list[Record]:
+        """Recoveries without those of launches that follow one that ended well, or that is not in the records."""
+        return [one for one in self.recoveries if recovery_records.is_failure(one)]
 
     @property
     def pls(self) -> float | None:
@@ -211,8 +245,8 @@ def workers_lost(events: Iterable[Record]) -> int:
 class InMode:
     """What a mode was good for in a job.
 
-    samples_per_s: all samples over all time, so the harmonic mean of its points, which stand for about as many samples
-                   each; None without a point
+    samples_per_s: all samples over all time, so the harmonic mean of its points, weighted with their steps; None
+                   without a point
     """
 
     mode: str
@@ -223,13 +257,16 @@ class InMode:
 
 def by_mode(story: RunHistory) -> list[InMode]:
     """In the order in which the modes first came."""
-    rates = story.history.get(THROUGHPUT, ())
+    rates = [point for point in story.history.get(THROUGHPUT, ()) if point.value > 0]
     spans = story.spans
+    begins = [spans[0].first if spans else 0, *(point.step for point in rates)]
+    n_steps = {point.step: max(1, point.step - begin) for begin, point in zip(begins, rates, strict=False)}
     found = []
     for mode in dict.fromkeys(span.mode for span in spans):
         own = [span for span in spans if span.mode == mode]
-        within = [p.value for p in rates if p.value > 0 and any(span.first < p.step <= span.last for span in own)]
-        mean = harmonic_mean(within) if within else None
+        within = [point for point in rates if any(span.first < point.step <= span.last for span in own)]
+        weights = [n_steps[point.step] for point in within]
+        mean = harmonic_mean([point.value for point in within], weights) if within else None
         found.append(InMode(mode, sum(span.last - span.first for span in own), len(own), mean))
     return found
 
@@ -291,17 +328,24 @@ def _data_of(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def measured_of(history: Mapping[str, Sequence[Point]]) -> list[MeasuredTogether]:
-    """Metrics of quality by step; the epoch is that of the newest point of `epoch` until there."""
-    values: dict[int, dict[str, float]] = {}
-    for key in history:
-        if is_quality(key):
-            for point in history[key]:
-                values.setdefault(point.step, {})[key] = point.value
-    epochs = [(point.step, int(point.value)) for point in history.get("epoch", ())]
+    """Metrics of quality by step and epoch, in the order of time."""
     return [
-        MeasuredTogether(step, next((epoch for at, epoch in reversed(epochs) if at <= step), None), values[step])
-        for step in sorted(values)
+        MeasuredTogether(step, epoch, {point.key: point.value for point in points})
+        for (step, epoch), points in _reported_together(history).items()
     ]
+
+
+def _reported_together(history: Mapping[str, Sequence[Point]]) -> dict[tuple[int, int | None], list[Point]]:
+    """{(step, epoch): points of quality}. The epoch was reported with them, or is the newest one until that step."""
+    epochs = history.get(EPOCH, ())
+    with_them = {(point.step, point.ms): int(point.value) for point in epochs}
+    found: dict[tuple[int, int | None], list[Point]] = {}
+    scores = [point for key in history if is_quality(key) for point in history[key]]
+    for point in sorted(scores, key=lambda point: (point.step, point.ms)):
+        until = [int(one.value) for one in epochs if one.step <= point.step][-1:]
+        epoch = with_them.get((point.step, point.ms), until[0] if until else None)
+        found.setdefault((point.step, epoch), []).append(point)
+    return found
 
 
 def _first_ms(records: Sequence[Record]) -> int:

@@ -55,6 +55,7 @@ class Reports:
         self._full: set[str] = set()  # tables of which it was reported
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
+        self._has_stepped = False
 
     def emit(self, event: Event, only_here: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
@@ -86,6 +87,11 @@ class Reports:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    def loop_begins(self) -> None:
+        """The script asks for batches. What came before its first step (a start, an evaluation) is not time of it."""
+        if not self._has_stepped:
+            self._ended_s = time.perf_counter()
+
     def step(
         self, n_samples: int, loss: float | None, mode: str, grad_norm: float | None, norms: tuple[float, ...] = ()
     ) -> None:
@@ -102,7 +108,7 @@ class Reports:
         seconds, workers = now - self._ended_s, self._world().size
         lr = max(self._model.dense_lrs, default=None)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
-        self._ended_s = now
+        self._ended_s, self._has_stepped = now, True
         if self._host.board is not None:
             asked = next(filter(None, (one.missing_mode(mode) for one in self._participants)), "")
             waits = any(one.waits_to_enter for one in self._participants)

@@ -135,6 +135,21 @@ def test_the_summary_has_the_name_that_the_job_goes_by(monkeypatch: pytest.Monke
     assert lines_of(stream)[-2] == "night run: finished: 1 step in 2s, no change of workers"
 
 
+def test_metrics_are_of_the_epoch_that_reports_them() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [job("j")], [replace(step(9), epoch=2)])
+    progress.on_epoch(2)
+    progress.on_metrics(9, {"valid_auc": 0.75})
+    progress.on_epoch(3)
+    progress.on_metrics(9, {"before_auc": 0.5})
+    progress.on_end("FINISHED", None)
+    assert lines_of(stream)[-2:] == [
+        "last: epoch 3: before_auc 0.5000",
+        "best: epoch 2, by valid_auc: valid_auc 0.7500",
+    ]
+
+
 def test_counters_of_bytes_do_not_hide_the_auc() -> None:
     """An event reports them, with units."""
     stream = io.StringIO()

@@ -33,6 +33,8 @@ from gba_hvd.tracking.recovery_records import (
     recoveries,
     resumes_of_points,
 )
+from gba_hvd.tracking.report import timeline
+from gba_hvd.tracking.report.overview import headline, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.run_history import RunHistory, as_json, from_files
 from gba_hvd.tracking.spool import all_records
@@ -278,6 +280,42 @@ def test_the_page_shows_the_choice_and_what_was_trained_again():
     assert table.index("a lost host") < table.index("the whole job"), "one lost a host, one all its workers"
 
 
+def launch(k: int) -> Event:
+    return Event("started", k, "2 workers")
+
+
+@pytest.mark.parametrize(
+    ("before", "counts", "shown"),
+    [
+        ([launch(0), saved(4), Event("finished", 4, "")], False, []),
+        ([launch(0), saved(4), Event("finished", 8, "")], True, ["the whole job"]),
+        ([launch(0), saved(4), Event("failed", 6, "")], True, ["the whole job"]),
+        ([launch(0), saved(4)], True, ["the whole job"]),
+        ([], False, ["resumed"]),
+    ],
+)
+def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts: bool, shown: list[str]):
+    """Shown as lost only where the records have a launch that did not end well, or went further."""
+    events = tuple(map(record_of, [*before, launch(4), resumed(4)]))
+    story = RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
+    facts = {fact.name: fact.value for fact in what_went_wrong(story)}
+    assert facts.get("rows back from a checkpoint") == ("500" if counts else None)
+    assert ("500 rows came back from a checkpoint when the lost job was launched again." in headline(story)) == counts
+    table = timeline.recoveries(story)
+    assert [row[1].text for row in (table.rows if table is not None else ())] == shown
+    assert "resuming at step 4" in str(timeline.events(story))
+
+
+def test_a_lost_worker_and_rows_that_came_back_are_two_sentences():
+    events = [launch(0), Event("worker_lost", 5, "", {"workers": 2}), Event("membership", 5, "", {"workers": 1}),
+              Event("failed", 6, ""), launch(4), resumed(4), Event("rows_restored", 7, "", BACK)]  # fmt: skip
+    text = headline(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, tuple(map(record_of, events))))
+    assert (
+        "1 worker was lost. 340 rows came back from a checkpoint after a host was lost. "
+        "500 rows came back from a checkpoint when the lost job was launched again."
+    ) in text
+
+
 def test_many_checkpoints_do_not_drown_what_else_happened():
     events = [saved(k) for k in range(1, 301)] + [Event("rows_restored", 301, "340 rows came back", BACK)]
     text = page(RunHistory("t", "here", "j", "RUNNING", "", 0, None, {}, {}, tuple(map(record_of, events))))
@@ -305,7 +343,8 @@ def test_the_progress_line_reports_them_and_sums_up():
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["[resumed] step 4: resuming at step 4", "[checkpoint] step 10: step 8 saved"]
     assert "newest checkpoint: of step 8, s3://bucket/job/manifests/000001-00000008.json" in lines
-    assert "recoveries: resumed at step 4: 500 rows restored; step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
+    assert "resumed at step 4: 500 rows restored" in lines
+    assert "recoveries: step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
 
 
 def test_a_job_that_went_on_from_memory_is_reported_in_a_word() -> None:

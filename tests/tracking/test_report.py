@@ -55,6 +55,17 @@ def test_a_switch_reports_the_exact_step():
     ]
 
 
+def test_steps_before_the_first_launch_are_of_no_mode():
+    started = {"event": "started", "step": 118, "message": "", "data": {}}
+    again = started | {"step": 148}
+    history_of = points((120, "allreduce"), (130, "gba"), (148, "gba"), (150, "allreduce"), (178, "allreduce"))
+    assert mode_spans(history_of, [started, switch(124, "allreduce", "gba"), again]) == [
+        ModeSpan(118, 124, "allreduce"),
+        ModeSpan(124, 148, "gba"),
+        ModeSpan(148, 178, "allreduce"),
+    ]
+
+
 def test_points_make_up_for_a_switch_whose_record_was_lost():
     history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
     assert mode_spans(history_of, []) == [ModeSpan(0, 10, "allreduce"), ModeSpan(10, 30, "gba")]
@@ -126,6 +137,13 @@ def test_the_throughput_of_a_mode_is_its_samples_over_its_time():
     allreduce, gba = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, history_of, ()))
     assert allreduce.samples_per_s == pytest.approx(150.0)
     assert gba.samples_per_s == pytest.approx(50.0)
+
+
+def test_a_point_of_few_steps_counts_as_few():
+    rates = [Point("train/samples_per_s", rate, 0, step) for step, rate in ((1, 10.0), (10, 1000.0))]
+    history_of = {MODE: points((1, "allreduce"), (10, "allreduce")), "train/samples_per_s": rates}
+    (allreduce,) = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, history_of, ()))
+    assert allreduce.samples_per_s == pytest.approx(10 / (1 / 10.0 + 9 / 1000.0))
 
 
 def test_a_job_that_has_not_ended_has_a_story_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -282,6 +300,43 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [row[0] for row in table(story, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
     assert "The ground shows the mode" not in shown.text and "Upright lines" not in shown.text
     assert "prefers-color-scheme: dark" in html
+
+
+def test_metrics_are_of_the_epoch_that_reports_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An epoch ends and the next begins at one step; the first of a launch begins before any step."""
+    clock = itertools.count(1_000_000, 5)
+    monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    callback.on_job(job("j"))
+    for epoch, end in ((2, 10), (3, 20)):
+        callback.on_epoch(epoch)
+        callback.on_metrics(end - 10, {"before_auc": 0.1 * epoch})
+        callback.on_step(dataclasses.replace(step(end), epoch=epoch))
+        callback.on_epoch(epoch)
+        callback.on_metrics(end, {"valid_auc": 0.3 * epoch})
+    assert [(one.step, one.epoch, list(one.values)) for one in from_files(tmp_path).measured] == [
+        (0, 2, ["before_auc"]), (10, 2, ["valid_auc"]), (10, 3, ["before_auc"]), (20, 3, ["valid_auc"])
+    ]  # fmt: skip
+
+
+def test_only_time_within_launches_counts():
+    """Two launches of 10 s, 1,000 s apart; each measures before and after an epoch."""
+    launches = [{"event": kind, "step": k, "message": "", "data": {}, "unix_s": s} for kind, k, s in (
+        ("started", 0, 1.0), ("finished", 10, 10.0), ("started", 10, 1010.0), ("finished", 20, 1020.0))]  # fmt: skip
+    scores = [("before_auc", 0, 2.0, 0), ("valid_auc", 10, 9.0, 0), ("before_auc", 10, 1012.0, 1),
+              ("valid_auc", 20, 1018.0, 1)]  # fmt: skip
+    history_of: dict[str, list[Point]] = {}
+    for name, k, s, epoch in scores:
+        history_of.setdefault(name, []).append(Point(name, 0.5, int(1000 * s), k))
+        history_of.setdefault("epoch", []).append(Point("epoch", epoch, int(1000 * s), k))
+    story = story_of(*launches, history=history_of, ended_ms=1_020_000)
+    assert story.launches == [(0, 10_000), (1_010_000, 1_020_000)]
+    assert [row[:3] for row in table(story, "Epochs")] == [
+        ["epoch 0", "0", "2.0 s"], ["epoch 0", "10", "7.0 s"], ["epoch 1", "10", "3.0 s"], ["epoch 1", "20", "6.0 s"]
+    ]  # fmt: skip
+    assert story.epoch_seconds == [9.0, 9.0]
+    assert "took 20.0 s in 2 launches" in page(story) and ", 20.0 s in 2 launches." in headline(story)
 
 
 def story_of(*events: Record, **about: object) -> RunHistory:

@@ -15,6 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
+from gba_hvd.tracking.recovery_records import lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 from recovery.units import size
@@ -48,23 +49,32 @@ def headline(story: RunHistory) -> str:
     what = f"{model or 'A model'}{f' on {data}' if data else ''}: {counted(story.n_steps, 'step')}"
     if workers := _workers(story):
         what += f", {workers} worker{'' if workers == '1' else 's'}"
-    if (seconds := _seconds(story)) is not None:
-        what += f", {duration(seconds)}"
+    if took := time_of(story):
+        what += f", {took}"
     modes = [one.mode for one in by_mode(story)]
     what += f", in the modes {' and '.join(modes)}." if len(modes) > 1 else "."
     best = story.best
     if best is not None and (by := chooser(best.values)) is not None:
         what += f" The best {by.name} is {best.values[by.name]:.4f}, in {best.name}."
     if n_lost := story.n_workers_lost:
-        what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost"
-        back = sum(int(one["rows_restored"] or 0) for one in story.recoveries)
-        what += f", and {counted(back, 'row')} came back from a checkpoint." if back else "."
+        what += f" {counted(n_lost, 'worker')} {'was' if n_lost == 1 else 'were'} lost."
+    what += _came_back(story)
     bad = [fact for fact in what_went_wrong(story) if fact.kind == "bad"]
     if bad:
         what += f" What went wrong: {', '.join(f'{fact.name} ({fact.value})' for fact in bad[:3])}."
     elif story.status == "FINISHED":
         what += " Nothing went wrong that still holds."
     return what
+
+
+def _came_back(story: RunHistory) -> str:
+    """A sentence for rows of lost hosts, one for rows of a job that was lost as a whole; empty without either."""
+    text = ""
+    for is_whole, cause in ((False, "after a host was lost"), (True, "when the lost job was launched again")):
+        rows = [int(one["rows_restored"] or 0) for one in story.failures if bool(lost_the_job(one)) == is_whole]
+        if n_rows := sum(rows):
+            text += f" {counted(n_rows, 'row')} came back from a checkpoint {cause}."
+    return text
 
 
 def what_trained(story: RunHistory) -> list[Fact]:
@@ -101,20 +111,20 @@ def _test_first(name: str) -> tuple[bool, str]:
 
 
 def epochs(story: RunHistory) -> Table | None:
-    """A row for each step at which quality was measured; metrics of one step stand together."""
+    """A row for each step at which quality was measured; metrics of one step and epoch stand together."""
     measured, best = story.measured, story.best
     names = list(dict.fromkeys(name for one in measured for name in one.values))
-    times = story.epoch_seconds
+    times = story.measurement_seconds
     rows = [
         [
             one.name if one.epoch is not None else "-",
             f"{one.step:,}",
-            duration(times[one.step]) if one.step in times else "-",
+            duration(times[one.step, one.epoch]) if (one.step, one.epoch) in times else "-",
             *(f"{one.values[name]:.5f}" if name in one.values else "-" for name in names),
         ]
         for one in measured
     ]
-    marked = [i for i, one in enumerate(measured) if best is not None and one.step == best.step]
+    marked = [i for i, one in enumerate(measured) if best is not None and one.is_of(best.step, best.epoch)]
     note = "The best epoch by validation is marked; its test figures are the ones to quote." if marked else ""
     return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
 
@@ -171,7 +181,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
 
 
 def _recovered(story: RunHistory) -> list[Fact]:
-    recoveries = story.recoveries
+    recoveries = story.failures
     if not recoveries:
         return []
     counts = ("rows_restored", "rows_lost", "samples_redone")
@@ -194,10 +204,10 @@ def _warnings(story: RunHistory) -> list[Record]:
 
 def cost(story: RunHistory) -> list[Fact]:
     facts = []
-    if (seconds := _seconds(story)) is not None:
-        facts.append(Fact("time", duration(seconds)))
+    if took := time_of(story):
+        facts.append(Fact("time", took))
     facts.append(Fact("global steps", f"{story.n_steps:,}"))
-    if times := list(story.epoch_seconds.values()):
+    if times := story.epoch_seconds:
         facts.append(Fact("time per epoch, median", duration(sorted(times)[len(times) // 2])))
     rates = sorted(point.value for point in story.history.get(THROUGHPUT, ()) if math.isfinite(point.value))
     if rates:
@@ -242,7 +252,9 @@ def _workers(story: RunHistory) -> str:
     return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
-def _seconds(story: RunHistory) -> float | None:
-    if story.started_ms is None or story.ended_ms is None:
-        return None
-    return (story.ended_ms - story.started_ms) / 1000
+def time_of(story: RunHistory) -> str:
+    """`12.0 s`, or `1 min 04 s in 6 launches`, without the pauses between them; empty where it is not known."""
+    if (seconds := story.seconds) is None:
+        return ""
+    n = len(story.launches)
+    return duration(seconds) + (f" in {n:,} launches" if n > 1 else "")

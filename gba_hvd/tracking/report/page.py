@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gba_hvd.tracking.plots import DARK, MODE_COLOURS, NARROW, WIDE, draw_plots, marked, shaded
 from gba_hvd.tracking.records import flatten
 from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
-from gba_hvd.tracking.report.tables import Cell, Table, date, duration, table
+from gba_hvd.tracking.report.tables import Cell, Table, date, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _times(story: RunHistory) -> list[str]:
     facts = [f"job {story.job_id}"] if story.job_id else []
     if story.started_ms is not None:
         facts.append(f"started {date(story.started_ms)}")
-        if story.ended_ms is not None:
-            facts.append(f"took {duration((story.ended_ms - story.started_ms) / 1000)}")
+        if took := overview.time_of(story):
+            facts.append(f"took {took}")
     return facts
 
 

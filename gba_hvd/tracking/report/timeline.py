@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import gauges
-from gba_hvd.tracking.recovery_records import is_event_superseded, place_of
+from gba_hvd.tracking.recovery_records import is_event_superseded, is_failure, lost_the_job, place_of
 from gba_hvd.tracking.report.tables import Table, duration, figure, table
 from recovery.units import size
 
@@ -97,6 +97,7 @@ def recoveries(story: RunHistory) -> Table | None:
          figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
          str(one["strategy_reason"] or "")]
         for one in story.recoveries
+        if is_failure(one) or lost_the_job(one) is None
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
     headings += ["PLS expected", "target PLS"]
@@ -108,9 +109,13 @@ def recoveries(story: RunHistory) -> Table | None:
 
 
 def _what_was_lost(recovery: Record) -> str:
-    """A job whose workers all rolled back lost a host; one that resumed otherwise was lost itself."""
-    is_whole = recovery["kind"] == "resumed" and not recovery["strategy"]
-    return "the whole job" if is_whole else "a lost host"
+    """A job whose workers all rolled back lost a host; one that resumed otherwise was lost itself, where that is known.
+
+    Of a resume after a launch that ended well only rows are shown that did not come back.
+    """
+    if recovery["launch_before"] == "finished" and not recovery["strategy"]:
+        return "resumed"
+    return {True: "the whole job", False: "a lost host", None: "resumed"}[lost_the_job(recovery)]
 
 
 def checkpoints(story: RunHistory) -> Table | None:

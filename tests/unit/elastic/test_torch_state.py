@@ -40,6 +40,9 @@ class Diary(gba_hvd.Callback):
         self.count += 1
         self.received.append(f"step {record.step}")
 
+    def on_epoch(self, epoch: int) -> None:
+        self.received.append(f"epoch {epoch}")
+
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.received.append(f"metrics {step} {dict(metrics)}")
 
@@ -79,6 +82,7 @@ def test_callbacks_follow_a_run_from_beginning_to_end(training: Any, clicks: Any
         "started",
         "step 1",
         "step 2",
+        "epoch 0",
         "metrics 2 {'auc': 0.5}",
         "finished",
         "end FINISHED None",
@@ -89,6 +93,39 @@ def test_callbacks_follow_a_run_from_beginning_to_end(training: Any, clicks: Any
     assert reported.settings["tables"] == {"user": [20, 4], "item": [7, 3]}
     assert (reported.settings["global_batch"], reported.settings["optimizer"]) == (16, "SGD")
     assert not job.tables.memory.folder.exists()
+
+
+def test_metrics_are_of_the_epoch_of_the_state(training: Any, clicks: Any) -> None:
+    """At its start it has no batches yet; a state without an epoch counts its runs of `batches`."""
+    job, counting = training(epoch=0), training()
+    diary, other = with_diary(job), with_diary(counting)
+    job.state.epoch = 3
+    job.state.report(auc=0.5)
+    counting.state.report(auc=0.5)
+    for _ in range(2):
+        counting.epoch(clicks(20))
+    counting.state.report(auc=0.6)
+    assert diary.received == ["epoch 3", "metrics 0 {'auc': 0.5}"]
+    assert [one for one in other.received if one[:5] in ("epoch", "metri")] == [
+        "metrics 0 {'auc': 0.5}", "epoch 1", "metrics 4 {'auc': 0.6}"
+    ]  # fmt: skip
+
+
+def test_time_before_the_first_step_is_not_of_it(training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later pause is: the step before and after it are of one run."""
+    job, seconds, now = training(epoch=0), [], [0.0]
+
+    class Records(gba_hvd.Callback):
+        def on_step(self, record: gba_hvd.StepRecord) -> None:
+            seconds.append(record.seconds)
+
+    job.state.register_callbacks([Records()])
+    job.state.sync()
+    monkeypatch.setattr("gba_hvd.training.reports.time.perf_counter", lambda: now[0])
+    for epoch in range(2):
+        job.state.epoch, now[0] = epoch, now[0] + 1000.0  # an evaluation
+        job.epoch(clicks(20))
+    assert seconds == [0.0, 0.0, 1000.0, 0.0]
 
 
 def test_step_records_count_samples(training: Any, clicks: Any) -> None:
