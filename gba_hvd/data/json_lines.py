@@ -17,14 +17,26 @@ def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array],
 
     wanted: by column, whether lists are expected
     """
+    rows, flaws = objects(data)
+    return columns_of(rows, wanted, flaws), flaws
+
+
+def objects(data: bytes) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The objects of whole lines, numbers as text, and what is wrong in which line; such a line has an empty object."""
     flaws: dict[int, str] = {}
-    rows = [_row(line, i, flaws) for i, line in enumerate(_lines(data))]
-    return {name: _column(rows, name, lists, flaws) for name, lists in wanted.items()}, flaws
+    return [_row(line, i, flaws) for i, line in enumerate(_lines(data))], flaws
 
 
-def names(data: bytes) -> tuple[str, ...]:
-    """The names in these lines, in the order in which they come."""
-    return tuple(dict.fromkeys(name for i, line in enumerate(_lines(data)) for name in _row(line, i, {})))
+def columns_of(
+    rows: Sequence[Mapping[str, Any]], wanted: Mapping[str, bool], flaws: dict[int, str]
+) -> dict[str, pa.Array]:
+    """Columns of objects. Adds to `flaws` the rows with a value that is not of its column's kind."""
+    return {name: _column(rows, name, lists, flaws) for name, lists in wanted.items()}
+
+
+def names_in(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The names in these objects, in the order in which they come."""
+    return tuple(dict.fromkeys(name for row in rows for name in row))
 
 
 def _lines(data: bytes) -> list[bytes]:

@@ -103,7 +103,9 @@ def columns_of(path: Path, recipe: Recipe) -> tuple[str, ...]:
     if first is None:
         return ()
     data = first.data.removeprefix(BOM)
-    return _header(path, data.partition(b"\n")[0], recipe) if recipe.is_text else json_lines.names(data)
+    if recipe.is_text:
+        return _header(path, data.partition(b"\n")[0], recipe)
+    return json_lines.names_in(json_lines.objects(data)[0])
 
 
 def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> Iterator[RawRows]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
 from gba_hvd.data import json_lines
+from gba_hvd.data.nested_json import nested_columns
 from gba_hvd.data.raw_rows import open_parquet
 from gba_hvd.data.recipe import Format
 from gba_hvd.data.sources import BOM, find_files, read_blocks
@@ -34,6 +35,7 @@ class Looks:
 
     header:  names of the columns; None when the first line seems to be data
     samples: by column, in order: values as text, missing ones left out
+    nested:  by column of JSON objects, which no option takes: where the first one is, and what to do
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Looks:
     header: tuple[str, ...] | None
     first_line: str
     samples: tuple[tuple[str, ...], ...]
+    nested: Mapping[str, str] = field(default_factory=dict)
 
     def sample_of(self, names: Sequence[str], column: str) -> tuple[str, ...]:
         return self.samples[list(names).index(column)] if column in names and len(names) == len(self.samples) else ()
@@ -96,16 +99,26 @@ def _look_at_parquet(path: Path) -> Looks:
 
 
 def _look_at_json(path: Path, data: bytes) -> Looks:
-    first, names = data.partition(b"\n")[0], json_lines.names(data)
-    columns, flaws = json_lines.parse(data, dict.fromkeys(names, False))
+    first = data.partition(b"\n")[0]
+    rows, flaws = json_lines.objects(data)
+    names = json_lines.names_in(rows)
     if 0 in flaws or not names:
         raise BadInput(
             f"{path}: JSON, but not an object with names and values on each line ({_start(first)}); "
             "`jq -c .` makes it so (of one large array: `jq -c '.[]'`)"
         )
+    columns = json_lines.columns_of(rows, dict.fromkeys(names, False), flaws)
     lists = {name for name, column in columns.items() if pa.types.is_list(column.type)}
     samples = [[] if name in lists else columns[name].drop_null().to_pylist() for name in names]
-    return Looks(path, "jsonl", "", names, _start(first), tuple(tuple(filter(None, sample)) for sample in samples))
+    return Looks(
+        path,
+        "jsonl",
+        "",
+        names,
+        _start(first),
+        tuple(tuple(filter(None, sample)) for sample in samples),
+        nested_columns(rows),
+    )
 
 
 def _start(line: bytes) -> str:

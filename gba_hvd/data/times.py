@@ -78,7 +78,7 @@ def _times(strings: pa.Array, format: str) -> pa.Array:
         return pc.cast(pc.multiply(seconds, 1_000_000), pa.timestamp("us"))
     if format == ISO:
         # The hour as written: a zone behind it does not move it.
-        local = pc.replace_substring_regex(strings, r"(Z|[+-]\d{2}:?\d{2})$", "")
+        local = pc.replace_substring_regex(strings, r"(Z|[+-]\d{2}(:?\d{2})?)$", "")
         local = pc.if_else(pc.less_equal(pc.binary_length(local), 10), strings, local)
         return pc.cast(local, pa.timestamp("us"))
     return pc.cast(pc.strptime(strings, format=format, unit="s"), pa.timestamp("us"))

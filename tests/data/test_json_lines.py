@@ -128,3 +128,43 @@ def test_a_folder_of_json_lines(tmp_path: Path, write: Write) -> None:
         write(f"in/{split}.ndjson", "".join(json.dumps(row) + "\n" for row in rows()[:90]))
     assert main(["data", "prepare", str(tmp_path / "in"), "--out", str(tmp_path / "out"), *COLUMNS]) == 0
     assert len(ClickLog.open(tmp_path / "out", "valid")) == 90
+
+
+def test_columns_of_objects_are_named_with_the_program_that_flattens_them(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[dict[str, object]] = [dict(row) for row in rows()[:90]]
+    for row in lines[1:]:
+        row["device"] = {"os": {"name": "a", "major": 7}, "app-version": "1.2"}
+    lines[5]["device"] = {"locale": "it"}
+    log = write("in/log.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
+    remedy = (
+        "column 'device' is an object on line 2: flatten it, for instance jq -c '. + {device_os_name: .device.os.name, "
+        'device_os_major: .device.os.major, "device_app-version": .device."app-version", '
+        "device_locale: .device.locale} | del(.device)'"
+    )
+    for role in (["--categorical", "device"], ["--numeric", "device"], ["--label", "device"], ["--timestamp=device"]):
+        assert remedy in error_of(capsys, tmp_path / "out", log, *COLUMNS, *role)
+    assert main(["data", "prepare", str(log), "--out", str(tmp_path / "unused"), *COLUMNS]) == 0
+    assert f"not used: {remedy}" in capsys.readouterr().err
+    ignored = [*COLUMNS[:2], "--categorical", "rest", "--ignore", "device,genres"]
+    assert main(["data", "prepare", str(log), "--out", str(tmp_path / "ignored"), *ignored]) == 0
+    assert "device" not in capsys.readouterr().err
+    assert set(ClickLog.open(tmp_path / "ignored").tables) == {"user", "item", "price", "ts"}
+
+
+def test_a_list_of_objects_becomes_a_list_for_each_key_of_which_not_all_are_shown(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = [{"id": 7, "price": 1.5}, {"id": 8}]
+    many = {f"k{i}": i for i in range(14)}
+    log = write(
+        "in/log.jsonl", "".join(json.dumps({"click": i % 2, "seen": seen, "many": many}) + "\n" for i in (0, 1))
+    )
+    refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--multi=seen")
+    assert (
+        "column 'seen' is a list of objects on line 1: flatten it, for instance "
+        "jq -c '. + {seen_id: [.seen[]?.id], seen_price: [.seen[]?.price]} | del(.seen)'"
+    ) in refused
+    refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--categorical=many")
+    assert "many_k11: .many.k11} | del(.many)' (the first 12 of 14 keys)" in refused

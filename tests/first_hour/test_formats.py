@@ -14,8 +14,9 @@ import zstandard
 from gba_hvd_tools.cli import main
 
 from gba_hvd.data import ClickLog
+from gba_hvd.data.recipe import Part
 from gba_hvd.data.sniff import why_no_number
-from gba_hvd.data.times import format_of
+from gba_hvd.data.times import format_of, part_of
 
 from .clicks import ratings, tagged
 
@@ -175,6 +176,21 @@ def test_what_cannot_be_guessed_is_said_with_the_option_that_mends_it(
 )
 def test_times_are_known_by_their_looks(values: list[str], format: str | None) -> None:
     assert format_of(values) == format
+
+
+@pytest.mark.parametrize("zone", ["", "Z", "+02", "+0200", "-08:00", ".5+02:00"])
+def test_an_iso_time_keeps_the_hour_and_the_day_that_are_written(zone: str) -> None:
+    texts = [f"2026-03-01T23:30:00{zone}"]
+    assert format_of(texts) == "iso"
+    wrong: list[str] = []
+    parts: tuple[Part, ...] = ("hour", "weekday")
+    found = [part_of(pa.array(texts), "iso", part, lambda at, value: wrong.append(value))[0].as_py() for part in parts]
+    assert (found, wrong) == ([23, 6], [])
+
+
+def test_a_parquet_time_has_the_hour_of_its_zone() -> None:
+    at = pa.array([1_772_407_800], pa.timestamp("s", "Europe/Rome"))  # 23:30 in UTC
+    assert part_of(at, "iso", "hour", lambda at, value: None).to_pylist() == [0]
 
 
 def test_a_bad_value_now_and_then_makes_no_column_of_numbers_text() -> None:

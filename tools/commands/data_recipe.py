@@ -94,6 +94,8 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
     require_columns(fields, names, where)
     if both := sorted(set(ignored) & {*labels, *fields, *numeric, *times}):
         raise BadInput(f"--ignore {', '.join(both)}: has another role as well; leave one out")
+    if nested := [looks.nested[name] for name in (*labels, *fields, *numeric, *times) if name in looks.nested]:
+        raise BadInput(f"{where}: {nested[0]}")
     _check_numbers(looks, names, numeric)
     default = _default_encoding(args, Vocabulary(min_count=1))
     categorical = tuple(
@@ -205,7 +207,10 @@ def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) ->
     elif looks.format != "parquet":
         what = "a header" if columns.in_file else "no header"
         print(f"{looks.path}: {_shown(looks.delimiter)} between columns, {what}", file=sys.stderr)
-    if not_used:
+    for name in not_used:
+        if name in looks.nested:
+            print(f"not used: {looks.nested[name]}", file=sys.stderr)
+    if not_used := [name for name in not_used if name not in looks.nested]:
         one = _listed(not_used, 1) if len(not_used) == 1 else "COLUMN"
         print(
             f"not used: {_listed(not_used)}; --numeric {one} or --categorical {one} takes it in, "

@@ -1,0 +1,67 @@
+"""Columns of JSON lines whose values are objects, and the jq program that makes plain columns of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gba_hvd.data.json_lines import names_in
+
+_MOST = 12  # new columns in one program: objects with many keys seldom mean a column for each
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def nested_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """By column whose first value is an object or a list of objects: where that is, and how to flatten it."""
+    found: dict[str, str] = {}
+    for name in names_in(rows):
+        at, first = next(((i, row[name]) for i, row in enumerate(rows, 1) if row.get(name) is not None), (0, None))
+        if kind := _kind(first):
+            found[name] = f"column {name!r} is {kind} on line {at}: {_remedy(rows, name, isinstance(first, list))}"
+    return found
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list of objects" if any(isinstance(item, dict) for item in value) else ""
+    return "an object" if isinstance(value, dict) else ""
+
+
+def _remedy(rows: Sequence[Mapping[str, Any]], name: str, is_list: bool) -> str:
+    values = [value for row in rows for value in _items(row.get(name)) if isinstance(value, dict)]
+    paths = list(dict.fromkeys(path for value in values for path in _paths(value, ())))
+    if not paths:
+        return "the object is empty; leave it out with --ignore"
+    inner = f"{_of((name,))}[]?" if is_list else _of((name,))
+    made = ", ".join(
+        f"{_key('_'.join((name, *path)))}: {'[' + inner + _of(path) + ']' if is_list else inner + _of(path)}"
+        for path in paths[:_MOST]
+    )
+    program = shlex.quote(f". + {{{made}}} | del({_of((name,))})")
+    several = f" (the first {_MOST} of {len(paths)} keys)" if len(paths) > _MOST else ""
+    return f"flatten it, for instance jq -c {program}{several}, or leave it out with --ignore"
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _paths(value: Mapping[str, Any], before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Of the values that are no objects."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _paths(inner, (*before, key))
+        else:
+            yield (*before, key)
+
+
+def _key(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _of(path: Sequence[str]) -> str:
+    """The path in jq's words: .device.os, .device."app-version"."""
+    return "".join(f".{_key(key)}" for key in path)
