@@ -115,11 +115,12 @@ def batches(
     n_samples: how many samples a batch was made of, where the first dimension of its label, its ids or all its tensors
     is another number: where `collate_fn` adds negatives, or time comes first.
 
-    Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
-    with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
-    have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
-    these has ended; BadInput for a batch that has another number of samples than were asked for, by `n_samples`, or
-    where its label, its ids or all its tensors show that; and what reading a batch raises.
+    Raises StateMismatch when the workers' datasets or settings differ, or when the epoch was begun with other samples
+    or in another order: its position would mean nothing, and a complete one has no batches left for new data. Raises
+    BadInput for settings that would have no effect and for a dataset that cannot be copied to reader processes;
+    ReaderDied (a GbaError) when one of these has ended; BadInput for a batch that has another number of samples than
+    were asked for, by `n_samples`, or where its label, its ids or all its tensors show that; and what reading a batch
+    raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
@@ -250,6 +251,9 @@ def _run(
     )
     begun = progress.order
     if first and begun is not None and (begun.epoch, begun.segment) == (epoch, segment):
+        n_begun = EpochPlan(begun.n_samples, model.global_batch, model.micro_batch).n_steps
+        if shards is None and first >= n_begun:
+            _refuse_new_data_in(begun, order, n_begun)
         _refuse_another_order(begun, order, _OF_SAMPLES, f"step {first}")
     progress.order = order
     _trace(engine, order)
@@ -258,6 +262,8 @@ def _run(
     if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
+    if finished and segment == 0 and not engine.n_begun:
+        progress.complete_before.append(epoch)
     with contextlib.ExitStack() as reading:
         run = _Epoch(len(dataset), state, order, cut, how)
         if not finished:
@@ -484,10 +490,24 @@ def _refuse_other_shards(progress: Progress, order: EpochOrder, n_segments: int)
         )
 
 
-def _refuse_another_order(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str) -> None:
+def _refuse_new_data_in(begun: EpochOrder, order: EpochOrder, n_steps: int) -> None:
+    """Of an epoch that is complete."""
+    if found := _differences(begun, order, _OF_SAMPLES):
+        following = order.epoch + 1
+        raise StateMismatch(
+            f"epoch {order.epoch} is complete: all {n_steps} steps of it were trained, with {found}. New data is "
+            f"trained in the next epoch: set state.epoch = {following} before batches(), as `for state.epoch in "
+            f"range({following}, ...)` does"
+        )
+
+
+def _differences(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str]) -> str:
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
-    found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
-    if found:
+    return ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
+
+
+def _refuse_another_order(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str) -> None:
+    if found := _differences(begun, order, names):
         raise StateMismatch(f"epoch {order.epoch} stands at {at} of what was begun with {found}: {_WAY_OUT}")
 
 

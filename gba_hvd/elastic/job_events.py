@@ -54,6 +54,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     if joined.is_restart:
         events = _of_a_change(engine, joined, before, residuals_missing)
     else:
+        engine.progress.launched_at = engine.progress.step
         events = _of_a_start(engine, joined, residuals_missing)
     for event in events:
         engine.emit(event)
@@ -154,6 +155,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by
+    if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
+        engine.emit(idle)
     switching = switching_of(engine)
     if status != "FAILED" and engine.world.rank == 0 and switching is not None:
         for event in switching.asked.shortfall(engine.progress.step, _obstacle(engine)):
@@ -171,6 +174,21 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
             callback.on_end(status, error)
         except KeyboardInterrupt:  # SIGTERM again: the others are called all the same
             log.warning("interrupted while %s was processing the end", type(callback).__name__)
+
+
+def _nothing_trained(engine: Engine) -> Event | None:
+    """A launch that finished without a step, since the epochs that it asked for were complete."""
+    progress = engine.progress
+    if progress.launched_at != progress.step or not progress.complete_before:
+        return None
+    epochs, following = progress.complete_before, max(progress.complete_before) + 1
+    which = f"epoch {epochs[0]} was" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))} were"
+    text = (
+        f"this launch trained no step: {which} complete in what it resumed from (step {progress.step}). New data is "
+        f"trained in the next epoch: `for state.epoch in range({following}, ...)`. If a launch that had finished was "
+        "repeated, nothing is missing"
+    )
+    return Event("nothing_trained", progress.step, text, {"epochs": epochs}, level="warning")
 
 
 def _delays(engine: Engine) -> dict[str, Any]:

@@ -132,7 +132,9 @@ class Progress:
     all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
     leased again. order: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand. factors:
     what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this worker
-    asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed
+    asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed.
+    launched_at: the step at which this worker's launch began, None: it has come later. complete_before: epochs whose
+    batches were asked for here before any was trained, and that had none left
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -150,6 +152,8 @@ class Progress:
         self.n_steps = 1
         self.epoch: int | None = None
         self.n_evaluated, self.epoch_over = 0, False
+        self.launched_at: int | None = None
+        self.complete_before: list[int] = []
 
     def begin_evaluation(self) -> tuple[int, int]:
         """(phase, ordinal), which name an evaluation in asynchronous modes: the same on all workers.

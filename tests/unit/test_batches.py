@@ -283,6 +283,19 @@ def test_an_epoch_goes_on_only_with_the_samples_and_the_order_it_was_begun_with(
     assert job.state.step == 4
 
 
+@pytest.mark.parametrize("n", [60, 500, 20])
+def test_new_data_in_a_complete_epoch_is_refused_with_what_to_do(training: Any, clicks: Any, n: int) -> None:
+    job = training(epoch=0)
+    job.epoch(clicks(50), seed=4)
+    job.state.finished_epoch = None  # as in a launch that resumes
+    words = rf"epoch 0 is complete: all 4 steps of it were trained, with samples 50, here {n}\..*state.epoch = 1"
+    with pytest.raises(StateMismatch, match=words):
+        job.epoch(clicks(n), seed=4)
+    job.state.epoch = 1
+    job.epoch(clicks(n), seed=4)
+    assert job.state.samples.applied == 50 + n
+
+
 def test_the_next_epoch_may_have_other_samples(training: Any, clicks: Any) -> None:
     job = training(epoch=0)
     job.epoch(clicks(50), seed=4)

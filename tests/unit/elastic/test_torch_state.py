@@ -128,6 +128,23 @@ def test_time_before_the_first_step_is_not_of_it(training: Any, clicks: Any, mon
     assert seconds == [0.0, 0.0, 1000.0, 0.0]
 
 
+def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tmp_path: Path) -> None:
+    found = []
+    for epochs in ([0], [0], [0, 1]):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"))])
+        diary = with_diary(job)
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, epochs: list[int] = epochs) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(20))
+
+        train(job.state)
+        found.append((job.state.step, diary.received.count("nothing_trained")))
+    assert found == [(2, 0), (2, 1), (4, 0)]
+
+
 def test_step_records_count_samples(training: Any, clicks: Any) -> None:
     job, records = training(), []
 
