@@ -34,12 +34,18 @@ class _Read:
             log.warning(
                 "reading %s has taken %.0f s and is not over: its storage hangs or is slow. Training waits when what "
                 "was read ahead is used up",
-                self._what(), waited_s,
+                self._words(), waited_s,
             )  # fmt: skip
 
     def end(self) -> None:
         if self._is_reported:
-            log.warning("reading %s is over, after %.0f s", self._what(), time.monotonic() - self._began_s)
+            log.warning("reading %s is over, after %.0f s", self._words(), time.monotonic() - self._began_s)
+
+    def _words(self) -> str:
+        try:
+            return self._what()
+        except Exception as error:  # of any kind: a dataset of the user names its files, and the read is good
+            return f"a part of the dataset (naming it raised {type(error).__name__}: {error})"
 
 
 class _ReadsInFlight:

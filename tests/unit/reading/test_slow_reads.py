@@ -87,6 +87,15 @@ def test_what_fails_after_it_hung_is_over_too(storage: Hangs) -> None:
     assert storage.lines[-1].startswith("reading 1 samples, from [7], of Fails is over")
 
 
+def test_a_dataset_that_cannot_name_its_files_is_read_all_the_same(storage: Hangs) -> None:
+    class Nameless(Samples):
+        def files_of(self, rows: np.ndarray) -> str:
+            raise KeyError("parts")
+
+    assert reads(Nameless(storage), collate_fn=list)(np.array([7, 8])) == [7, 8]
+    assert len(storage.lines) == 2 and all("naming it raised KeyError: 'parts'" in line for line in storage.lines)
+
+
 def test_the_thread_stays_from_read_to_read_and_ends_with_the_last_user() -> None:
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "gba-hvd reads"}
