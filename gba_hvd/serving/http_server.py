@@ -7,7 +7,7 @@ status 400 and name the field; where rows cannot be read, status 503.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pandas
@@ -18,6 +18,7 @@ from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from mlflow.pyfunc import scoring_server
 
 from gba_hvd.errors import BadInput
+from gba_hvd.serving.hashed_columns import check_hashed, id_columns, of_hashed_tables, with_hashes
 from gba_hvd.serving.load import OpenModel
 from recovery.errors import Damaged, StoreError
 
@@ -25,10 +26,13 @@ _BACKLOG = 128
 
 
 class _Scorer:
-    """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came."""
+    """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came.
 
-    def __init__(self, model: OpenModel) -> None:
-        self._model, self.metadata = model, Model()
+    hashed: columns of strings that are ids of hashed tables
+    """
+
+    def __init__(self, model: OpenModel, hashed: Sequence[str]) -> None:
+        self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model), Model()
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
         try:
@@ -37,7 +41,9 @@ class _Scorer:
                     f"expected columns by name, as in {{'dataframe_split': ...}} or {{'dataframe_records': ...}}, got "
                     f"{type(data).__name__}"
                 )
-            return pandas.DataFrame(self._model.predict(data))
+            columns = with_hashes(data, self._hashed, self._ids)
+            with of_hashed_tables(self._hashed):
+                return pandas.DataFrame(self._model.predict(columns))
         except BadInput as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         except (Damaged, StoreError) as error:
@@ -61,14 +67,18 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def app_of(model: OpenModel) -> Any:
-    """The ASGI application that answers requests. Raises BadInput for a model that takes no columns."""
+def app_of(model: OpenModel, hashed: Sequence[str] = ()) -> Any:
+    """The ASGI application that answers requests. hashed: columns of strings, hashed to ids of hashed tables.
+
+    Raises BadInput for a model that takes no columns, and for a hashed column that is no field of ids.
+    """
     if model.manifest.input is None:
         raise BadInput(
             "this model was saved without input_example, so how a request becomes its input is not known: save it "
             "with one (`gba-hvd model export --example`)"
         )
-    return scoring_server.init(cast(Any, _Scorer(model)))
+    check_hashed(model, hashed)
+    return scoring_server.init(cast(Any, _Scorer(model, hashed)))
 
 
 def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:

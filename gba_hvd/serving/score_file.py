@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
-from gba_hvd.serving import inputs
+from gba_hvd.serving.hashed_columns import check_hashed, hashes_of, id_columns, of_hashed_tables, refuse_strings
 from gba_hvd.serving.load import OpenModel
 
 log = logging.getLogger("gba_hvd")
@@ -45,9 +44,8 @@ def score_file(
         raise BadInput(f"{out} is the file that is read: name another one")
     with extra("data", "pyarrow", "predictions of files need"):
         import pyarrow
-    of_ids = _id_columns(model)
-    if model.manifest.input is not None and (unknown := [name for name in hashed if name not in of_ids]):
-        raise BadInput(f"hashed column {unknown[0]!r} is no field of ids of the model: these are {', '.join(of_ids)}")
+    check_hashed(model, hashed)
+    not_hashed = set(id_columns(model)) - set(hashed)
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +55,13 @@ def score_file(
             if not n and source.suffix == ".csv":
                 _warn_of_numbers(part, hashed)
             columns = {
-                name: _hashes(part, name) if name in hashed else part.column(name).to_numpy(zero_copy_only=False)
-                for name in part.schema.names
+                name: hashes_of(one, name) if name in hashed else one.to_numpy(zero_copy_only=False)
+                for name, one in zip(part.schema.names, part.columns, strict=True)
             }
             try:
-                _refuse_strings(part, [name for name in of_ids if name not in hashed])
-                scores = model.predict(columns, batch=batch)
+                refuse_strings({field.name: field.type for field in part.schema if field.name in not_hashed})
+                with of_hashed_tables(hashed):
+                    scores = model.predict(columns, batch=batch)
             except BadInput as error:
                 raise BadInput(f"{source}, samples {n} to {n + part.num_rows - 1}: {error}") from error
             table = pyarrow.table({**{name: part.column(name) for name in keep}, **_arrow(scores)})
@@ -93,29 +92,6 @@ def n_samples(source: Path) -> int | None:
         return int(file.metadata.num_rows)
 
 
-def _id_columns(model: OpenModel) -> list[str]:
-    """Columns that may be fields of whole numbers. None are known where a model was saved without an example."""
-    spec = model.manifest.input
-    found = () if spec is None else inputs.fields(spec)
-    return [name for field in found if field["dtype"].startswith("int") for name in inputs.columns_for(field)]
-
-
-def _hashes(part: Any, name: str) -> np.ndarray | list[np.ndarray]:
-    """int64 [n], or [n] arrays of them, of strings or lists of strings."""
-    import pyarrow
-
-    from gba_hvd.data.parquet_columns import ids_of
-
-    column = part.column(name)
-    if not _holds_strings(column.type):
-        raise BadInput(f"hashed column {name!r} holds {column.type}, not strings: whole numbers are ids as they are")
-    found = ids_of(pyarrow.chunked_array([column]), f"column {name!r}")
-    if not isinstance(found, tuple):
-        return found
-    values, starts = found
-    return [values[first:last] for first, last in pairwise(starts)]
-
-
 def _warn_of_numbers(part: Any, hashed: Sequence[str]) -> None:
     """A CSV file does not say whether ids are numbers or strings of digits."""
     import pyarrow.compute
@@ -128,23 +104,6 @@ def _warn_of_numbers(part: Any, hashed: Sequence[str]) -> None:
                 "where they were strings in training. Where they were numbers, leave it out of --hashed",
                 name, column[0],
             )  # fmt: skip
-
-
-def _refuse_strings(part: Any, names: Sequence[str]) -> None:
-    """Raises BadInput for fields whose column holds strings."""
-    for name in names:
-        if name in part.schema.names and _holds_strings(kind := part.column(name).type):
-            raise BadInput(
-                f"field {name!r}: expected numbers, got {kind}. Where they are ids of a hashed table, and were hashed "
-                f"for the training (ParquetStream(hashed=), hash_strings), say so: --hashed {name}"
-            )
-
-
-def _holds_strings(kind: Any) -> bool:
-    from gba_hvd.data.hashing import is_text
-    from gba_hvd.data.parquet_columns import is_list
-
-    return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def _parts(source: Path, batch: int, strings: Sequence[str]) -> Iterator[Any]:

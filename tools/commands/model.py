@@ -57,8 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("input", type=Path, metavar="INPUT", help="FILE.parquet or FILE.csv")
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
-    hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
-    predict.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
+    _add_hashed(predict)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
     _add_rows(predict)
     _add_version(predict)
@@ -71,6 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument("--follow", metavar="URL", help=follow)
     option = "for the store of --follow; may be given several times (--option: of the model)"
     serve.add_argument("--follow-option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    _add_hashed(serve)
     _add_rows(serve)
     _add_version(serve)
     serve.set_defaults(run=run_serve)
@@ -97,6 +97,11 @@ def _add(
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_hashed(parser: argparse.ArgumentParser) -> None:
+    hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
+    parser.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +210,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise BadInput(f"--port must be 0 to 65535, got {args.port}")
     with bound(args.host, args.port) as listening, contextlib.ExitStack() as stack:
         model = _open_model(args)
-        app = app_of(model)
+        app = app_of(model, args.hashed)
         if args.follow is not None:
             of_store = options_of(args.follow_option)
             follower = stack.enter_context(Follower(model, args.follow, on_update=_show_update, **of_store))

@@ -25,6 +25,7 @@ from gba_hvd.serving.manifest import read_manifest
 from gba_hvd.tracking import find_run
 from recovery.storage.open import open_store
 from tests.unit.conftest import _no_keeper as _no_keeper
+from tests.unit.serving import model_code
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
 from tests.unit.serving.conftest import trained as trained
@@ -32,6 +33,7 @@ from tests.unit.serving.test_export import checkpoint
 
 Trained = Callable[..., nn.Module]
 EXAMPLE = CODE.replace("make_model", "example")
+OF_STRINGS = CODE.replace("make_model", "OfStrings")
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> str:
@@ -203,25 +205,9 @@ STRINGS = {
 }
 
 
-class OfStrings(nn.Module):
-    """Users and the histories of users, of one hashed table; one dense feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = gba_hvd.EmbeddingTables(
-            {"user": gba_hvd.Table(dim=4, keys="hash64", capacity=64)},
-            gba_hvd.SGD(lr=0.1),
-            features={"user": "user", "history": "user"},
-        )
-
-    def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
-        out = self.tables(batch.ids)
-        return (out["user"] + out["history"]).sum(1) + batch.dense[:, 0]
-
-
 @pytest.fixture
 def of_strings(job_memory: Any, tmp_path: Path) -> tuple[nn.Module, gba_hvd.Batch, Path]:
-    model = OfStrings()
+    model = model_code.OfStrings()
     job_memory(model.tables)
     known = hash_strings(STRINGS["user"]).view(np.int64)
     change_rows(model, "user", known)
@@ -229,7 +215,7 @@ def of_strings(job_memory: Any, tmp_path: Path) -> tuple[nn.Module, gba_hvd.Batc
     flat = hash_strings(pa.array([f"u{j}" for n in lengths for j in range(n)])).view(np.int64)
     history = gba_hvd.Bag(torch.from_numpy(flat), torch.from_numpy(np.cumsum(lengths) - lengths))
     one = gba_hvd.Batch({"user": torch.from_numpy(known), "history": history}, torch.zeros(20, 1), torch.zeros(20))
-    gba_hvd.save_model(model, tmp_path / "m", build=f"{__name__}:OfStrings", input_example=one)
+    gba_hvd.save_model(model, tmp_path / "m", build=OF_STRINGS, input_example=one)
     return model, one, tmp_path
 
 
@@ -255,9 +241,7 @@ def test_ids_of_digits_in_a_csv_file_are_strings_where_that_is_said(
     digits = [str(i) for i in range(20)]
     ids = {"user": torch.from_numpy(hash_strings(pa.array(digits)).view(np.int64)), "history": one.ids["user"]}
     change_rows(model, "user", ids["user"].numpy(), seed=6)
-    gba_hvd.save_model(
-        model, folder / "d", build=f"{__name__}:OfStrings", input_example=gba_hvd.Batch(ids, one.dense, one.label)
-    )
+    gba_hvd.save_model(model, folder / "d", build=OF_STRINGS, input_example=gba_hvd.Batch(ids, one.dense, one.label))
     text = {"user": digits, "history": STRINGS["user"].to_pylist(), "dense_0": np.zeros(20)}
     pd.DataFrame(text).to_csv(folder / "in.csv", index=False)
     how = ["predict", folder / "d", folder / "in.csv", "--out", folder / "out.parquet", "--hashed", "user", "history"]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from gba_hvd_tools.cli import main
 from torch import nn
 
@@ -30,7 +31,8 @@ from tests.unit.serving.conftest import job_memory as job_memory
 from tests.unit.serving.conftest import trained as trained
 from tests.unit.serving.test_export import checkpoint
 
-from .test_model import frame_of
+from .test_model import STRINGS, frame_of
+from .test_model import of_strings as of_strings
 
 pytestmark = pytest.mark.processes
 Trained = Callable[..., nn.Module]
@@ -134,6 +136,46 @@ def test_answers_are_the_models_and_mistakes_are_named(
     assert here.end() == 0
 
 
+def test_strings_of_hashed_tables_are_hashed_as_in_training(of_strings: Any, served: Callable[..., Served]) -> None:
+    model, one, folder = of_strings
+    here = served(folder / "m", "--hashed", "user", "history")
+    frame = pd.DataFrame({name: column.to_pylist() for name, column in STRINGS.items()}).assign(dense_0=0.0)
+    found = here.scores(frame)
+    assert np.array_equal(found, evaluated(model, one).numpy()) and len(set(found)) == 20
+    status, answer = here.ask({"dataframe_records": [{"user": "u3", "history": [], "dense_0": 0.0}]})
+    assert status == 200, answer
+    no_history = gba_hvd.Bag(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    one = gba_hvd.Batch({"user": one.ids["user"][3:4], "history": no_history}, torch.zeros(1, 1), torch.zeros(1))
+    assert np.float32(answer["predictions"][0]["score"]) == evaluated(model, one).item()
+    for wrong, words in (
+        ({"user": 7}, "hashed column 'user' holds int64, not strings: whole numbers are ids as they are"),
+        ({"user": None}, "column 'user': 20 of 20 values are missing"),
+        ({"user": ["a", 7] * 10}, "hashed column 'user': expected strings, or lists of strings"),
+    ):
+        status, answer = here.ask(request_of(frame.assign(**wrong)))
+        assert status == 400 and words in answer["message"], answer
+    status, answer = here.ask(request_of(frame.drop(columns=["user"])))
+    assert status == 400 and "field 'user' is missing" in answer["message"], answer
+
+
+def test_strings_that_are_not_hashed_are_named_with_what_to_do(of_strings: Any, served: Callable[..., Served]) -> None:
+    here = served(of_strings[2] / "m", "--hashed", "user")
+    frame = pd.DataFrame({name: column.to_pylist() for name, column in STRINGS.items()}).assign(dense_0=0.0)
+    status, answer = here.ask(request_of(frame))
+    assert status == 400 and "field 'history': expected numbers, got strings" in answer["message"], answer
+    assert answer["message"].endswith("start the server with --hashed history")
+
+
+def test_hashes_for_a_table_that_is_not_hashed_are_refused(
+    trained: Trained, tmp_path: Path, served: Callable[..., Served]
+) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(2))
+    here = served(tmp_path / "m", "--hashed", "user")
+    status, answer = here.ask(request_of(frame_of(batch(5)).assign(user="u1")))
+    assert status == 400 and "table 'user' has rows 0 to 49, got id" in answer["message"], answer
+    assert "The columns of --hashed (user) have to be ids of hashed tables" in answer["message"]
+
+
 def test_rows_that_cannot_be_read_are_status_503_and_the_next_request_is_answered(
     trained: Trained, tmp_path: Path, served: Callable[..., Served]
 ) -> None:
@@ -184,11 +226,13 @@ def test_a_model_that_is_not_updated_any_more_is_not_healthy(
 
 def test_what_cannot_be_served_is_said(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
+    gba_hvd.save_model(trained(), tmp_path / "e", build=CODE, input_example=batch(2))
     with contextlib.closing(bound("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, text in (
             ([tmp_path / "m", "--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use"),
             ([tmp_path / "m", "--port", 0], "saved without input_example"),
+            ([tmp_path / "e", "--port", 0, "--hashed", "usr"], "hashed column 'usr' is no field of ids of the model"),
             ([tmp_path / "m", "--port", 99999], "--port must be 0 to 65535, got 99999"),
             ([tmp_path / "nothing", "--port", 0], "nothing"),
             ([tmp_path / "m", "--port", 0, "--host", "no such host"], "--host no such host"),

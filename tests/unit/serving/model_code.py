@@ -21,6 +21,22 @@ class Clicks(nn.Module):
         return self.mlp(torch.cat([out["user"], out["item"], out["history"], batch.dense], dim=1)).squeeze(1)
 
 
+class OfStrings(nn.Module):
+    """Users and the histories of users, of one hashed table; one dense feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables(
+            {"user": gba_hvd.Table(dim=4, keys="hash64", capacity=64)},
+            gba_hvd.SGD(lr=0.1),
+            features={"user": "user", "history": "user"},
+        )
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        out = self.tables(batch.ids)
+        return (out["user"] + out["history"]).sum(1) + batch.dense[:, 0]
+
+
 def tables(users: int = 50, hashed: bool = False, seed: int = 2) -> gba_hvd.EmbeddingTables:
     user = gba_hvd.Table(dim=4, keys="hash64", capacity=users, fallback_rows=8) if hashed else (users, 4)
     return gba_hvd.EmbeddingTables(

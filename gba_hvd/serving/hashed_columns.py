@@ -1,0 +1,128 @@
+"""Columns of strings that are ids of hashed tables: hashed as `ParquetStream(hashed=)` does, in files and requests.
+
+Columns are pyarrow arrays here; those of a request become some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.embedding.lookups import IdOutside
+from gba_hvd.errors import BadInput
+from gba_hvd.extras import extra
+from gba_hvd.serving import inputs
+from gba_hvd.serving.load import OpenModel
+
+_LISTS = (list, tuple, np.ndarray)
+
+
+def id_columns(model: OpenModel) -> list[str]:
+    """Columns that may be fields of whole numbers. None are known where a model was saved without an example."""
+    spec = model.manifest.input
+    found = () if spec is None else inputs.fields(spec)
+    return [name for field in found if field["dtype"].startswith("int") for name in inputs.columns_for(field)]
+
+
+def check_hashed(model: OpenModel, hashed: Sequence[str]) -> None:
+    """Raises BadInput for a column that is no field of ids."""
+    of_ids = id_columns(model)
+    if model.manifest.input is not None and (unknown := [name for name in hashed if name not in of_ids]):
+        raise BadInput(f"hashed column {unknown[0]!r} is no field of ids of the model: these are {', '.join(of_ids)}")
+
+
+def holds_strings(kind: Any) -> bool:
+    """Whether a type of pyarrow is of strings, or of lists of them."""
+    from gba_hvd.data.hashing import is_text
+    from gba_hvd.data.parquet_columns import is_list
+
+    return is_text(kind.value_type if is_list(kind) else kind)
+
+
+def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
+    """int64 [n], or [n] arrays of them, of strings or lists of strings. Raises BadInput for another type, and nulls."""
+    import pyarrow
+
+    from gba_hvd.data.parquet_columns import ids_of
+
+    if not holds_strings(column.type):
+        raise BadInput(f"hashed column {name!r} holds {column.type}, not strings: whole numbers are ids as they are")
+    found = ids_of(pyarrow.chunked_array([column]), f"column {name!r}")
+    if not isinstance(found, tuple):
+        return found
+    values, starts = found
+    return [values[first:last] for first, last in pairwise(starts)]
+
+
+def with_hashes(columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str]) -> dict[str, Any]:
+    """The columns of a request, with hashes in place of the strings of `hashed`.
+
+    ids: columns of ids (`id_columns`). Raises BadInput for strings in one that is not hashed, and where one that is
+    hashed has something else, or a missing value.
+    """
+    found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+    for name in found.keys() & ids:
+        if name in hashed:
+            found[name] = hashes_of(_arrow(found[name], name), name)
+        elif _has_text(found[name]):
+            raise BadInput(
+                f"field {name!r}: expected numbers, got strings. {_hash_them(f'start the server with --hashed {name}')}"
+            )
+    return found
+
+
+def refuse_strings(types: Mapping[str, Any]) -> None:
+    """Raises BadInput for a field of ids whose column is of strings. types: of pyarrow, by name"""
+    for name, kind in types.items():
+        if holds_strings(kind):
+            raise BadInput(f"field {name!r}: expected numbers, got {kind}. {_hash_them(f'say so: --hashed {name}')}")
+
+
+@contextmanager
+def of_hashed_tables(hashed: Sequence[str]) -> Iterator[None]:
+    """Adds to the error of an id that its table does not have, that it may be a hash."""
+    try:
+        yield
+    except IdOutside as error:
+        if not hashed:
+            raise
+        raise BadInput(
+            f"{error}. The columns of --hashed ({', '.join(hashed)}) have to be ids of hashed tables: leave out others"
+        ) from error
+
+
+def _hash_them(how: str) -> str:
+    return (
+        f"Where they are ids of a hashed table, and were hashed for the training (ParquetStream(hashed=), "
+        f"hash_strings), {how}"
+    )
+
+
+def _arrow(values: Any, name: str) -> Any:
+    """A column of a request. Without a value in it, such as one of empty lists, it counts as strings."""
+    with extra("data", "pyarrow", "hashes of strings need"):
+        import pyarrow
+
+    try:
+        column = pyarrow.array(list(values))
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        raise BadInput(f"hashed column {name!r}: expected strings, or lists of strings: {error}") from error
+    if pyarrow.types.is_null(column.type):
+        return column.cast(pyarrow.string())
+    if pyarrow.types.is_list(column.type) and pyarrow.types.is_null(column.type.value_type):
+        return column.cast(pyarrow.list_(pyarrow.string()))
+    return column
+
+
+def _has_text(values: Any) -> bool:
+    if getattr(getattr(values, "dtype", None), "kind", "O") in "iufb":
+        return False
+    return any(_is_text(one) or (isinstance(one, _LISTS) and any(map(_is_text, one))) for one in list(values))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
