@@ -35,6 +35,7 @@ def logged_model(config: JobConfig, log: Log) -> gba_hvd.LogModel | None:
         return None
     how = dataclasses.asdict(config.log_model)
     example = log.take(np.arange(min(4, len(log))))
+    how["dense_names"] = getattr(log, "dense_names", ())  # of a prepared dataset
     return gba_hvd.LogModel(input_example=example, build="ctr.served:build", arguments=arguments_of(config, log), **how)
 
 

@@ -36,6 +36,7 @@ class ClickLog:
     tables:      rows of each table, in the order of their first fields
     features:    the table of each field; `Batch.ids` has one entry for each
     n_dense:     width of `Batch.dense`
+    dense_names: of its columns, as `save_model(dense_names=)` takes them
     description: JSON values that say what this is
 
     `open` raises BadInput for a dataset that is missing, cut or damaged; `take` raises IndexError for rows out of
@@ -52,7 +53,7 @@ class ClickLog:
     ) -> None:
         self.tables = dict(tables)
         self.features = dict(features or {name: name for name in tables})
-        self.n_dense = len(layout.dense)
+        self.n_dense, self.dense_names = len(layout.dense), layout.dense
         self.description = dict(description)
         self._layout, self._parts = layout, tuple(parts)
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)

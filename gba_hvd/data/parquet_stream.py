@@ -60,7 +60,8 @@ class ParquetStream:
     list that is null an empty one. An unsigned 64-bit number becomes the signed one of the same bits
     hashed: those columns of `ids` that have strings (or lists of them), for tables with keys="hash64": each becomes its
     hash, an int64 of all 64 bits, see `gba_hvd.data.hashing.hash_strings`
-    dense: columns of numbers, for `Batch.dense`, float32 [B, n_dense]
+    dense: columns of numbers, for `Batch.dense`, float32 [B, n_dense]; the attribute `dense_names` has them, for
+    `save_model(dense_names=)`
     label: a column, for `Batch.label`, float32 [B]; several, then float32 [B, n_labels]; or None, then [B, 0], for
     files of items that have none
     window: row groups of a lane whose samples are shuffled together, see `row_group_order`; left out: the windows of
@@ -91,7 +92,7 @@ class ParquetStream:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._ids = dict(ids) if isinstance(ids, Mapping) else {_name(one, "ids"): one for one in ids}
-        self._dense = tuple(_name(one, "dense") for one in dense)
+        self.dense_names = tuple(_name(one, "dense") for one in dense)
         self._one_label = isinstance(label, str)
         self._labels = (label,) if isinstance(label, str) else tuple(label or ())
         if isinstance(ids, str) or isinstance(dense, str) or not self._ids or (label is not None and not self._labels):
@@ -116,7 +117,7 @@ class ParquetStream:
             for column in self._ids.values():
                 check_ids(file.schema, column, file.url, column in hashed)
                 refuse_nulls(file, column)
-            for column in (*self._dense, *self._labels):
+            for column in (*self.dense_names, *self._labels):
                 check_numbers(file.schema, column, file.url)
                 refuse_nulls(file, column, is_label=column in self._labels)
         self._index = [(file, group) for file in self._files for group, n in enumerate(file.group_sizes) if n]
@@ -180,14 +181,14 @@ class ParquetStream:
 
     def _decoded(self, number: int) -> _Group:
         file, group = self._index[number]
-        columns = list(dict.fromkeys([*self._ids.values(), *self._dense, *self._labels]))
+        columns = list(dict.fromkeys([*self._ids.values(), *self.dense_names, *self._labels]))
         table = read_group(file, group, columns, self._options)
 
         def where(column: str) -> str:
             return f"{file.url}, row group {group}, column {column!r}"
 
         ids = {name: ids_of(table[column], where(column)) for name, column in self._ids.items()}
-        dense = [floats_of(table[column], where(column)) for column in self._dense]
+        dense = [floats_of(table[column], where(column)) for column in self.dense_names]
         labels = [label_of(table[column], where(column)) for column in self._labels]
         nothing = np.empty((table.num_rows, 0), dtype=np.float32)
         label = labels[0] if self._one_label else np.stack(labels, axis=1) if labels else nothing

@@ -2,7 +2,8 @@
 
 An input is a `Batch`, a tensor, a `Bag`, a mapping of these, or a tuple of positional arguments. Each tensor is a
 field: a column of a request. A tensor [B] is a column of numbers, one of more dimensions a column of lists, or the
-columns `field_0`, `field_1`, ... of a tensor [B, L]. A `Bag` is a column of lists of any length.
+columns `field_0`, `field_1`, ... of a tensor [B, L]. A `Bag` is a column of lists of any length. Columns of
+`Batch.dense` may have names, by which a request gives them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +25,9 @@ from gba_hvd.batch import Bag, Batch
 from gba_hvd.errors import BadInput
 
 Spec = Mapping[str, Any]
-"""Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag, has_nan), "batch" (ids, dense), "mapping" (parts
-by name), or "arguments" (parts). "order": the names of ids or parts, since a model may read them in that order, and the
-keys of stored JSON are sorted."""
+"""Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag, has_nan; of `Batch.dense` also the names of its
+columns, where they are known), "batch" (ids, dense), "mapping" (parts by name), or "arguments" (parts). "order": the
+names of ids or parts, since a model may read them in that order, and the keys of stored JSON are sorted."""
 
 _DTYPES = {
     str(dtype)[6:]: dtype
@@ -33,14 +35,32 @@ _DTYPES = {
 }
 
 
-def spec_of(example: Any, model: nn.Module) -> Spec:
-    """The fields of an input. Raises BadInput for one that has other parts, and two fields of one name."""
+def spec_of(example: Any, model: nn.Module, dense_names: Sequence[str] = ()) -> Spec:
+    """The fields of an input. dense_names: of the columns of `Batch.dense`, in their order.
+
+    Raises BadInput for an input that has other parts, two fields of one name, and names that do not fit.
+    """
     names = [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind < 3]
     spec = _spec(example, names[0] if names else "x", names)
     columns = [field["column"] for field in fields(spec)]
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise BadInput(f"input_example has two fields called {twice[0]!r}: rename one")
-    return spec
+    return _with_names(spec, dense_names) if len(dense_names) else spec
+
+
+def _with_names(spec: Spec, names: Sequence[str]) -> Spec:
+    dense = spec.get("dense")
+    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        raise BadInput(f"dense_names must be a list of names, such as ['price', 'age'], got {names!r}")
+    if dense is None:
+        raise BadInput("dense_names are of the columns of Batch.dense, and input_example is no Batch that has some")
+    if len(names) != dense["shape"][0]:
+        n_columns = dense["shape"][0]
+        raise BadInput(f"dense_names has {len(names)} names, and Batch.dense of input_example {n_columns} columns")
+    taken = [*names, *(one for field in fields(spec) for one in columns_for(field))]
+    if twice := [name for name in names if taken.count(name) > 1]:
+        raise BadInput(f"dense_names: two columns of a request would be called {twice[0]!r}: choose another name")
+    return {**spec, "dense": {**dense, "names": list(names)}}
 
 
 def _spec(value: Any, name: str, names: Sequence[str] = ()) -> Spec:
@@ -102,8 +122,13 @@ def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
 
 def columns_for(field: Spec) -> list[str]:
     """The column of a field, then those that may take its place, each with one number of its lists."""
+    return [field["column"], *_numbered(field), *field.get("names", ())]
+
+
+def _numbered(field: Spec) -> list[str]:
+    """Columns by position."""
     several = field["shape"][0] if len(field["shape"]) == 1 else 0
-    return [field["column"], *(f"{field['column']}_{i}" for i in range(several))]
+    return [f"{field['column']}_{i}" for i in range(several)]
 
 
 def described(field: Spec) -> str:
@@ -145,6 +170,8 @@ def columns_of(spec: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]
         return {spec["column"]: [numbers[a:b] for a, b in pairwise(cuts)]}
     plain = value.detach().cpu()
     plain = plain.float() if plain.dtype in (torch.bfloat16, torch.float16) else plain
+    if "names" in spec:
+        return dict(zip(spec["names"], plain.numpy().T, strict=True))
     return {spec["column"]: plain.numpy() if plain.ndim == 1 else plain.tolist()}
 
 
@@ -155,8 +182,7 @@ def input_of(spec: Spec, request: Mapping[str, Any]) -> Any:
     """
     read = {field["column"]: _read(field, request) for field in fields(spec)}
     sizes = {name: len(one.offsets) if isinstance(one, Bag) else len(one) for name, one in read.items()}
-    if len(set(sizes.values())) > 1:
-        raise BadInput(f"the fields of a request need one number of samples, got {sizes}")
+    _check_sizes(sizes)
     return value_from(spec, read, next(iter(sizes.values()), 0))
 
 
@@ -185,15 +211,11 @@ def _in_order(spec: Spec, of: str) -> Iterator[tuple[str, Spec]]:
 
 def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
     name, shape = field["column"], field["shape"]
-    if name in request:
-        values = request[name]
-    elif len(shape) == 1 and all(f"{name}_{i}" in request for i in range(shape[0])):
-        values = np.stack([_array(field, request[f"{name}_{i}"]) for i in range(shape[0])], axis=1)
-    else:
-        raise BadInput(
-            f"field {name!r} is missing: the model needs {described(field)} in column {name!r}"
-            f"{_or_columns(field, request)}; the request has {', '.join(map(str, request)) or 'no columns'}"
-        )
+    if name not in request:
+        return _joined(field, request)
+    values = request[name]
+    if not field["is_bag"] and shape and len(values) and any(isinstance(one, Mapping) for one in list(values)):
+        return _joined(field, _unpacked(field, list(values)))
     if field["is_bag"]:
         lists = [_array(field, one) if len(one) else np.empty(0, np.int64) for one in _listed(field, values)]
         lengths = np.array([len(one) for one in lists], np.int64)
@@ -211,11 +233,73 @@ def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
     return _tensor(field, array)
 
 
+def _joined(field: Spec, request: Mapping[str, Any]) -> Tensor:
+    """A field [B, L] of columns of numbers, by their names or positions. Raises BadInput where some are missing."""
+    for columns in (field.get("names", []), _numbered(field)):
+        if columns and all(name in request for name in columns):
+            return _stacked(
+                {name: _tensor({**field, "column": name}, _array(field, request[name])) for name in columns}
+            )
+    names = field.get("names", [])
+    missing = [name for name in names if name not in request]
+    there = ", ".join(map(str, request)) or "no columns"
+    if 0 < len(missing) < len(names):
+        verb = "is" if len(missing) == 1 else "are"
+        raise BadInput(
+            f"field {field['column']!r}: {', '.join(missing)} {verb} missing: by name the model needs "
+            f"{', '.join(names)}; the request has {there}"
+        )
+    by_name = f", or columns {', '.join(names)}" if names else ""
+    raise BadInput(
+        f"field {field['column']!r} is missing: the model needs {described(field)} in column {field['column']!r}"
+        f"{_or_columns(field, request)}{by_name}; the request has {there}"
+    )
+
+
+def _numbers(field: Spec, values: Any) -> Tensor:
+    return _tensor(field, _array(field, values))
+
+
+def _stacked(columns: Mapping[str, Tensor]) -> Tensor:
+    """[B, L] of L columns. Raises BadInput for one that is not [B]."""
+    for name, one in columns.items():
+        if one.ndim != 1:
+            raise BadInput(f"field {name!r}: expected one number for each sample, got {list(one.shape)}")
+    _check_sizes({name: len(one) for name, one in columns.items()})
+    return torch.stack([*columns.values()], dim=1)
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    if len(set(sizes.values())) > 1:
+        raise BadInput(f"the fields of a request need one number of samples, got {sizes}")
+
+
+def _unpacked(field: Spec, samples: Sequence[Any]) -> dict[str, list[Any]]:
+    """Columns by name of samples that are mappings of names to numbers. Raises BadInput for other names."""
+    names = field.get("names")
+    if names is None:
+        raise BadInput(
+            f"field {field['column']!r}: values by name, and the model was saved without names: give a list of "
+            f"{field['shape'][0]}, or save the model with dense_names"
+        )
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise BadInput(f"field {field['column']!r}: sample {i} is {sample!r}, expected values by name as in others")
+        if unknown := [name for name in sample if name not in names]:
+            near = get_close_matches(str(unknown[0]), names, n=1) or names
+            raise BadInput(
+                f"field {field['column']!r}: sample {i} has {unknown[0]!r}, which is no name of it; "
+                f"nearest: {', '.join(near)}"
+            )
+        if missing := [name for name in names if name not in sample]:
+            raise BadInput(f"field {field['column']!r}: sample {i} has no {', '.join(missing)}")
+    return {name: [sample[name] for sample in samples] for name in names}
+
+
 def _or_columns(field: Spec, request: Mapping[str, Any]) -> str:
     """The columns that may take the place of a column of lists, and which of them are missing; empty for others."""
-    if len(field["shape"]) != 1:
+    if not (names := _numbered(field)):
         return ""
-    _, *names = columns_for(field)
     missing = [name for name in names if name not in request]
     several = f"a column of numbers {names[0]}" if len(names) == 1 else f"columns {names[0]} to {names[-1]}"
     verb = "is" if len(missing) == 1 else "are"

@@ -44,9 +44,9 @@ class LogModel:
                                      arguments={"dim": 16}, registered_model_name="ctr", alias="champion")
         state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
 
-    name: of the logged model. input_example, build, arguments, tables, activation, dense_program: as `save_model` takes
-    them; an input of few samples, since it is kept. registered_model_name: of the registry, which gets a new version;
-    alias: of that version. requirements: further ones, such as a package that `build` imports.
+    name: of the logged model. input_example, dense_names, build, arguments, tables, activation, dense_program: as
+    `save_model` takes them; an input of few samples, since it is kept. registered_model_name: of the registry, which
+    gets a new version; alias: of that version. requirements: further ones, such as a package that `build` imports.
 
     When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
     training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint;
@@ -70,6 +70,7 @@ class LogModel:
     dense_program: bool | str | Sequence[str] = False
     requirements: Sequence[str] = ()
     checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
+    dense_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.name or any(character in self.name for character in "/:.%\"'"):
@@ -86,7 +87,7 @@ class LogModel:
 
     def check(self, model: nn.Module) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
-        inputs.spec_of(self.input_example, model)
+        inputs.spec_of(self.input_example, model, self.dense_names)
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model).checked()
@@ -98,7 +99,7 @@ class LogModel:
         """
         how: dict[str, Any] = {
             "build": self.build, "arguments": self.arguments, "tables": self.tables, "activation": self.activation,
-            "input_example": self.input_example, "dense_program": self.dense_program,
+            "input_example": self.input_example, "dense_program": self.dense_program, "dense_names": self.dense_names,
         }  # fmt: skip
         tags = {"gba_hvd.step": str(step)}
         if checkpoint is not None:

@@ -76,6 +76,7 @@ def save_model(
     *,
     tables: str = "all",
     input_example: Any = None,
+    dense_names: Sequence[str] = (),
     build: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
@@ -100,6 +101,7 @@ def save_model(
     model is opened, with the same bits on a processor of the same kind.
     input_example: an input as the model takes it (a tuple: positional arguments), of few samples. It describes the
     fields of a request, and the built module is compared with the model on it, bit for bit.
+    dense_names: of the columns of `Batch.dense`, in their order: a request may give them by name.
     activation: "sigmoid": what `predict` applies to the model's outputs; "none".
     shard_bytes: size of a shard of rows. Default: a 1024th of the table, at least 16 KiB.
     dense_program: also store the dense part as a program, which takes looked-up rows, for servers without this package
@@ -110,7 +112,7 @@ def save_model(
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
     from a checkpoint); StoreError where the store fails. The versions before stay as they are.
     """
-    formats = _check(tables, activation, dense_program, input_example)
+    formats = _check(tables, activation, dense_program, input_example, dense_names)
     own = tables_in(model)
     rows = live_rows(own)
     if not rows:
@@ -119,7 +121,7 @@ def save_model(
             "tables an attribute of the model (self.tables = tables) and look up in its forward()"
         )
     builder = Builder.of(build, arguments, model)
-    spec = None if input_example is None else inputs.spec_of(input_example, model)
+    spec = None if input_example is None else inputs.spec_of(input_example, model, dense_names)
     exported = exported_dense_part(model, input_example, formats) if formats else None
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
@@ -147,6 +149,7 @@ def export_model(
     step: int | str = "newest",
     tables: str = "all",
     input_example: Any = None,
+    dense_names: Sequence[str] = (),
     build: str,
     arguments: Mapping[str, Any] | None = None,
     activation: str = "none",
@@ -164,7 +167,7 @@ def export_model(
 
     Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
     """
-    formats = _check(tables, activation, dense_program, input_example)
+    formats = _check(tables, activation, dense_program, input_example, dense_names)
     opened = checkpoint
     if not isinstance(opened, OpenCheckpoint):
         opened = open_checkpoint(opened, step)
@@ -175,7 +178,7 @@ def export_model(
     stored_as = stand_ins([CheckpointRows(opened, name, None) for name in names])
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
-    spec = None if input_example is None else inputs.spec_of(input_example, fresh)
+    spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None
@@ -194,7 +197,11 @@ def export_model(
 
 
 def _check(
-    tables: str, activation: str, dense_program: bool | str | Sequence[str], input_example: Any
+    tables: str,
+    activation: str,
+    dense_program: bool | str | Sequence[str],
+    input_example: Any,
+    dense_names: Sequence[str],
 ) -> tuple[str, ...]:
     """The formats of the dense part."""
     refuse_unknown("tables", tables, TABLES)
@@ -202,6 +209,8 @@ def _check(
     formats = formats_of(dense_program)
     if formats and input_example is None:
         raise BadInput(f"dense_program={dense_program!r} needs input_example, by which the model is traced")
+    if len(dense_names) and input_example is None:
+        raise BadInput("dense_names needs input_example, which describes the fields of a request")
     return formats
 
 

@@ -82,7 +82,7 @@ def test_it_knows_its_tables_and_says_what_it_is(dataset: Path) -> None:
     log = ClickLog.open(dataset)
     assert log.tables == {"item": N, "tags": N, "user": 2 * N}
     assert list(log.tables) == ["item", "tags", "user"]
-    assert log.n_dense == 2
+    assert (log.n_dense, log.dense_names) == (2, ("size", "age"))
     assert json.loads(json.dumps(log.description))["samples"] == N
 
 

@@ -408,12 +408,19 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(trained: Trained, tm
     one_sample = {"input_example": batch(1), "dense_program": True}
     refused = (
         ({"build": "nowhere.py:f"}, "cannot be read"), ({"input_example": "text"}, "batch is a str"),
-        (one_sample, "at least 2 are needed"),
+        (one_sample, "at least 2 are needed"), ({"dense_names": ["price"]}, "dense_names has 1 names"),
     )  # fmt: skip
     for how, words in refused:
         callback = MLflowCallback(log_model=log_model(**how), spool_dir=tmp_path)
         with pytest.raises(BadInput, match=words):
             callback.on_model(model)
+
+
+def test_the_request_of_a_logged_model_has_the_names_of_its_dense_columns(trained: Trained, tmp_path: Path) -> None:
+    log_model(dense_names=["price", "age"]).write(trained(), tmp_path, 5, None)
+    columns = json.loads((tmp_path / "log.json").read_text())["columns"]
+    assert [*columns] == ["user", "item", "history", "price", "age"]
+    assert columns["age"] == batch(3).dense[:, 1].tolist()
 
 
 def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="WHAT",
         help="a callable as in --build that returns an input of the model; finds modules beside its file",
     )
+    names = "of the columns of Batch.dense, in their order: a request may give them by name; needs --example"
+    export.add_argument("--dense-names", nargs="+", default=[], metavar="NAME", help=names)
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
     export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
@@ -141,6 +143,7 @@ def run_export(args: argparse.Namespace) -> int:
     with progress("exporting", total) as on_bytes:
         saved = export_model(
             opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
+            dense_names=args.dense_names,
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if args.json:

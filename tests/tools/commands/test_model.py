@@ -156,6 +156,25 @@ def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert np.allclose(pd.read_csv(tmp_path / "out.csv")["score"], found["score"], atol=1e-6)
 
 
+def test_dense_columns_of_a_file_have_the_names_of_the_export(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, one = trained(), batch(30)
+    checkpoint(model, model.tables, tmp_path / "c")
+    how = ["export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--dense-names", "price", "age"]
+    assert "dense_names needs input_example" in said(capsys, *how, status=1)
+    said(capsys, *how, "--example", EXAMPLE)
+    assert gba_hvd.open_model(tmp_path / "m").example["age"] == [1, 1]
+    frame = frame_of(one).drop(columns=["dense"]).assign(age=one.dense[:, 1].numpy(), price=one.dense[:, 0].numpy())
+    frame.to_parquet(tmp_path / "in.parquet")
+    how = ["predict", tmp_path / "m", tmp_path / "in.parquet", "--out", tmp_path / "out.parquet"]
+    said(capsys, *how, "--batch", 7)
+    found = pd.read_parquet(tmp_path / "out.parquet")["score"]
+    assert np.allclose(found, evaluated(model, one).numpy(), atol=1e-6)
+    frame.drop(columns=["price"]).to_parquet(tmp_path / "in.parquet")
+    assert "field 'dense': price is missing" in said(capsys, *how, status=1)
+
+
 def test_a_file_is_scored_by_rows_that_stay_in_their_store(
     exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,6 +176,22 @@ def test_hashes_for_a_table_that_is_not_hashed_are_refused(
     assert "The columns of --hashed (user) have to be ids of hashed tables" in answer["message"]
 
 
+def test_dense_values_come_by_the_names_that_the_model_was_saved_with(
+    trained: Trained, tmp_path: Path, served: Callable[..., Served]
+) -> None:
+    model, one = trained(), batch(5)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(2), dense_names=["price", "age"])
+    here, frame = served(tmp_path / "m"), frame_of(one)
+    by_name = [{"age": age, "price": price} for price, age in one.dense.tolist()]
+    assert np.array_equal(here.scores(frame.assign(dense=by_name)), evaluated(model, one).numpy())
+    columns = frame.drop(columns=["dense"]).assign(age=one.dense[:, 1].tolist(), price=one.dense[:, 0].tolist())
+    assert np.array_equal(here.scores(columns), evaluated(model, one).numpy())
+    status, answer = here.ask(request_of(columns.drop(columns=["age"])))
+    assert status == 400 and "field 'dense': age is missing" in answer["message"], answer
+    status, answer = here.ask(request_of(frame.assign(dense=[one | {"hight": 1.0} for one in by_name])))
+    assert status == 400 and "sample 0 has 'hight', which is no name of it" in answer["message"], answer
+
+
 def test_rows_that_cannot_be_read_are_status_503_and_the_next_request_is_answered(
     trained: Trained, tmp_path: Path, served: Callable[..., Served]
 ) -> None:

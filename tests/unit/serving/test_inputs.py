@@ -133,6 +133,76 @@ def test_a_column_of_numbers_for_one_dense_feature_is_told_its_name() -> None:
         inputs.input_of(spec, {"x": [1.0, 2.0]})
 
 
+NAMED = {**{name: one for name, one in GOOD.items() if name != "dense"}, "price": [0.5, 1.0], "age": [1, 2]}
+
+
+def named() -> inputs.Spec:
+    return inputs.spec_of(batch(3), Model(), ["price", "age"])
+
+
+def test_dense_values_may_come_by_name() -> None:
+    expected = torch.tensor([[0.5, 1.0], [1.0, 2.0]])
+    rows = [{"age": 1.0, "price": 0.5}, {"price": 1.0, "age": 2.0}]
+    by_position = {"dense_0": [0.5, 1.0], "dense_1": [1.0, 2.0]}
+    ids = {name: GOOD[name] for name in ("user", "item", "history")}
+    for request in (NAMED, {**ids, "dense": rows}, pd.DataFrame({**ids, "dense": rows}), GOOD, {**ids, **by_position}):
+        assert torch.equal(inputs.input_of(named(), request).dense, expected)
+
+
+def test_the_columns_of_a_named_input_have_the_names() -> None:
+    one = batch(4)
+    columns = inputs.columns_of(named(), one)
+    assert [*columns] == ["user", "item", "history", "price", "age"]
+    assert same(inputs.input_of(named(), columns), one)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"age": None},
+            "field 'dense': age is missing: by name the model needs price, age; the request has user, item",
+        ),
+        ({"age": None, "price": None}, "columns dense_0 to dense_1, or columns price, age; the request has user"),
+        ({"age": ["a", "b"]}, "field 'age': expected float32, got <U1"),
+        ({"age": [1.0, np.nan]}, "field 'age': NaN, and the example"),
+        ({"age": [[1.0], [2.0]]}, r"field 'age': expected one number for each sample, got \[2, 1\]"),
+        ({"age": [1.0]}, "need one number of samples, got {'price': 2, 'age': 1}"),
+        ({"dense": [{"price": 1.0, "age": 1.0}, {"price": 1.0}]}, "field 'dense': sample 1 has no age"),
+        (
+            {"dense": [{"price": 1.0, "agee": 1.0, "age": 2.0}] * 2},
+            "field 'dense': sample 0 has 'agee', which is no name of it; nearest: age",
+        ),
+        ({"dense": [{"price": 1.0, "age": 1.0}, [1.0, 2.0]]}, r"sample 1 is \[1.0, 2.0\], expected values by name"),
+    ],
+)
+def test_a_dense_value_that_is_wrong_is_named(change: dict[str, Any], words: str) -> None:
+    request = {name: one for name, one in {**NAMED, **change}.items() if one is not None}
+    with pytest.raises(BadInput, match=words):
+        inputs.input_of(named(), request)
+
+
+def test_values_by_name_need_names() -> None:
+    with pytest.raises(BadInput, match="saved without names: give a list of 2, or save the model with dense_names"):
+        inputs.input_of(inputs.spec_of(batch(3), Model()), {**GOOD, "dense": [{"price": 1.0, "age": 2.0}] * 2})
+
+
+@pytest.mark.parametrize(
+    ("example", "names", "words"),
+    [
+        (batch(3), ["price"], "dense_names has 1 names, and Batch.dense of input_example 2 columns"),
+        (batch(3), ["price", "price"], "two columns of a request would be called 'price'"),
+        (batch(3), ["price", "user"], "two columns of a request would be called 'user'"),
+        (batch(3), ["dense_1", "dense_0"], "two columns of a request would be called 'dense_1'"),
+        (batch(3), "ab", "must be a list of names"),
+        (torch.randn(3, 2), ["price", "age"], "input_example is no Batch that has some"),
+    ],
+)
+def test_names_that_do_not_fit(example: Any, names: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        inputs.spec_of(example, Model(), names)
+
+
 @pytest.mark.parametrize(
     ("example", "words"),
     [
