@@ -83,19 +83,26 @@ def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> CheckedRows:
 
 
 def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> CheckedRows:
-    numeric, categorical = {}, {}
     labels = []
     for name in recipe.labels:
         with _column(raw, name):
             labels.append(_label(raw.columns[name], name, recipe, flaws))
     label = labels[0] if recipe.is_plain_label else np.stack([one.astype(np.float32) for one in labels], axis=1)
+    return CheckedRows(raw.positions, label, *features_of(raw, recipe, flaws))
+
+
+def features_of(
+    raw: RawRows, recipe: Recipe, flaws: dict[int, str]
+) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, Values]]:
+    """(`CheckedRows.numeric`, its `categorical`). What is wrong in which row is added to `flaws`."""
+    numeric, categorical = {}, {}
     for n in recipe.numeric:
         with _column(raw, n.name):
             numeric[n.name] = _numbers(raw.columns[n.name], n.name, flaws)
     for c in recipe.categorical:
         with _column(raw, c.column):
             categorical[c.name] = _values(raw, c, flaws)
-    return CheckedRows(raw.positions, label, numeric, categorical)
+    return numeric, categorical
 
 
 @contextmanager

@@ -212,10 +212,14 @@ def _write_vocabularies(folder: Path, encoders: Encoders) -> None:
     for name, encoder in encoders.tables.items():
         if isinstance(encoder, VocabularyEncoder):
             table = pa.table({"value": encoder.values, "count": encoder.counts})
-            path = folder / "vocabulary" / f"{quote(name, safe='')}.arrow"
+            path = vocabulary_path(folder, name)
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table)
             sync(path)
+
+
+def vocabulary_path(folder: Path, table: str) -> Path:
+    return folder / "vocabulary" / f"{quote(table, safe='')}.arrow"
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -214,6 +214,29 @@ class Recipe:
         label = self.label if isinstance(self.label, str) else list(self.label)
         return {"format": self.format, "label": label, "categorical": fields, "numeric": numeric, **text}
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe of such values; the names of columns without a header are not among them.
+
+        Raises KeyError, TypeError or ValueError where they are no recipe.
+        """
+        label = values["label"]
+        return cls(
+            values["format"],
+            label if isinstance(label, str) else tuple(label),
+            tuple(Categorical(**one | {"encoding": _encoding_of(one["encoding"])}) for one in values["categorical"]),
+            tuple(Numeric(**one) for one in values["numeric"]),
+            delimiter=values.get("delimiter", ""),
+            label_from=values.get("label_from"),
+            ignored=tuple(values.get("ignored", ())),
+            ratings=tuple(values.get("ratings", ())),
+        )
+
+
+def _encoding_of(values: Mapping[str, Any]) -> Encoding:
+    kinds: dict[str, type[Encoding]] = {one.__name__.lower(): one for one in (Vocabulary, Hashed, Identity)}
+    return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
     return {"kind": type(encoding).__name__.lower(), **asdict(encoding)}

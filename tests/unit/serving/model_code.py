@@ -66,3 +66,18 @@ def example() -> gba_hvd.Batch:
     history = gba_hvd.Bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))
     ids = {"user": torch.tensor([1, 2]), "item": torch.tensor([3, 4]), "history": history}
     return gba_hvd.Batch(ids, torch.ones(2, 2), torch.zeros(2))
+
+
+class OfStore(nn.Module):
+    """The rows of all features of a prepared dataset, and its dense values. rows: by table; features: their tables"""
+
+    def __init__(self, rows: dict[str, int], features: dict[str, str]) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables(
+            {table: (n, 4) for table, n in rows.items()},
+            gba_hvd.SGD(lr=0.1),
+            features={name: gba_hvd.Feature(table, "mean") for name, table in features.items()},
+        )
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        return sum(self.tables(batch.ids).values()).sum(1) + batch.dense.sum(1)

@@ -1,0 +1,215 @@
+"""Raw rows in memory, as a serving process has them, to the ids and numbers of a prepared dataset.
+
+The rows become the columns that `raw_rows` reads from a file of the dataset's format; all else is what `prepare` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gba_hvd.batch import Bag, Batch
+from gba_hvd.data import json_lines
+from gba_hvd.data.checked_rows import CheckedRows, features_of
+from gba_hvd.data.click_log import ClickLog
+from gba_hvd.data.encoding import Encoder, Scaler, VocabularyEncoder, encoder_of
+from gba_hvd.data.parquet_columns import is_list
+from gba_hvd.data.prepare import Encoders, vocabulary_path
+from gba_hvd.data.raw_rows import RawRows
+from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
+from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
+from gba_hvd.errors import BadInput
+
+_LISTS = (list, tuple, np.ndarray)
+
+
+class RowEncoder:
+    """Raw rows to what `gba-hvd data prepare` makes of them: the same ids, and the same numbers.
+
+        encoder = gba_hvd.data.RowEncoder.open("store")
+        scores = gba_hvd.open_model(url).predict(encoder.columns([{"user": "u7", "item": "i3", "price": 4.5}]))
+
+    rows: a list of mappings, one mapping (a row), or a pandas `DataFrame`, with the values as the input of `prepare`
+    had them, before any encoding: strings, numbers, lists where the input has lists. None and NaN are missing values.
+    Labels and other columns may be there.
+
+    What is missing, rare or not in the train split has id 0, as in the dataset. Of the dataset's folder `dataset.json`
+    and the folder `vocabulary` are read, by `open` alone. An encoder does not change, so threads may share it.
+
+    tables, features, dense_names: as of `ClickLog`
+
+    `open` raises BadInput for a dataset that is missing or damaged. `columns` and `batch` raise it for a row that
+    `prepare` would leave out as malformed, for a column that is not there, and for a value whose text in the input is
+    not known, such as 7.0, which may have been `7`, where the input was text.
+    """
+
+    def __init__(self, recipe: Recipe, encoders: Encoders) -> None:
+        self.tables = {table: encoders.tables[table].rows for table in recipe.tables}
+        self.features = {c.name: c.of_table for c in recipe.categorical}
+        self.dense_names = tuple(n.name for n in recipe.numeric)
+        self._recipe, self._encoders = recipe, encoders
+        self._wanted = [name for name in recipe.used if name not in recipe.labels]
+
+    @classmethod
+    def open(cls, path: str | Path) -> RowEncoder:
+        """The encoder of what `gba-hvd data prepare` wrote."""
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        try:
+            recipe = Recipe.from_json(manifest["recipe"])
+            n_rows = {field.get("table", field["name"]): int(field["rows"]) for field in manifest["fields"]}
+            tables = {table: _encoder(folder, table, of[0], n_rows[table]) for table, of in recipe.tables.items()}
+            fitted = {one["name"]: one for one in manifest["numeric"]}
+            numeric = {n.name: Scaler(n, fitted[n.name]["mean"], fitted[n.name]["std"]) for n in recipe.numeric}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"{folder}: its dataset.json has no whole recipe ({error}); prepare it again") from error
+        return cls(recipe, Encoders(tables, numeric, {}))
+
+    def columns(self, rows: Any) -> dict[str, Any]:
+        """As `OpenModel.predict` takes them: by field int64 [n] or n arrays of ids; `dense` float32 [n, n_dense]."""
+        batch = self.batch(rows)
+        found = {name: _column(ids) for name, ids in batch.ids.items()}
+        return found | ({"dense": batch.dense.numpy()} if self.dense_names else {})
+
+    def batch(self, rows: Any) -> Batch:
+        """As `ClickLog.take` gives them, with labels 0."""
+        try:
+            raw = self._raw(rows)
+        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
+            raise BadInput(f"a text of the rows is not UTF-8: {error}") from error
+        flaws: dict[int, str] = {}
+        numeric, categorical = features_of(raw, self._recipe, flaws)
+        _refuse(flaws, len(raw.numbers))
+        label = np.zeros(len(raw.numbers), np.uint8)
+        encoded = self._encoders.encode(CheckedRows(raw.positions, label, numeric, categorical), self._recipe)
+        bags = tuple((np.append(0, np.cumsum(lengths)), values) for lengths, values in encoded.bags)
+        fields = self._recipe.categorical
+        layout = DatasetLayout(
+            tuple(c.name for c in fields if not c.multi_valued),
+            tuple(c.name for c in fields if c.multi_valued),
+            self.dense_names,
+        )
+        part = DatasetPart(label, encoded.ids, encoded.dense, bags)
+        return ClickLog(self.tables, layout, [part], {}, self.features).take(np.arange(len(label)))
+
+    def _raw(self, rows: Any) -> RawRows:
+        by_name = self._by_name(rows)
+        n = len(next(iter(by_name.values())))
+        columns = _typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
+        for field in self._recipe.categorical:
+            if field.part is None:
+                columns[field.name] = _checked_list(columns[field.name], field)
+        numbers = np.arange(n, dtype=np.int64)
+        return RawRows("the rows", "sample", numbers, numbers, columns, n, 0)
+
+    def _by_name(self, rows: Any) -> dict[str, Any]:
+        """The columns that the recipe uses, each a list or a series."""
+        if hasattr(rows, "columns") and hasattr(rows, "iloc"):
+            require_columns(self._wanted, [str(name) for name in rows.columns], "the data frame")
+            return {name: rows[name] for name in self._wanted}
+        listed = [rows] if isinstance(rows, Mapping) else rows
+        if not isinstance(listed, Sequence) or not all(isinstance(row, Mapping) for row in listed):
+            raise BadInput(
+                f"expected rows: a list of mappings, one mapping or a pandas DataFrame, got {type(rows).__name__}"
+            )
+        if self._recipe.format != "jsonl":  # of JSON lines an absent name is a missing value
+            for i, row in enumerate(listed):
+                require_columns(self._wanted, list(row), f"sample {i} (None is a missing value)")
+        return {name: [row.get(name) for row in listed] for name in self._wanted}
+
+    def _as_text(self, by_name: Mapping[str, Any], n: int) -> dict[str, pa.Array]:
+        """What a file of text or JSON lines would have."""
+        numbers, is_json = set(self.dense_names), self._recipe.format == "jsonl"
+        texts = {
+            name: [_text(value, name, name in numbers, is_json) for value in list(values)]
+            for name, values in by_name.items()
+        }
+        lists = {c.name for c in self._recipe.categorical if c.is_list}
+        rows = [{name: values[i] for name, values in texts.items()} for i in range(n)]
+        flaws: dict[int, str] = {}
+        columns = json_lines.columns_of(rows, {name: name in lists for name in texts}, flaws)
+        _refuse(flaws, n)
+        return columns
+
+
+def _encoder(folder: Path, table: str, field: Categorical, n_rows: int) -> Encoder:
+    if not isinstance(field.encoding, Vocabulary):
+        return encoder_of(field.encoding)
+    path = vocabulary_path(folder, table)
+    try:
+        with pa.memory_map(str(path)) as file:
+            stored = pa.ipc.open_file(file).read_all()
+        stored.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise BadInput(f"{path}: missing or damaged ({error}); prepare the dataset again") from error
+    if stored.num_rows + 1 != n_rows:
+        raise BadInput(f"{path}: {stored.num_rows} values, expected {n_rows - 1}: damaged; prepare the dataset again")
+    values = pa.concat_arrays(stored["value"].chunks) if stored.num_rows else pa.array([], pa.large_string())
+    return VocabularyEncoder(values, stored["count"].to_numpy())
+
+
+def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
+    """What a Parquet file would have."""
+    columns = {}
+    for name, values in by_name.items():
+        try:
+            column = pa.array(values, from_pandas=True)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise BadInput(f"column {name!r}: expected values of one type: {error}") from error
+        columns[name] = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    return columns
+
+
+def _checked_list(column: pa.Array, field: Categorical) -> pa.Array:
+    """Raises BadInput for lists where single values are expected, and the other way round."""
+    if pa.types.is_null(column.type) and field.is_list:
+        return column.cast(pa.list_(pa.string()))
+    if is_list(column.type) == field.is_list:
+        return column
+    expected = "a list of values in each row" if field.is_list else "one value in each row, not a list"
+    if field.separator is not None:
+        expected = f"text with {field.separator!r} between the values, as in the input"
+    raise BadInput(f"column {field.name!r}: expected {expected} (one mapping is one row; columns: a DataFrame)")
+
+
+def _text(value: Any, name: str, is_number: bool, is_json: bool) -> Any:
+    """A value as `json_lines` reads it: numbers as text."""
+    if isinstance(value, _LISTS):
+        return [_text(one, name, is_number, is_json) for one in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or type(value).__name__ in ("NAType", "NaTType") or value != value:
+        return None
+    if isinstance(value, str) or (isinstance(value, bool) and is_json):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and is_number and math.isfinite(value):
+        return repr(value)
+    raise BadInput(
+        f"column {name!r}: {value!r} is a {type(value).__name__}, and how it was written in the input is not known: "
+        "give the text (pandas.read_csv(..., dtype=str, keep_default_na=False)), or a whole number"
+    )
+
+
+def _refuse(flaws: Mapping[int, str], n: int) -> None:
+    if flaws:
+        first = min(flaws)
+        raise BadInput(
+            f"{len(flaws)} of {n} rows are malformed: `gba-hvd data prepare` leaves such rows out. The first, sample "
+            f"{first}: {flaws[first]}"
+        )
+
+
+def _column(ids: Any) -> npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]:
+    if isinstance(ids, Bag):
+        values = ids.values.numpy()
+        return [values[first:last] for first, last in pairwise([*ids.offsets.tolist(), len(values)])]
+    single: npt.NDArray[np.int64] = ids.numpy()
+    return single
