@@ -9,7 +9,7 @@ Gloo has one time limit for an operation, and what it interrupts cannot be conti
 So there is none. Who loses a connection, since its peer died or closed the group, closes its own, so that all of the
 group learn of it; a worker that was cut off closes none, and Horovod's background thread finds that it does not answer.
 
-What a failure leaves: a sum that Gloo has not given up, which cannot be ended. Its thread and its buffer stay until
+What a failure leaves: a sum that Gloo still waits in, which cannot be cancelled. Its thread and its buffer stay until
 this process ends.
 """
 
@@ -33,7 +33,7 @@ _UNLIMITED = datetime.timedelta(days=1000)
 
 
 class NotConnected(GbaError):
-    """There is no group: the world may go on without it."""
+    """There is no group; training continues without it."""
 
 
 class Group:
@@ -53,7 +53,7 @@ class Group:
             raise worker_lost("this worker has left the group")
         if self._buffer.shape != values.shape or self._buffer.dtype != values.dtype:
             self._buffer = torch.empty_like(values)
-        self._buffer.copy_(values)  # a sum that nobody waits for any more may still be written to
+        self._buffer.copy_(values)  # a sum that failed may still be written to
         options = AllreduceOptions()
         options.timeout = _UNLIMITED
         work = self._connections.allreduce([self._buffer], options)
