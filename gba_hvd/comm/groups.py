@@ -68,7 +68,7 @@ class Group:
             work.wait()
         except RuntimeError as error:
             self.close()
-            raise worker_lost(f"a worker of another host is gone: {error}") from error
+            raise worker_lost(f"a worker of another host is gone: {_without_place(error)}") from error
         values.copy_(self._buffer)
 
     def close(self) -> None:
@@ -106,6 +106,12 @@ def _refuse_failed(world: World, name: str, failure: str) -> None:
     for rank, text in enumerate(world.gather_bytes(name, failure.encode())):
         if len(text):
             raise NotConnected(f"rank {rank} could not be connected: {bytes(text).decode()}")
+
+
+def _without_place(error: Exception) -> str:
+    """Gloo's errors begin with the place in its source, in brackets."""
+    text = str(error)
+    return text.partition("] ")[2] if text.startswith("[") else text
 
 
 def _options(address: str) -> Any:
