@@ -13,7 +13,7 @@ What a crash leaves: a mark of a rank that waits no more, until the launcher for
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.wait_notices import Patience
@@ -34,7 +34,7 @@ PURPOSES = {
             "facts", "settings", "session", "key", "open", "bare", "marks", "reserve", "move", "outboxes", "initialise",
             "fill", "filled", "assigned rows", "read the assigned", "place", "make room for messages in", "refilled",
             "read", "job", "left", "look at what was left in", "servers started", "goes on", "clear", "use",
-            "resume from", "state", "snapshot", "residuals",
+            "resume from", "state", "snapshot", "residuals", "leaders", "leaders connected",
         ),
         _SYNC,
     ),
@@ -72,14 +72,15 @@ def who_is_behind(name: str, marks: Mapping[int, str]) -> str:
 class LongWait:
     """One wait of this worker for others. For one thread; raises nothing where the launcher cannot be reached.
 
-    store: None where there is no launcher to ask. in_background: training does not wait for it
+    ranks: of all that take part; store: None where there is no launcher to ask; in_background: training does not wait
+    for it
     """
 
     def __init__(
-        self, name: str, rank: int, size: int, store: LauncherStore | None, in_background: bool = False
+        self, name: str, rank: int, ranks: Sequence[int], store: LauncherStore | None, in_background: bool = False
     ) -> None:
-        self._name, self._rank, self._size, self._in_background = name, rank, size, in_background
-        self._store = store if size <= _MOST_WORKERS else None
+        self._name, self._rank, self._ranks, self._in_background = name, rank, ranks, in_background
+        self._store = store if len(ranks) <= _MOST_WORKERS else None
         self._patience = Patience(first_s=FIRST_S)
         self._patience.word(True, 0.0)
         self._mark(name)
@@ -110,7 +111,7 @@ class LongWait:
     def _behind(self) -> str:
         if self._store is None:
             return ""
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        others = [rank for rank in self._ranks if rank != self._rank]
         try:
             return who_is_behind(self._name, {rank: self._store.ask("GET", self._path(rank)) or "" for rank in others})
         except OSError:

@@ -1,4 +1,4 @@
-"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
+"""The one file that talks to Horovod: its collectives, and the same for a world of one worker.
 
 Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
 count from zero and never match the others.
@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError,
 
 _POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
 _PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
+_WATCHED_S = 1.0  # a sum of some workers that takes longer is watched
 _ASK_AGAIN_S = 0.5
 _LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
@@ -66,6 +67,9 @@ class World(Protocol):
         before an operation of this name comes again.
         """
 
+    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+        """Wait for what some ranks, this one among them, do together elsewhere. Raises where the world has broken."""
+
 
 class SoloWorld:
     """One worker on its own."""
@@ -91,6 +95,9 @@ class SoloWorld:
     def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         pass
 
+    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+        assert is_done()
+
 
 class HorovodWorld:
     """The workers Horovod has initialised. Short-lived: a new one after every re-initialisation."""
@@ -99,6 +106,7 @@ class HorovodWorld:
         self._hvd = _horovod()
         self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        self._watch: Any = None
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
         mine = torch.from_numpy(row.astype(np.int64))[None, :]
@@ -145,25 +153,53 @@ class HorovodWorld:
         if local is not values:
             values.copy_(local)
 
-    def _wait(self, name: str, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
-        """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for.
+    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+        self._wait_until(name, is_done, self._refuse_broken, ranks)
 
-        Training does not wait for those that may be cancelled.
-        """
-        asked_s, long_wait, in_background = time.perf_counter(), None, cancelled is not None
-        while not self._hvd.poll(handle):
+    def _wait(self, name: str, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
+        """The result of an operation. Training does not wait for those that may be cancelled."""
+
+        def refuse(_: float) -> None:
             if cancelled is not None and cancelled():  # Horovod keeps the tensors until the next world is initialised
-                if long_wait is not None:
-                    long_wait.end()
                 raise WorldLeft("this worker leaves the world")
-            waited_s = time.perf_counter() - asked_s
-            if waited_s > collective_waits.MARKED_S:
-                long_wait = long_wait or LongWait(name, self.rank, self.size, LauncherStore.of(), in_background)
-                long_wait.report(waited_s)
-            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if not in_background else _PATIENT_POLL_S)
-        if long_wait is not None:
-            long_wait.end()
+
+        everyone = range(self.size)
+        self._wait_until(name, lambda: self._hvd.poll(handle), refuse, everyone, in_background=cancelled is not None)
         return self._hvd.synchronize(handle)
+
+    def _wait_until(
+        self,
+        name: str,
+        is_done: Callable[[], bool],
+        refuse: Callable[[float], None],
+        ranks: Sequence[int],
+        in_background: bool = False,
+    ) -> None:
+        """Horovod's own wait spins: it takes the core from whom it waits for.
+
+        refuse: called with the seconds waited so far, may raise; ranks: of all that take part
+        """
+        asked_s, long_wait = time.perf_counter(), None
+        try:
+            while not is_done():
+                waited_s = time.perf_counter() - asked_s
+                refuse(waited_s)
+                if waited_s > collective_waits.MARKED_S:
+                    long_wait = long_wait or LongWait(name, self.rank, ranks, LauncherStore.of(), in_background)
+                    long_wait.report(waited_s)
+                time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if not in_background else _PATIENT_POLL_S)
+        finally:
+            if long_wait is not None:
+                long_wait.end()
+
+    def _refuse_broken(self, waited_s: float) -> None:
+        """Raise where Horovod has left the world, which ends all of its operations: also one that no other rank has."""
+        if waited_s < _WATCHED_S:
+            return
+        if self._watch is None:
+            self._watch = self._hvd.allreduce_async_(torch.zeros(1), name=f"gba_hvd.watch.{self.rank}")
+        if self._hvd.poll(self._watch):
+            raise worker_lost("Horovod has left the world: a worker died, or does not answer")
 
 
 def current_world() -> World:

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -35,7 +34,7 @@ from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
 from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 from gba_hvd.compression.spec import Spec
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import AllSum, DenseGradients
 
 N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of the step before, |residual|, not finite
 
@@ -82,7 +81,7 @@ class DenseExchange:
     def n_numbers(self, n_workers: int) -> int:
         return N_NUMBERS * n_workers
 
-    def sum_(self, world: World, dense: DenseGradients, numbers: Tensor, traffic: Traffic) -> None:
+    def sum_(self, world: World, dense: DenseGradients, numbers: Tensor, traffic: Traffic, over_all: AllSum) -> None:
         """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided.
 
         numbers: this class's among those that travel along, [n_numbers]
@@ -105,9 +104,9 @@ class DenseExchange:
         mine[3] = self.feedback.residual_size
         chosen = self._bypass.tensors_next()
         took = (
-            self._sum_compressed_(world, dense, mine, traffic, chosen)
+            self._sum_compressed_(world, dense, mine, traffic, over_all, chosen)
             if any(chosen)
-            else self._sum_plain_(world, dense, traffic)
+            else self._sum_plain_(dense, traffic, over_all)
         )
         agreed = numbers.reshape(world.size, N_NUMBERS).tolist()
         self._known = [row[3] for row in agreed]
@@ -196,20 +195,26 @@ class DenseExchange:
         if dense.total.device.type != "cpu":
             dense.total[: dense.n].copy_(torch.from_numpy(flat))
 
-    def _sum_plain_(self, world: World, dense: DenseGradients, traffic: Traffic) -> StepTiming:
+    def _sum_plain_(self, dense: DenseGradients, traffic: Traffic, over_all: AllSum) -> StepTiming:
         began_s = time.perf_counter()
         flat = self._flat(dense)
         self.feedback.flush_all(flat, self._all.spans)
         self._put(dense, flat)
         entered_s = time.perf_counter()
-        dense.sum_(partial(world.sum_, "commit"))
+        dense.sum_(over_all.sum_)
         left_s = time.perf_counter()
-        traffic.both("dense", ring(dense.total.element_size() * dense.n, world.size))
-        traffic.both("header", ring(dense.total.element_size() * len(dense.extra), world.size))
+        traffic.both("dense", ring(self._itemsize * dense.n, over_all.n_in_ring))
+        traffic.both("header", ring(self._itemsize * len(dense.extra), over_all.n_in_ring))
         return self._took(left_s - entered_s, entered_s - began_s)
 
     def _sum_compressed_(
-        self, world: World, dense: DenseGradients, mine: Tensor, traffic: Traffic, chosen: tuple[bool, ...]
+        self,
+        world: World,
+        dense: DenseGradients,
+        mine: Tensor,
+        traffic: Traffic,
+        over_all: AllSum,
+        chosen: tuple[bool, ...],
     ) -> StepTiming:
         began_s = time.perf_counter()
         flat = self._flat(dense)
@@ -239,11 +244,11 @@ class DenseExchange:
             received = world.gather_bytes("dense", sent)
             n_all = sum(map(len, received))
             traffic.both("dense", n_all * (world.size - 1) // world.size)
-        world.sum_("commit", small)
+        over_all.sum_(small)
         left_s = time.perf_counter()
         n_small = len(small) - len(dense.extra)
-        traffic.both("dense", ring(self._itemsize * n_small, world.size))
-        traffic.both("header", ring(self._itemsize * len(dense.extra), world.size))
+        traffic.both("dense", ring(self._itemsize * n_small, over_all.n_in_ring))
+        traffic.both("header", ring(self._itemsize * len(dense.extra), over_all.n_in_ring))
         parts = [sparse_message.read(one, shape.n, 0, flat.dtype) for one in received]
         read_s = (time.perf_counter() - left_s) / max(1, shape.n)
         for span in shape.spans:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gba_hvd.errors import BadInput
+
+
+@dataclass(frozen=True)
+class AllSum:
+    """How a vector is summed over all workers.
+
+    sum_: does so in place, [n] on the CPU. A collective; n_in_ring: of how many workers this one sends its part of the
+    vector on; 1 where it leaves that to another
+    """
+
+    sum_: Callable[[Tensor], None]
+    n_in_ring: int
 
 
 class DenseGradients:

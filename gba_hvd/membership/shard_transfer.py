@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from gba_hvd.comm.collectives import World, all_or_none
+from gba_hvd.comm.groups import NotConnected, form_group
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.membership.agreement import Agreement, RankState
-from gba_hvd.shm.host_sum import HostSum
+from gba_hvd.shm.host_sum import HostSum, SumThroughLeaders
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout
 from gba_hvd.shm.outbox import Outbox, remove_others
@@ -22,6 +24,7 @@ from gba_hvd.training.engine import Engine
 _MOST_IDS = 1 << 22  # without a row, in one worker's part of a step
 _MOST_NUMBERS = 1 << 16  # that travel with the dense gradients
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
+log = logging.getLogger("gba_hvd")
 
 
 def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
@@ -138,9 +141,9 @@ def open_outboxes(
     memory: ShardMemory,
     dense: DenseGradients,
 ) -> tuple[dict[int, Outbox], HostSum | None]:
-    """The outboxes of this host's ranks, this rank's newly made, and what adds up dense gradients on a single host.
+    """The outboxes of this host's ranks, this rank's newly made, and what adds up dense gradients.
 
-    A collective.
+    A collective. No sum: leave it to Horovod.
     """
     if world.size == 1:
         return {}, None
@@ -149,20 +152,32 @@ def open_outboxes(
     # than its rows.
     most = [layout.n_shards * g.rows_per_shard + (g.hashed is not None) * _MOST_IDS for g in layout.groups]
     n_words = [sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))]
-    if len(members.order) == 1:
-        n_words.append(dense.total.element_size() // 4 * (dense.n + _MOST_NUMBERS))
+    n_words.append(dense.total.element_size() // 4 * (dense.n + _MOST_NUMBERS))
     own = all_or_none(
         world, agreed.is_restart, "make room for messages in", lambda: [Outbox.create(folder, n) for n in n_words]
     )
     numbers = world.gather("outboxes", np.array([number for _, number in own], dtype=np.int64))
     here = members.ranks_of(members.hosts[world.rank])
-    by_kind = []
-    for n, (mine, _), of_rank in zip(n_words, own, numbers.T.tolist(), strict=True):
-        others = {rank: Outbox.open(folder, facts[rank].pid, of_rank[rank], n) for rank in here if rank != world.rank}
-        by_kind.append({world.rank: mine, **others})
+    messages, sums = [
+        {world.rank: mine}
+        | {rank: Outbox.open(folder, facts[rank].pid, of_rank[rank], n) for rank in here if rank != world.rank}
+        for n, (mine, _), of_rank in zip(n_words, own, numbers.T.tolist(), strict=True)
+    ]
     if members.leader_of(members.hosts[world.rank]) == world.rank:
-        remove_others(folder, {box.path for boxes in by_kind for box in boxes.values()})
-    return by_kind[0], HostSum(world.rank, by_kind[1]) if len(by_kind) > 1 else None
+        remove_others(folder, {box.path for boxes in (messages, sums) for box in boxes.values()})
+    if len(members.order) == 1:
+        return messages, HostSum(world.rank, sums)
+    leaders = [members.leader_of(host) for host in members.order]
+    try:
+        return messages, SumThroughLeaders(world.rank, sums, form_group("commit", world, leaders))
+    except NotConnected as error:
+        sums[world.rank].close()
+        if world.rank == 0:
+            log.warning(
+                "Horovod sums the dense gradients, over all workers, which is slower than over the leaders of the "
+                "hosts: %s", error,
+            )  # fmt: skip
+        return messages, None
 
 
 def rows_in(layout: Layout, shard: int) -> int:

@@ -7,8 +7,8 @@ One step, on every rank:
     3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
                what arrives is *held*. Where the step is to be clipped, each rank then measures what it holds: the
                squares travel with the commit, so its result has the norm, and all ranks find the same factor
-    4. commit  one sum of the dense gradients: through memory where all workers are on one host (`shm.host_sum`), else
-               Horovod's allreduce. It ends only when every rank has entered it, so a rank with its result knows that
+    4. commit  one sum of the dense gradients: through memory on a host, and among the leaders of several hosts
+               (`shm.host_sum`). It ends only when every rank has entered it, so a rank with its result knows that
                every rank holds its row gradients: from here on the step is decided. Compressed dense gradients go round
                just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
@@ -58,7 +58,7 @@ from gba_hvd.embedding.row_gradients import (
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError
 from gba_hvd.gradients import clipping
-from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import AllSum, DenseGradients
 from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
@@ -94,7 +94,7 @@ class AllreduceExchange:
     Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
     not own, the world, the tables' memory and the dense gradients.
 
-    host_sum: where all workers are on one host; owned as well
+    host_sum: owned as well; without it Horovod sums the dense gradients of several hosts
     """
 
     def __init__(
@@ -122,6 +122,9 @@ class AllreduceExchange:
         self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         assert self.several_hosts or world.size == 1 or host_sum is not None
+        self._over_all = AllSum(partial(world.sum_, "commit"), world.size)
+        if host_sum is not None:
+            self._over_all = AllSum(self._sum_in_memory_, len(members.order) if world.rank == min(outboxes) else 1)
         self._row_coder = row_coder
         # Row gradients stay where the model's device has them: no other worker gets or applies any.
         self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
@@ -287,8 +290,8 @@ class AllreduceExchange:
         several hosts the `alltoall` of `exchange` implies that.
         """
         assert self.held is not None
-        if self._host_sum is not None:
-            self._sum_on_host_(torch.empty(0))
+        if self._host_sum is not None and not self.several_hosts:
+            self._sum_in_memory_(torch.empty(0))
         grads, scale = self._merged(self.held)
         groups = self._tables.layout.groups
         on_device = sum(grad.squares() for grad in grads if isinstance(grad, DeviceRowGrad))
@@ -308,19 +311,16 @@ class AllreduceExchange:
 
     def _sum_(self, dense: DenseGradients, fields: CommitFields) -> None:
         if self._dense_exchange is not None:
-            self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic)
+            self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic, self._over_all)
             return
         if self._world.size == 1:
             return
-        if self._host_sum is not None:
-            dense.sum_(self._sum_on_host_)
-            return
-        dense.sum_(partial(self._world.sum_, "commit"))
+        dense.sum_(self._over_all.sum_)
         itemsize = dense.total.element_size()
-        self._traffic.both("dense", ring(itemsize * dense.n, self._world.size))
-        self._traffic.both("header", ring(itemsize * len(dense.extra), self._world.size))
+        self._traffic.both("dense", ring(itemsize * dense.n, self._over_all.n_in_ring))
+        self._traffic.both("header", ring(itemsize * len(dense.extra), self._over_all.n_in_ring))
 
-    def _sum_on_host_(self, values: Tensor) -> None:
+    def _sum_in_memory_(self, values: Tensor) -> None:
         assert self._host_sum is not None
         try:
             self._host_sum.sum_(values)

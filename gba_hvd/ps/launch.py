@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.comm.own_address import own_address
 from gba_hvd.embedding import row_optimizers
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.messages import Endpoint, Wire
-from gba_hvd.ps.own_address import own_address
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
 

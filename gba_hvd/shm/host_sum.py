@@ -1,7 +1,7 @@
-"""The sum of a vector over the workers of a host, through their memory: what commits a step where a job has one host.
+"""The sum of a vector over all workers, through the memory of their hosts: what commits a step.
 
-Each worker posts its vector in an outbox of its own, waits until all have posted theirs, and adds them up in the order
-of the ranks: so all have the same bits, and a sum is written nowhere but where it is used.
+On one host (`HostSum`) each worker posts its vector in an outbox of its own, waits until all have posted theirs, and
+adds them up in the order of the ranks: so all have the same bits, and a sum is written nowhere but where it is used.
 
 What is decided, and when. A sum is decided when the last worker has posted; the workers' memory says so, and outlives
 them. So no survivor of a crash misses the result of a sum that another one has: it finds all vectors, and adds them
@@ -14,6 +14,19 @@ which all have posted after they had read.
 
 A worker that leaves the world for another reason says so (`leave`): it lives, so others would not see it. One that is
 stopped, by a signal or a debugger, for as long as Horovod waits for an answer counts as gone.
+
+With several hosts (`SumThroughLeaders`) a host's leader adds its neighbours' vectors to its own, the leaders sum what
+they have, and each posts the result in place of its vector, for its neighbours. Who has a result knows that all workers
+had posted; others may miss it.
+
+    a leader dies                        its neighbours                      the other hosts
+    before it has summed                 `WorkerGone`                        lose the connection; none has the result
+    while the leaders sum                `WorkerGone`                        some may have the result, the others lose
+                                                                             the connection
+    before it has posted the result      `WorkerGone`, without the result    have it
+    after that                           have it                             have it
+
+A neighbour that dies before it has posted is missed by its leader, which leaves, and so ends the sum of the leaders.
 """
 
 from __future__ import annotations
@@ -21,7 +34,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,9 +74,7 @@ class HostSum:
             raise WorkerGone(f"rank {self._rank}, this worker, left the world when a sum failed")
         self._n += 1
         try:
-            self._post(values)
-            self._await()
-            self._add_up(values)
+            self._exchange(values)
         except BaseException:  # the others would wait for the sum that this worker takes for the next one
             self.leave()
             raise
@@ -77,17 +89,25 @@ class HostSum:
         for outbox in self._outboxes.values():
             outbox.close()
 
+    def _exchange(self, values: Tensor) -> None:
+        self._post(values)
+        self._await(self._outboxes)
+        parts = self._posted(self._outboxes, values)
+        torch.add(parts[0], parts[1], out=values)
+        for part in parts[2:]:
+            values.add_(part)
+
     def _post(self, values: Tensor) -> None:
         mine = values.numpy()
         words = np.array([mine.nbytes // 4], dtype=np.int64)
         self._outboxes[self._rank].post(self._n, words, lambda memory: np.copyto(memory.view(mine.dtype), mine))
 
-    def _await(self) -> None:
-        """Wait until all ranks have posted."""
-        stopped_s = dict.fromkeys(self._outboxes, 0.0)  # as far as this worker ran meanwhile
+    def _await(self, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have posted."""
+        missing = list(ranks)
+        stopped_s = dict.fromkeys(missing, 0.0)  # as far as this worker ran meanwhile
         began_s, notice_s = time.monotonic(), _NOTICE_S
         looked_s = began_s
-        missing = list(self._outboxes)
         while missing := [rank for rank in missing if not self._outboxes[rank].wait_posted(self._n, 0.0)]:
             if self._outboxes[missing[0]].wait_posted(self._n, _LOOK_S):
                 continue
@@ -122,9 +142,52 @@ class HostSum:
             self._rank, waited_s, who, self._outboxes[missing[0]].pid,
         )  # fmt: skip
 
-    def _add_up(self, values: Tensor) -> None:
-        dtype = values.numpy().dtype
-        parts = [torch.from_numpy(box.message(self._n, 0).view(dtype)) for box in self._outboxes.values()]
-        torch.add(parts[0], parts[1], out=values)
-        for part in parts[2:]:
+    def _posted(self, ranks: Iterable[int], like: Tensor) -> list[Tensor]:
+        dtype = like.numpy().dtype
+        return [torch.from_numpy(self._outboxes[rank].message(self._n, 0).view(dtype)) for rank in ranks]
+
+
+class Leaders(Protocol):
+    """What connects the leaders of all hosts."""
+
+    def sum_(self, values: Tensor) -> None:
+        """Sum over the leaders, in place."""
+
+    def close(self) -> None:
+        """No leader waits for this one any more. May be called twice."""
+
+
+class SumThroughLeaders(HostSum):
+    """The same with several hosts."""
+
+    def __init__(self, rank: int, outboxes: Mapping[int, Outbox], leaders: Leaders | None) -> None:
+        """outboxes: of the ranks of this host, the lowest of which leads it; leaders: None on other ranks."""
+        super().__init__(rank, outboxes)
+        self._leader, *self._followers = self._outboxes
+        self._leaders = leaders
+
+    def leave(self) -> None:
+        super().leave()
+        if self._leaders is not None:
+            self._leaders.close()
+
+    def _exchange(self, values: Tensor) -> None:
+        if self._leaders is None:
+            self._post(values)
+            self._await([self._leader])
+            values.copy_(self._posted([self._leader], values)[0])
+            return
+        self._await(self._followers)
+        for part in self._posted(self._followers, values):
             values.add_(part)
+        self._leaders.sum_(values)
+        self._post(values)
+
+    def _report(self, missing: list[int], waited_s: float) -> None:
+        if self._leaders is not None:
+            super()._report(missing, waited_s)
+            return
+        log.warning(
+            "rank %d has waited %.0f s for the sum of all hosts' gradients from rank %d (process %d), whose log shows "
+            "what that one waits for", self._rank, waited_s, self._leader, self._outboxes[self._leader].pid,
+        )  # fmt: skip

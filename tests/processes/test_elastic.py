@@ -98,6 +98,41 @@ def test_a_worker_killed_after_the_commit_of_two_hosts_costs_its_shards_that_ste
         assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of the four shards of its host
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_leader_killed_before_the_leaders_have_summed_changes_no_parameter(
+    reference: dict[str, np.ndarray], tmp_path: Path, rank: int
+) -> None:
+    with cluster(tmp_path, faults=[fault("leaders sum", rank=rank)], own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
+        assert_same_parameters(job.arrays(), dense)
+
+
+def test_a_leader_killed_before_it_hands_on_the_sum_costs_its_shards_that_step(tmp_path: Path) -> None:
+    """The other host has the result; its neighbour misses it, and catches up from what it holds."""
+    faults = [fault("after commit", "mark", rank=0), {**fault("leaders have summed", rank=2), "once": "fault-0"}]
+    with cluster(tmp_path, n_shards=8, faults=faults, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 2
+        assert "rank 2" in job.said() and "has died before its gradients were complete" in job.said(), job.log()
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 2  # rank 2 served two of the four shards of its host
+
+
+def test_a_neighbour_killed_when_it_has_posted_costs_its_shards_that_step(tmp_path: Path) -> None:
+    with cluster(tmp_path, n_shards=8, faults=[fault("posted", rank=3)], own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 2
+
+
 def test_a_worker_that_stays_stopped_is_ended_and_the_others_continue(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

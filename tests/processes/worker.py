@@ -58,6 +58,7 @@ from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
 from gba_hvd.comm import collective_waits  # noqa: E402
 from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
+from gba_hvd.comm.groups import Group  # noqa: E402
 from gba_hvd.data import parquet_files  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
 from gba_hvd.elastic.training_state import TrainingState  # noqa: E402
@@ -177,6 +178,9 @@ def hosts_updated() -> Exception:
 torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
 around(HostSum, "_await", lambda _: die("posted", state.step + 1), None)
+around(
+    Group, "sum_", lambda _: die("leaders sum", state.step + 1), lambda _: die("leaders have summed", state.step + 1)
+)
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(Vocabulary, "looked_up", None, lambda _: die("in vocabulary", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,13 @@ class ThreadWorld:
         total = torch.stack(self.meeting.exchange(self.rank, name, values.clone())).sum(0)
         self.before_result()
         values.copy_(total)
+
+    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_done():
+            if self.meeting.barrier.broken or time.monotonic() > deadline:
+                raise threading.BrokenBarrierError
+            time.sleep(0.0002)
 
 
 class EventLog(gba_hvd.Callback):

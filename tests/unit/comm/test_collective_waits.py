@@ -17,7 +17,10 @@ from tests.unit import syntax
 
 PACKAGE = Path(collective_waits.__file__).parents[1]
 # Which argument names the operation.
-OPERATIONS = {"gather": 0, "broadcast": 0, "alltoall": 0, "sum_": 0, "gather_bytes": 0, "all_or_none": 2, "agree_on": 1}
+OPERATIONS = {
+    "gather": 0, "broadcast": 0, "alltoall": 0, "sum_": 0, "gather_bytes": 0, "all_or_none": 2, "agree_on": 1,
+    "form_group": 0, "_refuse_failed": 1,
+}  # fmt: skip
 
 
 class Store:
@@ -49,7 +52,7 @@ def reported_at(wait: LongWait, caplog: pytest.LogCaptureFixture, until_s: int =
 
 
 def test_a_long_wait_is_reported_after_30_s_and_then_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
-    assert reported_at(LongWait("epoch", 0, 2, None), caplog) == [30, 60, 120, 240, 480]
+    assert reported_at(LongWait("epoch", 0, range(2), None), caplog) == [30, 60, 120, 240, 480]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
     assert caplog.messages[0] == (
         "rank 0 has waited for 30 s in the start of an epoch: not all workers have come to it. A worker that is behind "
@@ -60,7 +63,7 @@ def test_a_long_wait_is_reported_after_30_s_and_then_ever_less_often(caplog: pyt
 
 def test_ranks_that_left_no_mark_are_named_and_those_that_wait_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     store: Any = Store(marks(rank1="evaluation", rank3="-", rank4="save"))
-    wait = LongWait("evaluation", 0, 5, store)
+    wait = LongWait("evaluation", 0, range(5), store)
     assert store.values["/gba_hvd_waits/0"] == "evaluation"
     wait.report(30.0)
     assert (
@@ -77,7 +80,7 @@ def test_where_all_wait_in_it_nobody_is_blamed() -> None:
 
 def test_without_a_launcher_in_reach_the_wait_is_reported_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     store: Any = Store({}, fails=True)
-    wait = LongWait("epoch", 0, 2, store)
+    wait = LongWait("epoch", 0, range(2), store)
     wait.report(30.0)
     wait.end()
     assert "not all workers have come to it" in caplog.text
@@ -86,7 +89,7 @@ def test_without_a_launcher_in_reach_the_wait_is_reported_all_the_same(caplog: p
 
 def test_in_a_large_job_the_launcher_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     store: Any = Store({})
-    LongWait("epoch", 0, 33, store).report(30.0)
+    LongWait("epoch", 0, range(33), store).report(30.0)
     assert store.asked == 0 and "not all workers have come to it" in caplog.text
 
 

@@ -1,8 +1,11 @@
-"""`gba-hvd bench allreduce`: training speed of allreduce mode beside plain Horovod and TorchRec, two workers.
+"""`gba-hvd bench allreduce`: training speed of allreduce mode beside plain Horovod and TorchRec, two workers a host.
 
 Each shape is a model. All peers train the same dense modules on the same batches with the same optimizer rule, one
 thread per worker. Every run is a fresh launch; runs of the peers alternate. Warm-up steps are not timed. Beside the
 peers the dense modules run alone, which says what each shape's step consists of.
+
+--hosts: names of this machine, each with a copy of the tables, that exchange rows and dense gradients through its
+loopback interface. TorchRec places its tables by worker, and knows no hosts.
 
 Rows in the result file are kept and their runs not done again. Ratios are medians over the runs of one number, which
 follow each other.
@@ -25,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gba_hvd.config import Config
+
 from ..harness import measure, peer_environments, resumable
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
 from ..harness.noise import Noise
@@ -36,6 +41,7 @@ PEERS = {
     "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
+    "ours_all": "ours on several hosts, with Horovod's sum of the dense gradients over all workers",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
@@ -48,6 +54,7 @@ OF_OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours_micro": ("--parts", str(PARTS)),
     "ours_sync": ("--parts", str(PARTS), "--together"),
+    "ours_all": ("--no-leaders",),
 }
 OF_TORCHREC: dict[str, tuple[str, ...]] = {"torchrec": (), "torchrec_pipeline": ("--pipeline",)}
 DENSE = "dense"  # the dense modules alone
@@ -88,6 +95,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"{', '.join(SHAPE_NAMES)}, or all of them where none is named",
     )  # fmt: skip
     parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step; default: what a shape has")
+    parser.add_argument("--hosts", type=int, default=1, choices=range(1, len(measure.NAMES) + 1), metavar="N")
     parser.add_argument("--runs", type=int, default=5, help="launches of each peer with each shape and batch")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per run")
     others = ", ".join(name for name in PEERS if name not in USUAL)
@@ -100,7 +108,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
     planned = planned_runs(args)
-    settings = {"workers": WORKERS, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
+    settings = {"workers": WORKERS * args.hosts, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
     before = resumable.earlier(args.out, KEY, settings)
     rows, traffic = before["rows"], dict(before.get("traffic") or {})
     about = before.get("machine") or measure.machine()
@@ -114,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             prepared = launches.get((one.shape, one.batch))
             if prepared is None:
                 folder = Path(scratch) / f"{one.shape}-{one.batch}"
-                prepared = Launches(folder, one.shape, one.batch, args.steps, args.timeout)
+                prepared = Launches(folder, one.shape, one.batch, args.steps, args.hosts, args.timeout)
                 launches[one.shape, one.batch] = prepared
                 traffic.setdefault(one.shape, {})[str(one.batch)] = prepared.traffic
             row = {**asdict(one), **prepared.run(one.peer), "load": os.getloadavg()[0]}
@@ -128,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
         resumable.run_each(waiting, one_run, write, failures)
         write()
-    show(summary(rows, traffic))
+    show(summary(rows, traffic), WORKERS * args.hosts)
     print(f"written to {args.out}")
     return 1 if failures else 0
 
@@ -151,7 +159,7 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
         for shape in args.shapes or SHAPE_NAMES
         for batch in args.batch or [SHAPES[shape].batch]
         for number in range(args.runs)
-        for peer in (*peers, DENSE)
+        for peer in (*peers, *([DENSE] if args.hosts == 1 else []))
     ]
     return list(dict.fromkeys(runs))
 
@@ -159,14 +167,14 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
 class Launches:
     """Runs of one shape and batch, all on the same prepared batches. Owns the files in `folder`."""
 
-    def __init__(self, folder: Path, name: str, batch: int, steps: int, timeout_s: float) -> None:
+    def __init__(self, folder: Path, name: str, batch: int, steps: int, hosts: int, timeout_s: float) -> None:
         from . import batches
         from .shape import SHAPES
 
         self._folder, self._name, self._batch = folder, name, batch
-        self._steps, self._timeout_s = steps, timeout_s
+        self._steps, self._hosts, self._timeout_s = steps, hosts, timeout_s
         shape = SHAPES[name]
-        drawn = batches.write(folder / "batches", shape, batch, BATCHES_KEPT, WORKERS)
+        drawn = batches.write(folder / "batches", shape, batch, BATCHES_KEPT, WORKERS * hosts)
         bytes_per_row = 2 * 2 * 4 * shape.dim  # read and written, weights and Adagrad's sum
         self.traffic = {
             "ids_per_sample": drawn.ids,
@@ -176,37 +184,43 @@ class Launches:
 
     def run(self, peer: str) -> Row:
         """One launch, as a row of the result. Raises RunFailed."""
-        variant, n_processes = variant_of(peer)
+        variant, n_processes = variant_of(peer, self._hosts)
         results = [self._folder / f"rank{rank}.json" for rank in range(n_processes)]
         for path in results:
             path.unlink(missing_ok=True)
         arguments = ["--shape", self._name, "--clicks", self._folder / "batches", "--result", self._folder]
         arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps]
         log = self._folder / "log"
-        started = measure.launch(variant, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
+        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir=Config().shard_dir) as memory:
+            if peer in OF_OURS and self._hosts > 1:
+                arguments += ["--memory", memory]
+            started = measure.launch(variant, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
         ranks = [json.loads(path.read_text()) for path in results]
-        row = row_of(ranks, started, self._batch * WORKERS // n_processes, self._steps)
+        row = row_of(ranks, started, self._batch * WORKERS * self._hosts // n_processes, self._steps)
         rates = ("copied_per_s", "gathered_per_s")
         return row | {name: sum(rank[name] for rank in ranks) for name in rates if name in ranks[0]}
 
 
-def variant_of(peer: str) -> tuple[Variant, int]:
+def variant_of(peer: str, hosts: int = 1) -> tuple[Variant, int]:
     """The launch of a peer, and its processes."""
+    workers = WORKERS * hosts
+    as_run = measure.AS_RUN if hosts == 1 else {"HOROVOD_CYCLE_TIME": "1"}  # what `gba-hvd run` sets, or leaves
     if peer in OF_OURS:
-        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.ours", *OF_OURS[peer], **measure.AS_RUN), WORKERS
+        ours = (f"{_MODULES}.ours", *OF_OURS[peer])
+        return measure.horovodrun(peer, workers, *ours, hosts=hosts, **as_run), workers
     if peer == "horovod":
-        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.torch_tables"), WORKERS
+        return measure.horovodrun(peer, workers, f"{_MODULES}.torch_tables", hosts=hosts), workers
     if peer == DENSE:
-        return measure.horovodrun(peer, WORKERS, f"{_MODULES}.dense_only", **measure.AS_RUN), WORKERS
+        return measure.horovodrun(peer, workers, f"{_MODULES}.dense_only", hosts=hosts, **as_run), workers
     python = (sys.executable, "-m")
     command: tuple[str, ...]
     if peer == "torch":
-        command = (*python, f"gba_hvd_tools.{_MODULES}.torch_tables", "--alone", str(WORKERS))
-        return Variant(peer, command, {"OMP_NUM_THREADS": str(WORKERS)}), 1
-    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
+        command = (*python, f"gba_hvd_tools.{_MODULES}.torch_tables", "--alone", str(workers))
+        return Variant(peer, command, {"OMP_NUM_THREADS": str(workers)}), 1
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
     command = (*python, *launcher, "-m", f"gba_hvd_tools.{_MODULES}.torchrec", *OF_TORCHREC[peer])
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(peer_environments.torchrec_environment() or {})}
-    return Variant(peer, command, env), WORKERS
+    return Variant(peer, command, env), workers
 
 
 def summary(rows: Sequence[Row], traffic: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
@@ -258,7 +272,7 @@ def step_of(
     return found
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Any], workers: int) -> None:
     """For each shape and batch a table, the parts of its step, and its goals."""
     columns = ["peer", *SHOWN, "ours / peer"]
     for shape, by_batch in found.items():
@@ -268,7 +282,7 @@ def show(found: Mapping[str, Any]) -> None:
                 [peer, *shown(of), f"{one['ratios'][peer]:.2f}" if peer in one["ratios"] else ""]
                 for peer, of in one["peers"].items()
             ]
-            measure.print_table(f"{name}, {WORKERS} workers, medians", columns, lines)
+            measure.print_table(f"{name}, {workers} workers, medians", columns, lines)
             if "step" in one:
                 print(parts_of_step(name, one["step"]))
             for peer, goal in one["goals"].items():

@@ -34,8 +34,8 @@ from statistics import median
 from typing import Any
 
 from ..harness import measure
-from ..harness.elastic_job import NAMES, ElasticJob, discovery, elastic_variant
-from ..harness.measure import Row, Subparsers, Variant
+from ..harness.elastic_job import ElasticJob, discovery, elastic_variant
+from ..harness.measure import NAMES, Row, Subparsers, Variant
 from . import analysis
 from .served_model import ServedModel
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,15 +18,14 @@ from typing import Any
 from . import measure
 from .measure import Variant
 
-NAMES = ("localhost", "127.0.0.1", socket.gethostname())
 MARKER = "GBA_HVD_BENCH_FOLDER"
 _POLL_S = 0.05
 
 
-def discovery(folder: Path, n: int = len(NAMES)) -> Path:
+def discovery(folder: Path, n: int = len(measure.NAMES)) -> Path:
     """A script that names n hosts."""
     script = folder / "discover.sh"
-    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in NAMES[:n]))
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in measure.NAMES[:n]))
     script.chmod(0o755)
     return script
 

@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ else:
     Subparsers = Any
 
 Row = dict[str, Any]
+NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # of this machine: Horovod counts them as different hosts
 AS_RUN = {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}  # what `gba-hvd run` sets for a job on one host
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
@@ -104,9 +106,13 @@ def add_chosen(parser: argparse.ArgumentParser, name: str, choices: Iterable[str
     parser.add_argument(name, **{"nargs": "+", "default": names, "choices": names, "metavar": metavar, **more})
 
 
-def horovodrun(name: str, workers: int, module: str, *flags: str, **env: str) -> Variant:
-    """Workers on this machine, one thread each. module: within `gba_hvd_tools`. env: see also `AS_RUN`"""
-    launcher = (console_script("horovodrun"), "-np", str(workers), "-H", f"localhost:{workers}")
+def horovodrun(name: str, workers: int, module: str, *flags: str, hosts: int = 1, **env: str) -> Variant:
+    """Workers on this machine, one thread each. module: within `gba_hvd_tools`. env: see also `AS_RUN`
+
+    hosts: so many names of the machine, which Horovod counts as hosts, with as many workers each
+    """
+    slots = ",".join(f"{host}:{workers // hosts}" for host in NAMES[:hosts])
+    launcher = (console_script("horovodrun"), "-np", str(workers), "-H", slots)
     python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.{module}")
     return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", **env})
 

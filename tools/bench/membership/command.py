@@ -23,8 +23,8 @@ from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
-from ..harness.elastic_job import NAMES, ElasticJob, discovery, elastic_variant
-from ..harness.measure import Row, Subparsers, Variant
+from ..harness.elastic_job import ElasticJob, discovery, elastic_variant
+from ..harness.measure import NAMES, Row, Subparsers, Variant
 
 CONTESTANTS = ("gba", "allreduce", "horovod")
 N_MICRO = 6  # micro-batches of a global step: three workers do 2 each, two do 3

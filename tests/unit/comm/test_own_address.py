@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gba_hvd.comm.own_address import own_address
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.own_address import own_address
 
 SEVERAL = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
 

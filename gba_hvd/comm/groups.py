@@ -1,0 +1,121 @@
+"""Sums among some of the workers, one of each host, say, over Gloo connections of their own.
+
+Horovod's own way is a process set. An operation of one waits for a round of the background threads of *all* workers,
+as any operation of Horovod's does, and in Horovod 0.28.1 a set that lost a worker ends its other processes when they
+leave the world. So these workers are connected directly, by the Gloo that torch has, and a sum begins when it is
+called.
+
+Gloo has one time limit for an operation, and what it interrupts cannot be continued; a worker may be late for any time.
+So there is none. Who loses a connection, since its peer died or closed the group, closes its own, so that all of the
+group learn of it; a worker that was cut off closes none, and Horovod's background thread finds that it does not answer.
+
+What a failure leaves: a sum that Gloo still waits in, which cannot be cancelled. Its thread and its buffer stay until
+this process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from gba_hvd.comm.collectives import World, worker_lost
+from gba_hvd.comm.own_address import own_address
+from gba_hvd.errors import GbaError
+
+_TO_CONNECT = datetime.timedelta(seconds=30)
+_UNLIMITED = datetime.timedelta(days=1000)
+
+
+class NotConnected(GbaError):
+    """There is no group; training continues without it."""
+
+
+class Group:
+    """One worker's part. All workers of the group make the same sums in the same order. A new one for every world."""
+
+    def __init__(self, name: str, world: World, ranks: Sequence[int], connections: Any) -> None:
+        """name: of its sums, for what is logged of a long wait; connections: a ProcessGroupGloo of these ranks"""
+        self._name, self._world, self._ranks, self._connections = name, world, ranks, connections
+        self._buffer = torch.empty(0)
+
+    def sum_(self, values: Tensor) -> None:
+        """Sum over the ranks of the group, in place. values: [n], on the CPU.
+
+        Raises what Horovod raises where a worker of the world is lost; the group is closed then.
+        """
+        if self._connections is None:
+            raise worker_lost("this worker has left the group")
+        if self._buffer.shape != values.shape or self._buffer.dtype != values.dtype:
+            self._buffer = torch.empty_like(values)
+        self._buffer.copy_(values)  # a sum that failed may still be written to
+        options = AllreduceOptions()
+        options.timeout = _UNLIMITED
+        work = self._connections.allreduce([self._buffer], options)
+        try:
+            self._world.wait_until(self._name, work.is_completed, self._ranks)
+        except BaseException:
+            if not work.is_completed():  # to free the connections would wait for it
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
+            self.close()
+            raise
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.close()
+            raise worker_lost(f"a worker of another host is gone: {_without_place(error)}") from error
+        values.copy_(self._buffer)
+
+    def close(self) -> None:
+        """Close the connections. May be called twice, not while a sum is waited for."""
+        self._connections = None
+
+
+def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
+    """Connect the workers of these ranks, two or more, in ascending order; None for all others.
+
+    A collective of all workers. Raises NotConnected on all, where one could not be connected.
+    """
+    mine, failure, store, connections = "", "", None, None
+    try:
+        if world.rank in ranks:
+            mine = own_address()
+        if world.rank == ranks[0]:
+            store = TCPStore(mine, 0, is_master=True, timeout=_TO_CONNECT, wait_for_workers=False)
+    except (RuntimeError, GbaError) as error:
+        failure = str(error)
+    _refuse_failed(world, "leaders", failure)
+    place = b"" if store is None else f"{mine}:{store.port}".encode()
+    host, _, port = world.broadcast("leaders.place", place, ranks[0]).decode().rpartition(":")
+    try:
+        if world.rank in ranks:
+            store = store or TCPStore(host, int(port), is_master=False, timeout=_TO_CONNECT)
+            connections = ProcessGroupGloo(store, ranks.index(world.rank), len(ranks), _options(mine))
+    except RuntimeError as error:
+        failure = str(error)
+    _refuse_failed(world, "leaders connected", failure)
+    return None if connections is None else Group(name, world, ranks, connections)
+
+
+def _refuse_failed(world: World, name: str, failure: str) -> None:
+    for rank, text in enumerate(world.gather_bytes(name, failure.encode())):
+        if len(text):
+            raise NotConnected(f"rank {rank} could not be connected: {bytes(text).decode()}")
+
+
+def _without_place(error: Exception) -> str:
+    """Gloo's errors begin with the place in its source, in brackets."""
+    text = str(error)
+    return text.partition("] ")[2] if text.startswith("[") else text
+
+
+def _options(address: str) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._threads, options._timeout = 1, _TO_CONNECT
+    return options

@@ -1,0 +1,138 @@
+"""Sums among some workers, over real connections; workers are threads, or processes where one hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gba_hvd.comm import groups
+from gba_hvd.comm.groups import Group, NotConnected, form_group
+from gba_hvd.errors import GbaError
+from tests.unit.thread_world import TIMEOUT_S, Meeting, ThreadWorld
+
+
+def on_all(size: int, work: Callable[[ThreadWorld], Any]) -> list[Any]:
+    """What `work` returned or raised on each rank."""
+    meeting, found = Meeting(size), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(ThreadWorld(meeting, rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+        assert not thread.is_alive()
+    return found
+
+
+def vector(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ranks_of_a_group_sum_and_all_have_the_same_bits(dtype: torch.dtype) -> None:
+    ranks, sizes = [0, 2, 3], [1, 1000, 7]
+
+    def work(world: ThreadWorld) -> list[torch.Tensor] | None:
+        group = form_group("commit", world, ranks)
+        if group is None:
+            return None
+        found = []
+        for size in sizes:
+            values = vector(world.rank, size, dtype)
+            group.sum_(values)
+            found.append(values)
+        group.close()
+        return found
+
+    of_0, of_1, *others = on_all(4, work)
+    assert of_1 is None
+    for values, size, *more in zip(of_0, sizes, *others, strict=True):
+        torch.testing.assert_close(values, sum(vector(rank, size, dtype) for rank in ranks))
+        assert all(torch.equal(values, one) for one in more)
+
+
+def test_a_worker_that_leaves_ends_the_sum_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    def work(world: ThreadWorld) -> None:
+        group = form_group("commit", world, range(world.size))
+        assert group is not None
+        values = torch.ones(1000)
+        group.sum_(values)
+        assert torch.equal(values, torch.full((1000,), 3.0))
+        if world.rank == 1:
+            group.close()
+            return
+        with pytest.raises(GbaError, match=r"a worker of another host is gone: \w.*"):
+            group.sum_(values)
+        with pytest.raises(GbaError, match="has left the group"):
+            group.sum_(values)
+
+    assert on_all(3, work) == [None] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_cannot_be_connected_is_named_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.local()
+
+    def own_address() -> str:
+        if here.rank == rank:
+            raise GbaError("this host has only IPv6 addresses")
+        return "127.0.0.1"
+
+    def work(world: ThreadWorld) -> Group | None:
+        here.rank = world.rank
+        return form_group("commit", world, [0, 1])
+
+    monkeypatch.setattr(groups, "own_address", own_address)
+    monkeypatch.setattr(groups, "_TO_CONNECT", groups.datetime.timedelta(seconds=2))
+    found = on_all(3, work)
+    assert [type(one) for one in found] == [NotConnected] * 3, found
+    assert {str(one) for one in found} == {f"rank {rank} could not be connected: this host has only IPv6 addresses"}
+
+
+HANGS = """
+import sys, threading, torch
+from gba_hvd.comm.groups import form_group
+from tests.unit.thread_world import Meeting, ThreadWorld
+
+class Broken(Exception): pass
+
+def wait_until(*_):
+    raise Broken
+
+def work(rank):
+    world = ThreadWorld(meeting, rank)
+    group = form_group("commit", world, [0, 1])
+    if rank == 0:
+        world.wait_until = wait_until
+        values = torch.ones(100_000)
+        try:
+            group.sum_(values)
+        except Broken:
+            group.close()
+            print("broken", values.sum().item())
+    kept.append(group)
+
+meeting, kept = Meeting(2), []
+threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+del kept[:]
+"""
+
+
+def test_a_sum_that_is_given_up_changes_nothing_and_keeps_no_process_from_its_end() -> None:
+    """The other worker is there, and never comes."""
+    done = subprocess.run([sys.executable, "-c", HANGS], check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, "broken 100000.0\n"), done.stderr
