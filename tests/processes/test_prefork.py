@@ -33,6 +33,11 @@ for first_line in ("from gba_hvd.ps.server.server import main", "pass"):
     code = f"import sys\\nif 0:\\n    {first_line}\\nprint(sys.argv, 'torch' in sys.modules, flush=True)"
     subprocess.run([sys.executable, "-c", code, "0"], check=True)
 """
+_MODULE = """
+import sys
+from . import sibling
+print(sys.argv, sys.path[0] in ("", sibling.FOLDER), __name__, __package__, __spec__.name, __file__)
+"""
 _ENDS_WITH_ITS_SERVER = """
 import ctypes
 number = ctypes.c_int()
@@ -85,6 +90,21 @@ def test_a_worker_starts_servers_by_a_fork_and_everything_else_by_the_interprete
         said, _ = client.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["['-c', '0'] True", "['-c', '0'] False"]
     assert client.returncode == 0
+
+
+def test_a_module_runs_as_with_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "module.py").write_text(_MODULE)
+    (tmp_path / "job" / "sibling.py").write_text(f"FOLDER = {str(tmp_path)!r}\n")
+    forked, started = (
+        subprocess.check_output([*command, "-m", "job.module", "1"], cwd=tmp_path, text=True, timeout=PATIENCE_S)
+        for command in (prefork.python(), [sys.executable])
+    )
+    assert (
+        forked
+        == started
+        == f"['{tmp_path}/job/module.py', '1'] True __main__ job job.module {tmp_path}/job/module.py\n"
+    )
 
 
 @pytest.mark.parametrize(
