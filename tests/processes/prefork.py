@@ -11,8 +11,8 @@ signals to it, and ends as the worker ended. If the client is killed, or the pro
 worker is a process of its own session with its own pid; `/proc` shows the command line and the environment that it was
 started with. It ends without taking the interpreter apart, see `_run`.
 
-A worker's `sys.executable` is a script that starts a companion server in the same way, workers of benchmarks too (`-m`
-and the name of their module), and everything else by the real interpreter.
+A worker's `sys.executable` is a script that starts a companion server in the same way, benchmarks' modules (`-m`) and
+`train_ctr.py` too, and everything else by the real interpreter.
 
 Of this package one module reads the environment when it is imported, `gba_hvd.trace`: a worker that is to write a trace
 imports the package again.
@@ -52,7 +52,7 @@ _PR_SET_PDEATHSIG = 1
 _INTERPRETER = """#!/bin/sh
 case "$1 $2" in
     "-c "*"from gba_hvd.ps.server"*) exec {client} "$@" ;;
-    "-m gba_hvd_tools.bench."*) exec {client} "$@" ;;
+    "-m gba_hvd_tools.bench."* | */train_ctr.py" "*) exec {client} "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
