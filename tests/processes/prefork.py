@@ -40,6 +40,7 @@ import tempfile
 import threading
 import traceback
 import types
+import warnings
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,9 +51,10 @@ _MESSAGE = 256 * 1024  # bytes of the largest request
 _START_S = 300.0  # on a busy machine imports take long
 _PR_SET_PDEATHSIG = 1
 _INTERPRETER = """#!/bin/sh
-case "$1 $2" in
+case "$1 $2 $3 $4" in
     "-c "*"from gba_hvd.ps.server"*) exec {client} "$@" ;;
-    "-m gba_hvd_tools.bench."* | */train_ctr.py" "*) exec {client} "$@" ;;
+    "-m gba_hvd_tools.bench."* | "-W ignore -m gba_hvd_tools.bench."*) exec {client} "$@" ;;
+    */train_ctr.py" "*) exec {client} "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -237,6 +239,9 @@ def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
 
 def _main_module(arguments: list[str]) -> tuple[types.ModuleType, types.CodeType]:
     """`__main__` and its code, of `-c TEXT`, `-m MODULE` or a file, and more; sets `sys.argv` and `sys.path`."""
+    if arguments[:2] == ["-W", "ignore"]:
+        warnings.simplefilter("ignore")
+        del arguments[:2]
     kind, *more = arguments
     folder = "" if kind in ("-c", "-m") else str(Path(kind).parent)
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
