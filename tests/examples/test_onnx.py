@@ -24,7 +24,7 @@ from tests.unit.conftest import _no_keeper as _no_keeper
 from tests.unit.serving.conftest import evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
 
-N_POSITIONS = 6  # of a history; a DIEN's program has a step for each
+N_POSITIONS = 3  # of a history; a DIEN's program has a step for each
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 
 
@@ -112,9 +112,9 @@ def test_a_dien_takes_any_number_of_samples_and_the_positions_of_its_example(job
     for samples in (1, 2, 5, 64):
         batch = part_of(programs.batch, samples, N_POSITIONS)
         programs.assert_scores(batch, evaluated(programs.model, batch))
-    short = part_of(programs.batch, 9, 3)
+    short = part_of(programs.batch, 9, 2)
     with pytest.raises(Exception, match=rf"history.*size\(\)\[1\] == {N_POSITIONS}"):
         programs.of_torch(short)
-    with pytest.raises(Exception, match=f"Got: 3 Expected: {N_POSITIONS}"):
+    with pytest.raises(Exception, match=f"Got: 2 Expected: {N_POSITIONS}"):
         programs.of_onnx(short)
     programs.assert_scores(part_of(short, 9, N_POSITIONS), evaluated(programs.model, short))

@@ -1,4 +1,7 @@
-"""The scripts, run as a person runs them."""
+"""The scripts, run as a person runs them. Most start from a process that has imported torch already, see `prefork`.
+
+The demo and the minimal script start as they do for a person.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from gba_hvd.faults import FaultSchedule
+from tests.processes import prefork
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -53,8 +57,8 @@ def run(folder: Path, *command: str | Path, timeout_s: float = 400) -> str:
 
 def on_workers(n: int) -> list[str | Path]:
     if n == 1:
-        return [sys.executable]
-    return [Path(sys.executable).with_name("horovodrun"), "-np", str(n), "--network-interface", "lo", sys.executable]
+        return [*prefork.python()]
+    return [Path(sys.executable).with_name("horovodrun"), "-np", str(n), "--network-interface", "lo", *prefork.python()]
 
 
 def train(folder: Path, workers: int, *settings: str) -> dict[str, Any]:
@@ -146,7 +150,7 @@ def test_a_gpu_trains_models_of_sequences(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SMALL)
-    command = [sys.executable, EXAMPLES / "train_ctr.py", "--config", "job.yaml", "train.device=cuda:1"]
+    command = [*on_workers(1), EXAMPLES / "train_ctr.py", "--config", "job.yaml", "train.device=cuda:1"]
     done = subprocess.run(command, check=False, cwd=tmp_path, env=environment(tmp_path), text=True, capture_output=True)
     assert done.returncode == 1
     assert "train.device=cuda:1: torch finds 0 GPUs here" in done.stderr
@@ -192,7 +196,13 @@ def test_a_job_goes_by_one_name(tmp_path: Path) -> None:
     And it says that it stopped before its last epoch.
     """
     (tmp_path / "job.yaml").write_text(SMALL)
-    settings = ["name=nightly", "data.synthetic.train=2000", "train.epochs=200", "train.early_stop=1"]
+    settings = [
+        "name=nightly",
+        "data.synthetic.train=2000",
+        "train.epochs=200",
+        "train.early_stop=1",
+        "embedding.lr=0.5",
+    ]
     command = [*on_workers(1), EXAMPLES / "train_ctr.py", "--config", "job.yaml", "--out", "out", *settings]
     said = run(tmp_path, "env", "GBA_HVD_JOB_NAME=of-the-environment", *command)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -11,8 +11,8 @@ signals to it, and ends as the worker ended. If the client is killed, or the pro
 worker is a process of its own session with its own pid; `/proc` shows the command line and the environment that it was
 started with. It ends without taking the interpreter apart, see `_run`.
 
-A worker's `sys.executable` is a script that starts a companion server in the same way, and everything else by the real
-interpreter.
+A worker's `sys.executable` is a script that starts a companion server in the same way, benchmarks' modules (`-m`) and
+`train_ctr.py` too, and everything else by the real interpreter.
 
 Of this package one module reads the environment when it is imported, `gba_hvd.trace`: a worker that is to write a trace
 imports the package again.
@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import json
 import os
 import random
@@ -39,6 +40,7 @@ import tempfile
 import threading
 import traceback
 import types
+import warnings
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,8 +51,10 @@ _MESSAGE = 256 * 1024  # bytes of the largest request
 _START_S = 300.0  # on a busy machine imports take long
 _PR_SET_PDEATHSIG = 1
 _INTERPRETER = """#!/bin/sh
-case "$1 $2" in
+case "$1 $2 $3 $4" in
     "-c "*"from gba_hvd.ps.server"*) exec {client} "$@" ;;
+    "-m gba_hvd_tools.bench."* | "-W ignore -m gba_hvd_tools.bench."*) exec {client} "$@" ;;
+    */train_ctr.py" "*) exec {client} "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -90,7 +94,7 @@ def python() -> list[str]:
 
 
 def interpreter() -> str:
-    """In place of `sys.executable`: it starts a companion server by a fork, everything else as ever."""
+    """In place of `sys.executable`: it starts companion servers and benchmarks' workers by a fork, all else as ever."""
     return _interpreter(python()[-1])
 
 
@@ -219,29 +223,46 @@ def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         setattr(sys, name, open(number, mode, buffering=1, closefd=False))  # noqa: SIM115
     sys.executable = interpreter
-    code: types.CodeType | None
-    if request["arguments"][0] == "-c":
-        _, text, *more = request["arguments"]
-        sys.argv, folder, name = ["-c", *more], "", "<string>"
-        code = compile(text, name, "exec")
-    else:
-        sys.argv = request["arguments"]
-        name = sys.argv[0]
-        code, folder = SourceFileLoader("__main__", name).get_code("__main__"), str(Path(name).parent)
     if "GBA_HVD_TRACE" in os.environ:
         for module in [one for one in sys.modules if one.partition(".")[0] in ("gba_hvd", "gba_hvd_tools", "recovery")]:
             del sys.modules[module]
-    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    main, code = _main_module(request["arguments"])
     random.seed()
     import numpy as np
     import torch
 
     np.random.seed()
     torch.seed()
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules["__main__"].__file__ = name
-    assert code is not None
+    sys.modules["__main__"] = main
     return code
+
+
+def _main_module(arguments: list[str]) -> tuple[types.ModuleType, types.CodeType]:
+    """`__main__` and its code, of `-c TEXT`, `-m MODULE` or a file, and more; sets `sys.argv` and `sys.path`."""
+    if arguments[:2] == ["-W", "ignore"]:
+        warnings.simplefilter("ignore")
+        del arguments[:2]
+    kind, *more = arguments
+    folder = "" if kind in ("-c", "-m") else str(Path(kind).parent)
+    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    main = types.ModuleType("__main__")
+    code: types.CodeType | None
+    if kind == "-c":
+        text, *more = more
+        main.__file__, sys.argv = "<string>", [kind, *more]
+        code = compile(text, main.__file__, "exec")
+    elif kind == "-m":
+        module, *more = more
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        loader = SourceFileLoader(module, spec.origin)
+        main.__spec__, main.__package__, main.__file__, sys.argv = spec, spec.parent, spec.origin, [spec.origin, *more]
+        code = loader.get_code(module)
+    else:
+        main.__file__, sys.argv = kind, arguments
+        code = SourceFileLoader("__main__", kind).get_code("__main__")
+    assert code is not None
+    return main, code
 
 
 def _place(first: int) -> tuple[int, int]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from recovery.restore.open_checkpoint import open_checkpoint
 
+from . import prefork
 from .cluster import HERE, NAMES, Cluster, cluster, wait_for
 from .test_checkpoints import LOCK_STEP, PATIENCE_S, let_go, saving
 from .test_elastic import fault
@@ -40,7 +40,7 @@ class Following:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD", "GBA_HVD"))}
         with open(self.out / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "follower.py"), str(self._url), str(self.out), dies_at],
+                [*prefork.python(), str(HERE / "follower.py"), str(self._url), str(self.out), dies_at],
                 env={**environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
             )  # fmt: skip
 

@@ -292,12 +292,12 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (facts["warnings"], facts["sent by all workers"]) == ("3, 1 of them over", "12.3 MB")
     assert facts["end"] == "stopped early: no gain in valid AUC for 2 epochs"
     assert facts["mode"] == "mode gba was asked for; 0 of 300 steps were in it: no server was up"
-    assert table(story, "Warnings") == [
+    assert table(html, "Warnings") == [
         ["260", "checkpoint late", "since step 270", "none was begun"],
         ["290", "checkpoint failed", "", "the store does not answer: name another"],
         ["300", "mode missed", "", missed],
     ]
-    assert [row[0] for row in table(story, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [row[0] for row in table(html, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
     assert "The ground shows the mode" not in shown.text and "Upright lines" not in shown.text
     assert "prefers-color-scheme: dark" in html
 
@@ -332,11 +332,12 @@ def test_only_time_within_launches_counts():
         history_of.setdefault("epoch", []).append(Point("epoch", epoch, int(1000 * s), k))
     story = story_of(*launches, history=history_of, ended_ms=1_020_000)
     assert story.launches == [(0, 10_000), (1_010_000, 1_020_000)]
-    assert [row[:3] for row in table(story, "Epochs")] == [
+    html = page(story)
+    assert [row[:3] for row in table(html, "Epochs")] == [
         ["epoch 0", "0", "2.0 s"], ["epoch 0", "10", "7.0 s"], ["epoch 1", "10", "3.0 s"], ["epoch 1", "20", "6.0 s"]
     ]  # fmt: skip
     assert story.epoch_seconds == [9.0, 9.0]
-    assert "took 20.0 s in 2 launches" in page(story) and ", 20.0 s in 2 launches." in headline(story)
+    assert "took 20.0 s in 2 launches" in html and ", 20.0 s in 2 launches." in headline(story)
 
 
 def story_of(*events: Record, **about: object) -> RunHistory:
@@ -548,13 +549,13 @@ def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyP
     assert "Rounds that keep the replicas" in page(from_files(tmp_path))
 
 
-def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spool: Path):
+def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spool: Path, whole_page: str):
     story = from_files(spool)
-    assert table(story, "Decisions of mode") == [
+    assert table(whole_page, "Decisions of mode") == [
         [f"{at:,}", mode, f"{gain:.2f}", "10,000", f"{10_000 * gain:,.0f}", reason]
         for at, (mode, gain, _, reason) in DECISIONS.items()
     ]
-    assert "decision" not in [row[2] for row in table(story, "Membership, recovery and other events")]
+    assert "decision" not in [row[2] for row in table(whole_page, "Membership, recovery and other events")]
     assert [point.value for point in story.history[g.GAIN]][:1] == [1.02]
 
 
@@ -562,7 +563,7 @@ def test_the_delays_and_what_the_papers_measure_are_on_the_page(spool: Path, who
     story = from_files(spool)
     for metric in (g.DENSE_AGE_MEAN, f"{g.GAP}0", f"{g.GAP_IN_STEPS}0", g.ELP, g.BYTES_SENT, g.BYTES_RECEIVED):
         assert story.history[metric], metric
-    assert table(story, "Age of the dense values") and table(story, "Gap by worker")
+    assert table(whole_page, "Age of the dense values") and table(whole_page, "Gap by worker")
     assert "<dt>samples computed on at once (ELP)</dt><dd>1,024</dd>" in whole_page
 
 
@@ -583,9 +584,10 @@ def history_of(*events: Record) -> RunHistory:
     return RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
 
 
-def table(story: RunHistory, heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, row by row; empty when there is none."""
-    found = re.search(rf"<h2>{re.escape(heading)}.*?<tbody>(.*?)</tbody>", page(story), re.S)
+def table(story: RunHistory | str, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading of the page, row by row; empty when there is none. story: or its page"""
+    html = story if isinstance(story, str) else page(story)
+    found = re.search(rf"<h2>{re.escape(heading)}.*?<tbody>(.*?)</tbody>", html, re.S)
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", found[1], re.S) if found else []
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.shm.host_identity import Host
+from tests.processes import prefork
 
 from .job import N_EPOCHS, N_SAMPLES
 from .make import HERE, HOLD_AT, placed
@@ -31,7 +31,7 @@ def finish(folder: Path, mode: str) -> dict[str, Any]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD"))}
     environ |= {"GBA_HVD_SHARD_DIR": str(folder / "memory"), "GBA_HVD_JOB_ID": "formats", "GBA_HVD_GRACE_S": "2"}
     shutil.copy(HERE / "job.py", folder)
-    command = [sys.executable, "job.py", mode]
+    command = [*prefork.python(), "job.py", mode]
     with placed(folder):
         ended = subprocess.run(
             command, check=False, env=environ, cwd=folder, capture_output=True, text=True, timeout=300

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from gba_hvd_tools import bench, cli
 from gba_hvd_tools.bench.follower import analysis
 from gba_hvd_tools.bench.follower import command as follower
 from gba_hvd_tools.bench.follower.published import Published
+
+from tests.processes import prefork
 
 
 def update(step: int, at: float, **more: Any) -> dict[str, Any]:
@@ -152,9 +155,10 @@ def test_what_would_fail_after_minutes_is_refused_at_once(
 def test_what_is_served_was_published_through_kills_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scratch = tmp_path / "scratch"
+    scratch, interpreter = tmp_path / "scratch", prefork.interpreter()
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(sys, "executable", interpreter)
     out = tmp_path / "found.json"
     words = ["bench", "follower", "--out", str(out), "--rows", "2600", "--every-s", "0.5", "--look-s", "0.2"]
     words += ["--variants", "followed", "--runs", "1", "--warm-s", "0", "--seconds", "2", "--kills", "3", "--seed", "2"]

@@ -19,6 +19,7 @@ from gba_hvd_tools.bench.harness import dlrm
 
 import gba_hvd
 from tests import public_models
+from tests.processes import prefork
 
 TINY = ("--device", "cpu", "--rows", "2600", "--dim", "4", "--batch", "64", "--threads", "1")
 
@@ -125,7 +126,7 @@ def losses(folder: Path, rule: str, name: str) -> list[float]:
     by_device = "on" if name == "ours_all" else "off"
     environ = os.environ | {"GBA_HVD_SHARD_DIR": str(folder), "PYTHONPATH": path, "GBA_HVD_DEVICE_ROWS": by_device}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOSSES, str(folder), rule, name],
+        [*prefork.python(), "-W", "ignore", "-c", LOSSES, str(folder), rule, name],
         env=environ, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import argparse
 import csv
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gba_hvd_tools.bench.harness.measure import RunFailed
 from gba_hvd_tools.bench.row_dtypes import command as row_dtypes
 
 from gba_hvd.data.presets import FRAPPE_FIELDS
+from tests.processes import prefork
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -61,6 +63,7 @@ def test_what_would_fail_after_minutes_is_refused_at_once(
 
 @pytest.mark.processes
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", prefork.interpreter())
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where prepared stores are cached
     rng, data = np.random.default_rng(1), tmp_path / "data"
     data.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from gba_hvd_tools import bench
 from gba_hvd_tools.bench.harness import peer_environments
 from gba_hvd_tools.bench.serving import command as serving
+
+from tests.processes import prefork
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -45,6 +48,7 @@ def test_a_system_with_other_logits_is_a_failure() -> None:
 @pytest.mark.timeout(900)
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peer_environments, "PEERS", tmp_path / "no-peers")
+    monkeypatch.setattr(sys, "executable", prefork.interpreter())
     out = tmp_path / "found.json"
     how = ("--rows", "2600", "--samples", "1", "8", "--seconds", "0.01", "--runs", "1", "--models", "din")
     args = options("--out", str(out), *how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gba_hvd_tools.bench.allreduce.shape import SHAPES
 import gba_hvd
 from gba_hvd import Bag
 from gba_hvd.shm import reaper
+from tests.processes import prefork
 from tests.unit.embedding.test_tables import MakeTables, dense_gradients, weights_of
 
 
@@ -180,6 +182,7 @@ def test_a_small_run_is_kept_and_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reaper, "start", lambda folder, grace_s: None)
+    monkeypatch.setattr(sys, "executable", prefork.interpreter())
     monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path))
     out = tmp_path / "found.json"
     words = ["--out", str(out), "--shapes", "din", "--batch", "16", "--steps", "2", "--runs", "1"]
