@@ -362,7 +362,7 @@ class MLflowCallback(Callback):
         assert self._writer is not None
         path, quiet_s = self._writer.path, min(_QUIET_S, self._flush_timeout_s) if status == "FINISHED" else 0.0
         if not quiet_s:
-            self._report_wait(self._flush_timeout_s)
+            self._report_wait(self._flush_timeout_s, may_be_killed=True)
         if self._sender is None or not self._sender.alive():
             if read_status(path).stopped or read_status(path).done:
                 return
@@ -377,17 +377,17 @@ class MLflowCallback(Callback):
         is_sent = quiet_s > 0 and self._sender.wait(is_over, quiet_s)
         rest_s = self._flush_timeout_s - quiet_s
         if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
-            self._report_wait(rest_s)
+            self._report_wait(rest_s, may_be_killed=False)
         if not is_sent and not self._sender.wait(is_over, rest_s) and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
 
-    def _report_wait(self, at_most_s: float) -> None:
+    def _report_wait(self, at_most_s: float, may_be_killed: bool) -> None:
         assert self._writer is not None
         path = self._writer.path
-        _log(
-            f"sending the last records, at most {at_most_s:.0f} s; should {path} still be there a minute from now, "
-            f"{how_to_send(path)}"
+        rest = (
+            f". If this process is killed meanwhile, they wait in {path}; {how_to_send(path)}" if may_be_killed else ""
         )
+        _log(f"sending the last records takes up to {at_most_s:.0f} s; nothing need be done{rest}")
 
     def _report(self, status: str) -> None:
         assert self._writer is not None

@@ -140,7 +140,7 @@ class Sender:
                     self._put_events()
                 status = record["status"]
                 if status and self._call(lambda run: run.may_report()):
-                    self._finish(status, record["reason"])
+                    self._finish(status, record["reason"], model_awaited=bool(record.get("model")))
                 self._set(done=not record.get("model"))
             case "model":
                 if record["written"]:
@@ -288,16 +288,16 @@ class Sender:
         self._events_waiting = False
         return merged if merged is not None else own
 
-    def _finish(self, status: str, reason: str) -> None:
+    def _finish(self, status: str, reason: str, model_awaited: bool = False) -> None:
         """The status first: when time runs out, a missing picture is the smaller loss."""
         assert self.job is not None
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"]))
         self._set(recorded=True)
-        self._put_report(with_plots=True)
+        self._put_report(with_plots=True, model_awaited=model_awaited)
 
-    def _put_report(self, with_plots: bool = False) -> None:
-        """The report, and the pictures as files of their own."""
+    def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
+        """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""
         assert self.job is not None
         try:
             from gba_hvd.tracking.plots import draw_plots
@@ -305,6 +305,7 @@ class Sender:
 
             run = self._run_now()
             story = run.story(lambda key: not key.startswith("system/"), self._put_events())
+            story = replace(story, model_awaited=model_awaited)
             if with_plots:
                 title = self.job["run_name"] or self.job["job_id"]
                 with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:

@@ -384,7 +384,13 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
         (story_of(OPEN), "Read the table of warnings (1 not over)"),
         (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
         (story_of(SAVED), "gba-hvd model export s3://b/job MODEL_URL"),
+        (story_of(SAVED), "No model was logged with this run."),
+        (story_of(SAVED, model_awaited=True), "The model is still being logged"),
         (story_of(), "Neither a model nor a checkpoint was saved"),
+        (
+            story_of({"event": "model_not_logged", "step": 50, "message": "", "data": {"model_uri": "models:/m-2"}}),
+            "mlflow models serve --env-manager local -m models:/m-2",
+        ),
         (story_of(LOGGED), "mlflow models serve --env-manager local -m models:/m-1"),
         (
             story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}}),
@@ -395,6 +401,16 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
 )
 def test_what_to_do_next_follows_from_the_records(story: RunHistory, words: str):
     assert words in " ".join(f"{one.text} {one.command}" for one in next_steps(story))
+
+
+@pytest.mark.parametrize(("more", "is_awaited"), [([], True), ([True], True), ([False], False)])
+def test_a_spool_that_is_there_still_has_its_model_unless_none_was_written(
+    more: list[bool], is_awaited: bool, tmp_path: Path
+):
+    records = [{"kind": "job", "job_id": "j", "ms": 1}, {"kind": "end", "status": "FINISHED", "model": True}]
+    records += [{"kind": "model", "written": one} for one in more]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert from_files(tmp_path / "s.jsonl").model_awaited is is_awaited
 
 
 def scored(*values: float) -> dict[str, list[Point]]:
