@@ -43,6 +43,7 @@ from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.catalog.retention import first_epoch_of
+from recovery.catalog.rollback import ROLLED_BACK
 from recovery.errors import Damaged, NotFound, RecoveryError
 from recovery.format.manifest import Manifest
 from recovery.policies import counts_accesses
@@ -111,6 +112,7 @@ class JobCheckpoints(StepParticipant):
         self._claim: claims.Claim | None = None
         self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
         self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
+        self.rollback_epoch = 0  # of that, where `gba-hvd checkpoint rollback` made it the newest
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
@@ -146,6 +148,7 @@ class JobCheckpoints(StepParticipant):
         self._died_before = newest is not None and not newest.is_closed
         self.schedule.saved_step = -1 if chain is None else chain.newest.step
         self._to_continue = None if chain is None else chain.newest
+        self.rollback_epoch = chain.newest.epoch if chain and ROLLED_BACK in chain.newest.about else 0
         job = "" if chain is None else str(chain.newest.about.get("job", ""))
         try:
             return checked_job_id(job) if job else None

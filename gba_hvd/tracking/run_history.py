@@ -325,11 +325,11 @@ def from_files(path: Path) -> RunHistory:
         history=_history(records),
         events=tuple(events),
         data=_data_of(records),
-        model_awaited=bool(ends and ends[-1].get("model")) and not _gave_up_the_model(records),
+        model_awaited=bool(ends and ends[-1].get("model")) and not _model_not_written(records),
     )
 
 
-def _gave_up_the_model(records: Iterable[Record]) -> bool:
+def _model_not_written(records: Iterable[Record]) -> bool:
     """Whether the newest model could not be written; a spool that is there does not say that one was sent."""
     return [record["written"] for record in records if record.get("kind") == "model"][-1:] == [False]
 

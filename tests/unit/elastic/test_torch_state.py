@@ -21,7 +21,9 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
+from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.storage.open import open_store
+from recovery.storage.store import manifest_names
 
 
 class Diary(gba_hvd.Callback):
@@ -143,6 +145,28 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
         train(job.state)
         found.append((job.state.step, diary.received.count("nothing_trained")))
     assert found == [(2, 0), (2, 1), (4, 0)]
+
+
+def test_a_launch_after_a_rollback_trains_the_later_epoch_again(training: Any, clicks: Any, tmp_path: Path) -> None:
+    place, steps, dense = tmp_path / "saved", [], []
+    for epochs in ([0], [0, 1], [0, 1]):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(place))])
+        diary = with_diary(job)
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, epochs: list[int] = epochs) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(20))
+
+        train(job.state)
+        steps.append([line for line in diary.received if line.startswith("step")])
+        dense.append(torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()]))
+        if len(steps) == 2:
+            store = open_store(str(place))
+            roll_back(store, plan_rollback(store, manifest_names(store)[0]))
+    assert steps == [["step 1", "step 2"], ["step 3", "step 4"], ["step 3", "step 4"]]
+    assert torch.equal(dense[1], dense[2])
 
 
 def test_step_records_count_samples(training: Any, clicks: Any) -> None:
