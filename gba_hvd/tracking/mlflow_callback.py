@@ -63,7 +63,8 @@ class ModelLogger(Protocol):
 class MLflowCallback(Callback):
     """One MLflow run per job, through failures of its workers and of the tracking server.
 
-    run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script.
+    run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script. Of the
+        first launch; another one in a later launch of the job is warned of (`run_name_unused`).
     experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
     params: nested values, logged as parameters together with the job's settings and `config`.
@@ -134,6 +135,11 @@ class MLflowCallback(Callback):
         self._lr: float | None = None  # the newest learning rate that is on record
         self._script_logs_lr = False
 
+    @property
+    def uses_last_checkpoint(self) -> bool:  # type: ignore[override]
+        """A logged model has its name, and may be made from it."""
+        return self._log_model is not None
+
     # The training thread calls these.
 
     def on_model(self, model: Any) -> None:
@@ -158,6 +164,7 @@ class MLflowCallback(Callback):
                     "experiment": self._experiment,
                     "tracking_uri": self._tracking_uri,
                     "run_name": self._run_name or job.name or job_name(),
+                    "names_run": self._run_name is not None,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
                 **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},
@@ -401,6 +408,8 @@ class MLflowCallback(Callback):
                 f"{lost} values were not recorded"
                 + (f": {self._writer.problem}" if self._writer.problem else ", see above")
             )
+        if delivered.note:
+            _log(delivered.note)
         if delivered.done:
             if delivered.model_problem:
                 _log(delivered.model_problem)

@@ -245,9 +245,12 @@ class Sender:
 
     def _report_event(self, kind: str, message: str, level: str, **about: str) -> None:
         data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool)), **about}
-        event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
-        self._own_events.append(event | ({"level": level} if level == "warning" else {}))
+        self._own_events.append(self._event(kind, message, level, data))
         self._put_events()
+
+    def _event(self, kind: str, message: str, level: str, data: Record) -> Record:
+        event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
+        return event | ({"level": level} if level == "warning" else {})
 
     def _run_now(self) -> JobRun:
         if self._run is not None:
@@ -267,7 +270,20 @@ class Sender:
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
+        self._compare_names(self._run.named, self.job)
         return self._run
+
+    def _compare_names(self, named: str, job: Record) -> None:
+        """Warn where this launch asks for another name than the run was given."""
+        if not (job["chief"] and job.get("names_run")) or job["run_name"] == named:
+            return
+        text = (
+            f"run_name={job['run_name']!r} is not used: all launches of a job are one run, which its first launch "
+            f"called {named!r}. Rename it in MLflow, or leave run_name out; parameters of a launch can be given with params="
+        )
+        self._set(note=text)
+        self._own_events.append(self._event("run_name_unused", text, "warning", {"run_name": job["run_name"]}))
+        self._events_waiting = True
 
     def _may_create(self) -> bool:
         """Only a chief, and not one that a survivor is just replacing."""

@@ -446,6 +446,30 @@ def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
     assert is_kept == (status != "FINISHED")
 
 
+def test_another_name_for_the_run_in_a_later_launch_is_warned_of(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def launch(run_name: str | None, mode: str) -> str:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", run_name=run_name)
+        callback.on_job(job("nightly", mode=mode))
+        callback.on_step(step(1))
+        callback.on_end("FINISHED", None)
+        return capsys.readouterr().err
+
+    assert "is not used" not in launch("shop", "allreduce")
+    run_id = only_run(database, "nightly").info.run_id
+    client(database).update_run(run_id, name="the shop")
+    assert "is not used" not in launch("shop", "allreduce"), "a person has renamed the run"
+    assert "run_name='night 2' is not used" in launch("night 2", "gba")
+    run = only_run(database, "nightly")
+    assert (run.info.run_name, run.data.params["mode"], run.data.tags["gba_hvd.now.mode"]) == (
+        "the shop", "allreduce", "gba"
+    )  # fmt: skip
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("run_name_unused", "warning")]
+    assert "is not used" not in launch(None, "gba")
+
+
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

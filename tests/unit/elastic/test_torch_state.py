@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,6 +146,43 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
         train(job.state)
         found.append((job.state.step, diary.received.count("nothing_trained")))
     assert found == [(2, 0), (2, 1), (4, 0)]
+
+
+class LogsTheModel(gba_hvd.Callback):
+    """As `MLflowCallback(log_model=)`."""
+
+    uses_last_checkpoint = True
+
+
+def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any, tmp_path: Path) -> None:
+    def launch(url: Path, change: str) -> list[str]:
+        job = training(epoch=0, evaluated=-1, n_shards=4 if change == "shards" else 3)
+        job.state.register_callbacks([CheckpointCallback(str(url))])
+        if change == "a logged model":
+            job.state.register_callbacks([LogsTheModel()])
+        diary = with_diary(job)
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            job.epoch(clicks(20))
+            if change == "an evaluation":
+                gba_hvd.evaluate(job.model, clicks(20), state)
+            elif change == "a value":
+                state.evaluated = 0
+            elif change == "a row":
+                job.tables.assign("user", [3], np.ones((1, 4), np.float32))
+            elif change == "damage":
+                next((url / "blobs").glob("*/state")).unlink()
+
+        train(job.state)
+        return [kind for kind in diary.received if kind in ("checkpoint", "checkpoint_unchanged", "nothing_trained")]
+
+    assert launch(tmp_path / "first", "") == ["checkpoint"]
+    for change in ("an evaluation", "a value", "a row", "shards", "a logged model", "damage"):
+        url = shutil.copytree(tmp_path / "first", tmp_path / change)
+        is_unchanged = change == "an evaluation"
+        assert launch(url, change) == ["checkpoint_unchanged" if is_unchanged else "checkpoint", "nothing_trained"]
+        assert len(manifest_names(open_store(str(url)))) == (1 if is_unchanged else 2), change
 
 
 def test_a_launch_after_a_rollback_trains_the_later_epoch_again(training: Any, clicks: Any, tmp_path: Path) -> None:
