@@ -279,7 +279,7 @@ class Sender:
             return
         text = (
             f"run_name={job['run_name']!r} is not used: all launches of a job are one run, which its first launch "
-            f"called {named!r}. Rename it in MLflow, or leave run_name out; parameters of a launch can be given with params="
+            f"called {named!r}. Rename it in MLflow, or leave run_name out"
         )
         self._set(note=text)
         self._own_events.append(self._event("run_name_unused", text, "warning", {"run_name": job["run_name"]}))

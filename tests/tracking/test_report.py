@@ -27,7 +27,7 @@ from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline
+from gba_hvd.tracking.report.overview import headline, what_trained
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
@@ -411,6 +411,15 @@ def test_a_spool_that_is_there_still_has_its_model_unless_none_was_written(
     records += [{"kind": "model", "written": one} for one in more]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     assert from_files(tmp_path / "s.jsonl").model_awaited is is_awaited
+
+
+def test_a_job_in_auto_that_never_switched_says_why():
+    stayed = {"event": "auto_stayed", "step": 40, "message": 'mode "auto" never left allreduce: gba is no faster'}
+    facts = {fact.name: fact.value for fact in what_trained(story_of(stayed))}
+    assert facts["changes of mode"] == 'none: mode "auto" never left allreduce: gba is no faster'
+    assert "changes of mode" not in {fact.name for fact in what_trained(story_of())}
+    later = {fact.name: fact.value for fact in what_trained(story_of(stayed, switch(50, "allreduce", "gba")))}
+    assert later["changes of mode"] == "1"
 
 
 def scored(*values: float) -> dict[str, list[Point]]:

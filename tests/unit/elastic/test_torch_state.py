@@ -148,6 +148,23 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
     assert found == [(2, 0), (2, 1), (4, 0)]
 
 
+def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
+    job, said = training(epoch=0), []
+
+    class Ends(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            said.extend([event.message] * (event.kind == "auto_stayed"))
+
+    job.state.register_callbacks([gba_hvd.GBACallback(mode="auto"), Ends()])
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        job.epoch(clicks(20))
+
+    train(job.state)
+    assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said
+
+
 class LogsTheModel(gba_hvd.Callback):
     """As `MLflowCallback(log_model=)`."""
 
