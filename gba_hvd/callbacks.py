@@ -86,9 +86,11 @@ class Callback:
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     shows_events: a person reads events of level "info" in what rank 0's callback prints, so the log need not have them.
+    uses_last_checkpoint: works at the end with the checkpoint that is saved then, so that one is saved in any case.
     """
 
     shows_events = False
+    uses_last_checkpoint = False
 
     def on_model(self, model: Any) -> None:
         """The callback was registered with the state of this model, an `nn.Module`. May raise BadInput."""

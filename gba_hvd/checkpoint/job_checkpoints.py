@@ -28,8 +28,10 @@ import msgspec
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.resumed_checkpoint import ResumedCheckpoint, digest_of
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
+from gba_hvd.embedding.accesses import were_changed
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePace, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import HostServer
@@ -43,6 +45,7 @@ from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.catalog.retention import first_epoch_of
+from recovery.catalog.rollback import ROLLED_BACK
 from recovery.errors import Damaged, NotFound, RecoveryError
 from recovery.format.manifest import Manifest
 from recovery.policies import counts_accesses
@@ -111,6 +114,7 @@ class JobCheckpoints(StepParticipant):
         self._claim: claims.Claim | None = None
         self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
         self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
+        self.rollback_epoch = 0  # of that, where `gba-hvd checkpoint rollback` made it the newest
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
@@ -124,6 +128,7 @@ class JobCheckpoints(StepParticipant):
         self._due = False
         self.worker_leaves = False  # all workers know of it, and save first
         self._died_before = False  # the job that this one resumes from did not end in peace
+        self._resumed: ResumedCheckpoint | None = None  # what this launch resumed from; on the chief
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
 
@@ -146,6 +151,7 @@ class JobCheckpoints(StepParticipant):
         self._died_before = newest is not None and not newest.is_closed
         self.schedule.saved_step = -1 if chain is None else chain.newest.step
         self._to_continue = None if chain is None else chain.newest
+        self.rollback_epoch = chain.newest.epoch if chain and ROLLED_BACK in chain.newest.about else 0
         job = "" if chain is None else str(chain.newest.about.get("job", ""))
         try:
             return checked_job_id(job) if job else None
@@ -333,6 +339,7 @@ class JobCheckpoints(StepParticipant):
     def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
         self._resumed_epoch = report.manifest.epoch
+        self._resumed = ResumedCheckpoint.of(report)
         measured = JobMeasurements.of_checkpoint(report.manifest)
         if self._died_before:
             measured = measured.lost(measured.observed_s)
@@ -463,6 +470,35 @@ class JobCheckpoints(StepParticipant):
     def _save_settings(self) -> SaveSettings:
         callback = self.callback
         return SaveSettings(callback.url, callback.storage_options, callback.config, callback.final_checkpoint_s)
+
+    def may_be_as_resumed(self) -> bool:
+        """Whether this launch may have nothing to save, but for what `is_as_resumed` looks at. On the chief.
+
+        Not where a callback works with the checkpoint that is saved at the end.
+        """
+        engine, resumed = self._engine, self._resumed
+        is_idle = engine.progress.launched_at == engine.progress.step and self.schedule.n_hosts == 1
+        needed = any(getattr(one, "uses_last_checkpoint", False) for one in engine.callbacks)
+        if resumed is None or not is_idle or needed:
+            return False
+        newest = None
+        with contextlib.suppress(BadInput, RecoveryError):  # then it is saved, or that fails with the reason
+            newest = next(iter(chains(self.store)), None)
+        name = newest.newest.name if isinstance(newest, Chain) else ""
+        schema, about = schema_of(engine.model.tables.layout), self._about("allreduce")
+        return not resumed.why_save(step=engine.progress.step, newest=name, schema=schema, about=about)
+
+    def is_as_resumed(self, state: bytes) -> bool:
+        """Whether neither the training state nor a row has changed since this launch resumed. On the chief."""
+        memory, resumed = self._engine.model.tables.memory, self._resumed
+        if memory is None or resumed is None or digest_of(state) != resumed.digest:
+            return False
+        if any(were_changed(memory, table.name) for table in memory.layout.tables):
+            return False
+        step = self._engine.progress.step
+        text = f"no checkpoint is saved: {resumed.name}, of step {step}, is exactly what this launch would save"
+        self._engine.emit(Event("checkpoint_unchanged", step, text, {"manifest": resumed.name}))
+        return True
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
                 "asked for it, which it does before each of its micro-batches"
             )
             engine.emit(Event("switch_late", engine.progress.step, text, {"due": due}, level="warning"))
+    if engine.world.rank == 0 and (stayed := _never_switched(engine)):
+        engine.emit(stayed)
     engine.emit(Event(kind, engine.progress.step, word, facts, level="warning" if status == "NOT_SAVED" else "info"))
     for callback in engine.callbacks:
         try:
@@ -189,6 +191,14 @@ def _nothing_trained(engine: Engine) -> Event | None:
         "repeated, nothing is missing"
     )
     return Event("nothing_trained", progress.step, text, {"epochs": epochs}, level="warning")
+
+
+def _never_switched(engine: Engine) -> Event | None:
+    """Of a launch in mode "auto" that trained and stayed in its mode: the reason of the newest decision."""
+    switching, step = switching_of(engine), engine.progress.step
+    if switching is None or engine.progress.launched_at == step or not (why := switching.why_never_switched()):
+        return None
+    return Event("auto_stayed", step, f'mode "auto" never left {_mode(engine)}: {why}', {"mode": _mode(engine)})
 
 
 def _delays(engine: Engine) -> dict[str, Any]:

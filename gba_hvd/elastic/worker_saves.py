@@ -148,15 +148,32 @@ class WorkerSaves:
             word = msgspec.json.encode(checkpoints.plan(is_last=not again))
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
-            residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
-            random = {"random": rng_state.gather(engine.world)}
-            state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
+            state = self._whole_state()
             checkpoints.save(plan, self._host_server, *self._part, state)
             if checkpoints.is_strict:
                 checkpoints.schedule.await_read(self._host_server, plan.number)
                 engine.world.gather("checkpoint read", np.zeros(1, dtype=np.int64))
             checkpoints.schedule.record_stall(time.perf_counter() - started)
         return plan is not None
+
+    def _whole_state(self) -> bytes:
+        """What a checkpoint has beside the rows; empty on others than the chief. A collective."""
+        engine = self._engine
+        residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
+        random = {"random": rng_state.gather(engine.world)}
+        return state_codec.encode({**self._state.state_dict(), **residual, **random}) if engine.world.rank == 0 else b""
+
+    def _is_as_resumed(self) -> bool:
+        """Whether this launch would save what it resumed from. In allreduce mode. A collective."""
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
+        assert checkpoints is not None
+        is_chief = engine.world.rank == 0
+        may_be = b"1" if is_chief and checkpoints.may_be_as_resumed() else b"0"
+        if engine.world.broadcast("may be as resumed", may_be, 0) == b"0":
+            return False
+        state = self._whole_state()
+        is_so = b"1" if is_chief and checkpoints.is_as_resumed(state) else b"0"
+        return engine.world.broadcast("is as resumed", is_so, 0) == b"1"
 
     def keep_state(self) -> None:
         """Between two steps: what a job that lost all its workers would resume from."""
@@ -234,7 +251,7 @@ class WorkerSaves:
         Raises LastCheckpointFailed when it was not saved: who asked for checkpoints counts on the last one.
         """
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
-        why = self._save_last(_SAVE_LAST_TIMEOUT_S)
+        why = self._save_last(_SAVE_LAST_TIMEOUT_S, may_spare=True)
         if why and checkpoints is not None:
             saved_step = checkpoints.schedule.saved_step
             newest = f"the newest checkpoint is of step {saved_step}" if saved_step >= 0 else ""
@@ -274,8 +291,11 @@ class WorkerSaves:
             time.sleep(_LOOK_S)
         return ""
 
-    def _save_last(self, timeout_s: float) -> str:
-        """A checkpoint of this step, if there is none yet. Returns why it was not saved, where this worker knows."""
+    def _save_last(self, timeout_s: float, may_spare: bool = False) -> str:
+        """A checkpoint of this step, if there is none yet. Returns why it was not saved, where this worker knows.
+
+        may_spare: none where this launch has changed nothing of what it resumed from
+        """
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if checkpoints is None:
             return ""
@@ -292,6 +312,8 @@ class WorkerSaves:
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)
                 return schedule.why_not_saved(engine.progress.step)
+            if may_spare and self._is_as_resumed():
+                return ""
             line = self._host_server
             if line is not None:
                 schedule.await_quiet(lambda: line.saved, timeout_s)

@@ -53,9 +53,9 @@ def resume_previous_job(
     job_id: this rank's, if there is no other; is_leader: this rank is its host's leader.
     """
     checkpoints, taken = checkpoints_of(engine), None
-    job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
+    job_id, saved_step, rollback_epoch = _name_of_job(engine, world, agreed, job_id)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
-        taken = _resume_from_memory(engine, world, job_id, is_leader, saved_step)
+        taken = _resume_from_memory(engine, world, job_id, is_leader, saved_step, rollback_epoch)
     if taken is not None:
         agreed = replace(agreed, step=taken.step, source=taken.source)
     if taken is not None and taken.state is not None:
@@ -71,8 +71,10 @@ def resume_previous_job(
     return job_id, agreed, taken
 
 
-def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int]:
-    """The name of the job that this one resumes from, if there is a checkpoint, and its step. A collective."""
+def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int, int]:
+    """The name of the job that this one resumes from, if there is a checkpoint, its step, and its epoch if it was gone
+    back to (0: it was not). A collective.
+    """
     checkpoints = checkpoints_of(engine)
 
     def look() -> str:
@@ -83,16 +85,19 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
 
     if checkpoints is not None and not agreed.is_restart:
         job_id = all_or_none(world, False, "read", look, "the checkpoints")
-    saved_step = -1 if checkpoints is None else checkpoints.schedule.saved_step
-    name, step = world.broadcast("job", f"{job_id} {saved_step}".encode(), agreed.source).decode().split()
-    return name, int(step)
+    saved_step, epoch = (
+        (-1, 0) if checkpoints is None else (checkpoints.schedule.saved_step, checkpoints.rollback_epoch)
+    )
+    name, step, back = world.broadcast("job", f"{job_id} {saved_step} {epoch}".encode(), agreed.source).decode().split()
+    return name, int(step), int(back)
 
 
 def _resume_from_memory(
-    engine: Engine, world: World, job_id: str, is_leader: bool, saved_step: int
+    engine: Engine, world: World, job_id: str, is_leader: bool, saved_step: int, rollback_epoch: int
 ) -> ResumedFromMemory | None:
     """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
+    rollback_epoch: memory of a claim before this one is of training that an operator went back from (0: of none)
     Otherwise the memory is removed. For the order of the steps see `checkpoint.orphaned_memory`.
     """
     tables, checkpoints = engine.model.tables, checkpoints_of(engine)
@@ -132,8 +137,9 @@ def _resume_from_memory(
                 whole, step = orphaned_memory.collect_state(
                     folder, job_id, state, enter, engine.model.dense.sizes, engine.model.names
                 )
+                _refuse_rolled_back(whole, rollback_epoch)
             except (GbaError, OSError) as error:
-                failure = str(error)
+                failure, step = str(error), -1
         decided = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
         step, failure = int(decided.partition(" ")[0]), decided.partition(" ")[2]
         taken = ResumedFromMemory(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
@@ -146,6 +152,16 @@ def _resume_from_memory(
         text = f"what a lost job left in memory is of no use: {failure or choice.reason}; {instead}"
         engine.emit(Event("memory_left", 0, text, {}, level="warning"))
     return taken
+
+
+def _refuse_rolled_back(whole: bytes, rollback_epoch: int) -> None:
+    """Raises GbaError where the memory is of before the rollback."""
+    if not rollback_epoch:
+        return
+    state = state_codec.decode(whole)
+    claim = state.get("snapshot", state)["checkpoints"]["claim"]
+    if claim is None or claim["epoch"] < rollback_epoch:
+        raise GbaError("it is of before `gba-hvd checkpoint rollback`")
 
 
 def _claim_location(

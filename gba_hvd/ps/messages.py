@@ -144,6 +144,7 @@ class JobPosition(Struct, tag="Position"):
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
     traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
+    drops: list[tuple[int, int, int, int]] = []  # rank, worker, its pushes in steps, those dropped as stale
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
     loss: float | None = None  # of the newest step

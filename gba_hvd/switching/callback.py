@@ -182,6 +182,7 @@ class GBACallback(Callback):
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
+        self._has_switched = False
         self.decisions = DecisionReports(patience)
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
@@ -536,7 +537,7 @@ class GBACallback(Callback):
 
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
-        entered, self._entered = self._entered, None
+        entered, self._entered, self._has_switched = self._entered, None, True
         self._request, self._not_before, self._pause = None, 0, _PAUSE_STEPS
         self._forget_times()
         self._checked_rate, self._warned = mode if self._warned else "", ""
@@ -544,6 +545,16 @@ class GBACallback(Callback):
             self._stance = replace(entered, since_step=step)
         elif mode in ("allreduce", "gba"):  # by a plan or an operator: nothing was promised
             self._stance = self._stance.in_mode(mode, step)
+
+    def why_never_switched(self) -> str:
+        """Why this launch has kept the mode that it began in; empty where it has switched, or is not in mode "auto"."""
+        if self.mode != "auto" or self._has_switched:
+            return ""
+        if self.last is None:
+            return "no decision was made, since the speed of every worker is measured first"
+        if self.last.is_switch:
+            return f"the last decision was not carried out before the end: {self.last.reason}"
+        return self.last.reason.removeprefix(f"stay in {self.last.mode}: ")
 
     def _forget_times(self) -> None:
         self._recent, self._achieved = RecentTimes(), RecentRate()

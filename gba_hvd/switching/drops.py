@@ -1,11 +1,12 @@
 """Whether mode gba drops so much as too stale that it is a warning, with the reason and what to do.
 
-Decided here from two histograms, by windows; the chief's `ModeRequests` looks every few seconds, and reports it.
+Decided here from two histograms, and from counts by worker, by windows; the chief's `ModeRequests` looks every few
+seconds, and reports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gba_hvd.callbacks import Event
 from gba_hvd.ps.coordinator.discipline import Discipline
@@ -15,6 +16,9 @@ MANY = 0.1  # of the micro-batches of a window: above it is a warning
 FEW = 0.05  # at or below it the warning is over
 WINDOW = 50  # micro-batches at least
 BEGIN, OVER = "many_dropped", "many_dropped_over"
+MOST, HALF = 0.95, 0.5  # of one worker's: from that share on it is a warning, at or below this one it is over
+WORKER_WINDOW = 20  # micro-batches of one worker at least
+WORKER_BEGIN, WORKER_OVER = "worker_dropped", "worker_kept"
 
 
 class DropWatch:
@@ -71,4 +75,50 @@ class DropWatch:
             f"to {oldest}. Raise the tolerance; let a step have more micro-batches (a smaller batch of each, or a "
             "larger global batch), so that fewer steps pass meanwhile; or drop none: staleness='inverse', or "
             "staleness='none' (with staleness_of='token') and an update rule for late gradients, such as rule='dc'"
+        )
+
+
+class WorkerDropWatch:
+    """Workers of which (nearly) all micro-batches in their newest window were dropped as too stale. Of mode gba."""
+
+    def __init__(self, tolerance: int) -> None:
+        self._tolerance = tolerance
+        self.forget()
+
+    def forget(self) -> None:
+        """The mode begins, or the workers are others."""
+        self._before: dict[int, tuple[int, int]] = {}
+        self._stand: set[int] = set()
+
+    def look(self, step: int, drops: Iterable[tuple[int, int, int, int]]) -> list[Event]:
+        """Warnings and their ends. drops: rank, worker, its micro-batches in steps so far, those that were dropped."""
+        found = [self._look_at(step, *one) for one in drops]
+        return [event for event in found if event is not None]
+
+    def _look_at(self, step: int, rank: int, worker: int, pushes: int, dropped: int) -> Event | None:
+        before = self._before.get(worker, (0, 0))
+        if pushes < before[0]:  # its server was started again
+            before = self._before[worker] = (0, 0)
+        n, n_dropped = pushes - before[0], dropped - before[1]
+        if n < WORKER_WINDOW:
+            return None
+        self._before[worker] = pushes, dropped
+        share, stands = n_dropped / n, worker in self._stand
+        data = {"rank": rank, "worker": worker, "share": round(share, 4), "micro_batches": n}
+        if not stands and share >= MOST:
+            self._stand.add(worker)
+            return Event(WORKER_BEGIN, step, self._warning(rank, share, n), data, level="warning")
+        if stands and share <= HALF:
+            self._stand.discard(worker)
+            return Event(
+                WORKER_OVER, step, f"{share:.0%} of the newest {n:,} micro-batches of rank {rank} were dropped", data
+            )
+        return None
+
+    def _warning(self, rank: int, share: float, n: int) -> str:
+        return (
+            f"{share:.0%} of the newest {n:,} micro-batches of rank {rank} were dropped as too stale (tolerance="
+            f"{self._tolerance}): what this worker computes trains nothing. It is much slower than the others: see its "
+            "seconds per micro-batch in gba-hvd status, and what else its host runs. Or raise the tolerance, weight "
+            "late gradients (staleness='inverse'), or leave the worker out"
         )

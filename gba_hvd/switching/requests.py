@@ -18,7 +18,7 @@ from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.drops import DropWatch
+from gba_hvd.switching.drops import DropWatch, WorkerDropWatch
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
@@ -54,6 +54,7 @@ class ModeRequests(StepParticipant):
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
         self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"))
+        self._drops_by_worker = WorkerDropWatch(callback.discipline("gba").tolerance)
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
@@ -152,7 +153,11 @@ class ModeRequests(StepParticipant):
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
         self._asked_s, self._pushes, self._noted = 0.0, PushReadings(), ("", "")
+        self._forget_drops()
+
+    def _forget_drops(self) -> None:
         self._drops.forget()
+        self._drops_by_worker.forget()
 
     def paused(self) -> None:
         """In allreduce no step contains a pause, so no reading of pushes does."""
@@ -172,8 +177,8 @@ class ModeRequests(StepParticipant):
             self._seen_step = step
             is_reported = self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
             if servers.name == "gba":
-                if is_reported and (event := self._drops.look(step, engine.progress.staleness, engine.progress.lags)):
-                    engine.emit(event)
+                if is_reported:
+                    self._report_drops(servers)
                 self._measure_pushes(servers, waited_s)
                 self._report_decision()
             self._report_unstable_rate(servers, waited_s)
@@ -206,6 +211,15 @@ class ModeRequests(StepParticipant):
         of_mode = {"allreduce": decision.allreduce, "gba": decision.gba}
         return {f"{mode}_samples_per_s": round(rate * micro_batch, 1) for mode, rate in of_mode.items()}
 
+    def _report_drops(self, servers: PsWorker) -> None:
+        """On the chief, every few seconds in mode gba."""
+        step, progress = self._engine.progress.step, self._engine.progress
+        events = self._drops_by_worker.look(step, servers.position.drops)
+        if (of_all := self._drops.look(step, progress.staleness, progress.lags)) is not None:
+            events.append(of_all)
+        for event in events:
+            self._engine.emit(event)
+
     def _measure_pushes(self, servers: PsWorker, waited_s: float) -> None:
         """On the chief, once per step."""
         engine, step, now_s = self._engine, self._engine.progress.step, time.perf_counter()
@@ -214,7 +228,7 @@ class ModeRequests(StepParticipant):
         self._pushes_s = now_s
         if self._pushes.members_changed:
             self.callback.members_changed()
-            self._drops.forget()
+            self._forget_drops()
         of_step = engine.model.global_batch // engine.model.micro_batch
         self.callback.measured_async(
             step, seconds, of_step, waited_s, engine.model.together, n_pushed=n_pushed, elapsed_s=elapsed_s

@@ -63,7 +63,8 @@ class ModelLogger(Protocol):
 class MLflowCallback(Callback):
     """One MLflow run per job, through failures of its workers and of the tracking server.
 
-    run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script.
+    run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script. Of the
+        first launch; another one in a later launch of the job is warned of (`run_name_unused`).
     experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
     params: nested values, logged as parameters together with the job's settings and `config`.
@@ -134,6 +135,11 @@ class MLflowCallback(Callback):
         self._lr: float | None = None  # the newest learning rate that is on record
         self._script_logs_lr = False
 
+    @property
+    def uses_last_checkpoint(self) -> bool:  # type: ignore[override]
+        """A logged model has its name, and may be made from it."""
+        return self._log_model is not None
+
     # The training thread calls these.
 
     def on_model(self, model: Any) -> None:
@@ -158,6 +164,7 @@ class MLflowCallback(Callback):
                     "experiment": self._experiment,
                     "tracking_uri": self._tracking_uri,
                     "run_name": self._run_name or job.name or job_name(),
+                    "names_run": self._run_name is not None,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
                 **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},
@@ -362,7 +369,7 @@ class MLflowCallback(Callback):
         assert self._writer is not None
         path, quiet_s = self._writer.path, min(_QUIET_S, self._flush_timeout_s) if status == "FINISHED" else 0.0
         if not quiet_s:
-            self._report_wait(self._flush_timeout_s)
+            self._report_wait(self._flush_timeout_s, may_be_killed=True)
         if self._sender is None or not self._sender.alive():
             if read_status(path).stopped or read_status(path).done:
                 return
@@ -377,17 +384,17 @@ class MLflowCallback(Callback):
         is_sent = quiet_s > 0 and self._sender.wait(is_over, quiet_s)
         rest_s = self._flush_timeout_s - quiet_s
         if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
-            self._report_wait(rest_s)
+            self._report_wait(rest_s, may_be_killed=False)
         if not is_sent and not self._sender.wait(is_over, rest_s) and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
 
-    def _report_wait(self, at_most_s: float) -> None:
+    def _report_wait(self, at_most_s: float, may_be_killed: bool) -> None:
         assert self._writer is not None
         path = self._writer.path
-        _log(
-            f"sending the last records, at most {at_most_s:.0f} s; should {path} still be there a minute from now, "
-            f"{how_to_send(path)}"
+        rest = (
+            f". If this process is killed meanwhile, they wait in {path}; {how_to_send(path)}" if may_be_killed else ""
         )
+        _log(f"sending the last records takes up to {at_most_s:.0f} s; nothing need be done{rest}")
 
     def _report(self, status: str) -> None:
         assert self._writer is not None
@@ -401,6 +408,8 @@ class MLflowCallback(Callback):
                 f"{lost} values were not recorded"
                 + (f": {self._writer.problem}" if self._writer.problem else ", see above")
             )
+        if delivered.note:
+            _log(delivered.note)
         if delivered.done:
             if delivered.model_problem:
                 _log(delivered.model_problem)

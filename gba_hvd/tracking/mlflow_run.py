@@ -36,6 +36,7 @@ REASON_TAG = "gba_hvd.status_reason"
 CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value, or ...
 NOT_SET = "(not set)"  # ... does not have
 LOGGED_TAG = "gba_hvd.params."  # tags gba_hvd.params.N: names of parameters that launches of the job logged (JSON)
+RUN_NAME_TAG = "gba_hvd.run_name"  # as the first launch asked for it: a person may rename the run
 _MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
@@ -56,6 +57,7 @@ class JobRun:
         self.run_id: str = run.info.run_id
         self.experiment_id: str = run.info.experiment_id
         self._client = client
+        self.named: str = run.data.tags.get(RUN_NAME_TAG) or run.info.run_name or ""  # by its first launch
         self._stamp = stamp
         self._params: dict[str, str] = dict(run.data.params)
         # Of points that were there before: metric -> step -> times. None in a run of our own.
@@ -268,7 +270,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         if not may_create():
             raise RunNotThere(f"no run of job {job['job_id']} in experiment {job['experiment']!r} yet")
         tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
-        tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL"}
+        tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL", RUN_NAME_TAG: job["run_name"]}
         mine = client.create_run(experiment_id, start_time=job["ms"], tags=tags, run_name=job["run_name"])
         runs = runs_of(client, experiment_id, job["job_id"])
         if len(runs) > 1 and not (may_create() and runs[0].info.run_id == mine.info.run_id):

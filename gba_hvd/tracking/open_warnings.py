@@ -25,6 +25,10 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return by == "checkpoint"
     if kind == "many_dropped":  # reported again if it is so with other workers, too
         return by in ("many_dropped_over", "switch", "membership", "resumed")
+    if kind == "worker_dropped":
+        return by in ("switch", "membership", "resumed") or (
+            by == "worker_kept" and by_data.get("worker") == data.get("worker")
+        )
     if kind == "worker_hangs":  # all workers enter allreduce together
         entered = by == "switch" and by_data.get("to") == "allreduce"
         return entered or by == "membership" or (by == "worker_works" and by_data.get("pid") == data.get("pid"))

@@ -30,8 +30,12 @@ _WORDS = {
 }  # fmt: skip
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
-_NO_LINES = ("finished", "interrupted", "decision")  # the summary begins with these; a switch has its reason
-_NOTED = ("memory_not_kept",)  # of level "info", and the summary has them: they matter once the job has ended
+# The summary has these; a switch has its reason.
+_NO_LINES = ("finished", "interrupted", "decision", "auto_stayed")
+_NOTED = (
+    "memory_not_kept",
+    "auto_stayed",
+)  # of level "info", and the summary has them: they matter once the job has ended
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 

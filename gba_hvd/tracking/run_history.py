@@ -40,6 +40,7 @@ class RunHistory:
 
     params: of the newest launch; first_params: of the first one, where they were others, or are not set any more
     data: the description of the data (`MLflowCallback(data=)`)
+    model_awaited: the job has ended, and its model is being written or sent (`MLflowCallback(log_model=)`)
 
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
@@ -56,6 +57,7 @@ class RunHistory:
     events: Sequence[Record] = ()
     first_params: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    model_awaited: bool = False
 
     @property
     def n_steps(self) -> int:
@@ -187,9 +189,13 @@ class RunHistory:
 
     @property
     def logged_model(self) -> Mapping[str, Any] | None:
-        """`model_uri`, and where it is registered `name` and `version`, of the newest model in MLflow."""
-        logged = [event.get("data", {}) for event in self.events_of("model_logged")]
-        return logged[-1] if logged and logged[-1].get("model_uri") else None
+        """`model_uri`, and where it is registered `name` and `version`, of the newest model in MLflow.
+
+        One that is logged and could not be registered is `model_not_logged`, with its `model_uri`.
+        """
+        reported = [event.get("data", {}) for event in self.events_of("model_logged", "model_not_logged")]
+        logged = [data for data in reported if data.get("model_uri")]
+        return logged[-1] if logged else None
 
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
@@ -319,7 +325,13 @@ def from_files(path: Path) -> RunHistory:
         history=_history(records),
         events=tuple(events),
         data=_data_of(records),
+        model_awaited=bool(ends and ends[-1].get("model")) and not _model_not_written(records),
     )
+
+
+def _model_not_written(records: Iterable[Record]) -> bool:
+    """Whether the newest model could not be written; a spool that is there does not say that one was sent."""
+    return [record["written"] for record in records if record.get("kind") == "model"][-1:] == [False]
 
 
 def _data_of(records: Iterable[Record]) -> dict[str, Any]:

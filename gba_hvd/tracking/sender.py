@@ -140,7 +140,7 @@ class Sender:
                     self._put_events()
                 status = record["status"]
                 if status and self._call(lambda run: run.may_report()):
-                    self._finish(status, record["reason"])
+                    self._finish(status, record["reason"], model_awaited=bool(record.get("model")))
                 self._set(done=not record.get("model"))
             case "model":
                 if record["written"]:
@@ -245,9 +245,12 @@ class Sender:
 
     def _report_event(self, kind: str, message: str, level: str, **about: str) -> None:
         data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool)), **about}
-        event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
-        self._own_events.append(event | ({"level": level} if level == "warning" else {}))
+        self._own_events.append(self._event(kind, message, level, data))
         self._put_events()
+
+    def _event(self, kind: str, message: str, level: str, data: Record) -> Record:
+        event = {"event": kind, "step": self.last_step, "message": message, "data": data, "unix_s": time.time()}
+        return event | ({"level": level} if level == "warning" else {})
 
     def _run_now(self) -> JobRun:
         if self._run is not None:
@@ -267,7 +270,20 @@ class Sender:
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
+        self._compare_names(self._run.named, self.job)
         return self._run
+
+    def _compare_names(self, named: str, job: Record) -> None:
+        """Warn where this launch asks for another name than the run was given."""
+        if not (job["chief"] and job.get("names_run")) or job["run_name"] == named:
+            return
+        text = (
+            f"run_name={job['run_name']!r} is not used: all launches of a job are one run, which its first launch "
+            f"called {named!r}. Rename it in MLflow, or leave run_name out"
+        )
+        self._set(note=text)
+        self._own_events.append(self._event("run_name_unused", text, "warning", {"run_name": job["run_name"]}))
+        self._events_waiting = True
 
     def _may_create(self) -> bool:
         """Only a chief, and not one that a survivor is just replacing."""
@@ -288,16 +304,16 @@ class Sender:
         self._events_waiting = False
         return merged if merged is not None else own
 
-    def _finish(self, status: str, reason: str) -> None:
+    def _finish(self, status: str, reason: str, model_awaited: bool = False) -> None:
         """The status first: when time runs out, a missing picture is the smaller loss."""
         assert self.job is not None
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"]))
         self._set(recorded=True)
-        self._put_report(with_plots=True)
+        self._put_report(with_plots=True, model_awaited=model_awaited)
 
-    def _put_report(self, with_plots: bool = False) -> None:
-        """The report, and the pictures as files of their own."""
+    def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
+        """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""
         assert self.job is not None
         try:
             from gba_hvd.tracking.plots import draw_plots
@@ -305,6 +321,7 @@ class Sender:
 
             run = self._run_now()
             story = run.story(lambda key: not key.startswith("system/"), self._put_events())
+            story = replace(story, model_awaited=model_awaited)
             if with_plots:
                 title = self.job["run_name"] or self.job["job_id"]
                 with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:

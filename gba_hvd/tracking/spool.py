@@ -48,6 +48,7 @@ class SpoolStatus:
     served_as: str | None = None  # the URI of its version in the registry; without a registry, that of the logged model
     model_problem: str | None = None  # why it was not logged or not registered, and what to do
     keeps_model: bool = False  # it was not taken, and its folder stays
+    note: str | None = None  # what is recorded otherwise than the script asked for
     done: bool = False
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger("gba_hvd")
 # start, or is started again.
 _LOGGED = frozenset({
     "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
-    "faults_lasting",
+    "faults_lasting", "checkpoint_unchanged", "auto_stayed",
 })  # fmt: skip
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from recovery.catalog.chains import Chain, chains
+from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.storage.open import open_store
+from recovery.storage.store import manifest_names
 
 from .cluster import NAMES, Cluster, assert_identical, cluster, wait_for
 from .test_checkpoints import LOCK_STEP, PATIENCE_S, events
@@ -132,6 +134,29 @@ def test_a_job_of_one_worker_that_was_interrupted_goes_on_from_memory(tmp_path: 
         assert resumed["from_memory"] and resumed["step"] == KILLED_AT - 1
         result = job.result()
         assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        job.assert_nothing_left()
+
+
+def test_memory_of_a_job_that_was_interrupted_is_not_used_after_a_rollback(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "allreduce")
+    plan["faults"] = [{"point": "before exchange", "step": KILLED_AT, "rank": 0, "do": "int"}]
+    plan["checkpoint"] |= {"every_steps": 2, "keep_last": 9}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_alone()
+        wait_for(lambda: job.ended or any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+        (job.out / "go").touch()
+        assert job.wait(PATIENCE_S) != 0 and job.fired() == 1, job.log()
+        store = open_store(plan["checkpoint"]["url"])
+        first = manifest_names(store)[0]
+        back_to = roll_back(store, plan_rollback(store, first))
+        assert back_to.step < KILLED_AT - 1
+        job.start_alone()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (resumed,) = events(job, "resumed")
+        assert (resumed["step"], resumed["manifest"]) == (back_to.step, back_to.name)
+        (left,) = events(job, "memory_left")
+        assert "it is of before `gba-hvd checkpoint rollback`; the newest checkpoint is" in left["message"]
+        assert job.result()["step"] == 22
         job.assert_nothing_left()
 
 

@@ -292,6 +292,7 @@ def test_a_server_or_store_that_is_down_keeps_the_model_until_it_is_sent(
         assert cli.main(["mlflow", "send", str(spool_dir), "--timeout", "3"]) == 1
     assert fails
     assert only_run(server.uri, "down").info.status == "FINISHED"
+    assert "The model is still being logged" in only_run(server.uri, "down").data.tags["mlflow.note.content"]
     events = artifact(server.uri, only_run(server.uri, "down"), "events.jsonl", tmp_path / "a")
     assert "model_not_logged" in events
     assert f"the artifact store is full; send it with: gba-hvd mlflow send {callback.spool}" in events
@@ -299,6 +300,7 @@ def test_a_server_or_store_that_is_down_keeps_the_model_until_it_is_sent(
     assert cli.main(["mlflow", "send", str(spool_dir)]) == 0
     assert client(server.uri).get_model_version("later", "1").tags["gba_hvd.step"] == "3"
     assert "model_logged" in artifact(server.uri, only_run(server.uri, "down"), "events.jsonl", tmp_path / "b")
+    assert "still being logged" not in only_run(server.uri, "down").data.tags["mlflow.note.content"]
     assert not spool_dir.exists()
     assert np.array_equal(predicted(server.uri, "models:/later/1", one, tmp_path), evaluated(model, one).numpy())
 
@@ -342,6 +344,7 @@ def test_a_registry_that_refuses_costs_the_version_only(
     assert re.search(r"is logged as models:/\S+ and was not registered: call mlflow.register_model", found["message"])
     assert found["message"] in capsys.readouterr().err
     (logged,) = logged_models(database, "refused name")
+    assert f"mlflow models serve --env-manager local -m {logged.model_uri}" in run.data.tags["mlflow.note.content"]
     assert logged.name == "ctr"
 
 

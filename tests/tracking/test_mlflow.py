@@ -396,7 +396,7 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
     callback.on_end("FINISHED", None)
 
     reported = capsys.readouterr().err
-    assert f"sending the last records, at most 2 s; should {callback.spool} still be there" in reported
+    assert "sending the last records takes up to 2 s; nothing need be done\n" in reported
     command = re.search(r"gba-hvd (mlflow send \S+\.jsonl)", reported)
     assert command is not None, reported
     assert re.search(r"NOT everything reached MLflow \([0-9]+ records did not\)", reported)
@@ -416,11 +416,11 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
     ("status", "chief", "sent_at_once", "flush_s", "waits", "said"),
     [
         ("FINISHED", True, True, 30.0, [2.0], ""),
-        ("FINISHED", True, False, 30.0, [2.0, 28.0], "at most 28 s"),
+        ("FINISHED", True, False, 30.0, [2.0, 28.0], "up to 28 s"),
         ("FINISHED", False, False, 30.0, [2.0, 28.0], ""),
         ("FINISHED", True, False, 1.5, [1.5, 0.0], ""),
-        ("FAILED", True, True, 30.0, [30.0], "at most 30 s"),
-        ("KILLED", False, False, 30.0, [30.0], "at most 30 s"),
+        ("FAILED", True, True, 30.0, [30.0], "up to 30 s"),
+        ("KILLED", False, False, 30.0, [30.0], "up to 30 s"),
     ],
 )
 def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
@@ -441,7 +441,33 @@ def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
     callback._wait_for_sender(status)
     reported = capsys.readouterr().err
     assert waited == waits
-    assert (f"sending the last records, {said};" in reported) if said else not reported
+    assert (f"sending the last records takes {said}; nothing need be done" in reported) if said else not reported
+    is_kept = f"If this process is killed meanwhile, they wait in {callback.spool}; send them with: " in reported
+    assert is_kept == (status != "FINISHED")
+
+
+def test_another_name_for_the_run_in_a_later_launch_is_warned_of(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def launch(run_name: str | None, mode: str) -> str:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", run_name=run_name)
+        callback.on_job(job("nightly", mode=mode))
+        callback.on_step(step(1))
+        callback.on_end("FINISHED", None)
+        return capsys.readouterr().err
+
+    assert "is not used" not in launch("shop", "allreduce")
+    run_id = only_run(database, "nightly").info.run_id
+    client(database).update_run(run_id, name="the shop")
+    assert "is not used" not in launch("shop", "allreduce"), "a person has renamed the run"
+    assert "run_name='night 2' is not used" in launch("night 2", "gba")
+    run = only_run(database, "nightly")
+    assert (run.info.run_name, run.data.params["mode"], run.data.tags["gba_hvd.now.mode"]) == (
+        "the shop", "allreduce", "gba"
+    )  # fmt: skip
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("run_name_unused", "warning")]
+    assert "is not used" not in launch(None, "gba")
 
 
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(

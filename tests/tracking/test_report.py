@@ -27,7 +27,7 @@ from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline
+from gba_hvd.tracking.report.overview import headline, what_trained
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
@@ -385,7 +385,13 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
         (story_of(OPEN), "Read the table of warnings (1 not over)"),
         (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
         (story_of(SAVED), "gba-hvd model export s3://b/job MODEL_URL"),
+        (story_of(SAVED), "No model was logged with this run."),
+        (story_of(SAVED, model_awaited=True), "The model is still being logged"),
         (story_of(), "Neither a model nor a checkpoint was saved"),
+        (
+            story_of({"event": "model_not_logged", "step": 50, "message": "", "data": {"model_uri": "models:/m-2"}}),
+            "mlflow models serve --env-manager local -m models:/m-2",
+        ),
         (story_of(LOGGED), "mlflow models serve --env-manager local -m models:/m-1"),
         (
             story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}}),
@@ -396,6 +402,25 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
 )
 def test_what_to_do_next_follows_from_the_records(story: RunHistory, words: str):
     assert words in " ".join(f"{one.text} {one.command}" for one in next_steps(story))
+
+
+@pytest.mark.parametrize(("more", "is_awaited"), [([], True), ([True], True), ([False], False)])
+def test_a_spool_that_is_there_still_has_its_model_unless_none_was_written(
+    more: list[bool], is_awaited: bool, tmp_path: Path
+):
+    records = [{"kind": "job", "job_id": "j", "ms": 1}, {"kind": "end", "status": "FINISHED", "model": True}]
+    records += [{"kind": "model", "written": one} for one in more]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert from_files(tmp_path / "s.jsonl").model_awaited is is_awaited
+
+
+def test_a_job_in_auto_that_never_switched_says_why():
+    stayed = {"event": "auto_stayed", "step": 40, "message": 'mode "auto" never left allreduce: gba is no faster'}
+    facts = {fact.name: fact.value for fact in what_trained(story_of(stayed))}
+    assert facts["changes of mode"] == 'none: mode "auto" never left allreduce: gba is no faster'
+    assert "changes of mode" not in {fact.name for fact in what_trained(story_of())}
+    later = {fact.name: fact.value for fact in what_trained(story_of(stayed, switch(50, "allreduce", "gba")))}
+    assert later["changes of mode"] == "1"
 
 
 def scored(*values: float) -> dict[str, list[Point]]:

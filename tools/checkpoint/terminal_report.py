@@ -98,6 +98,20 @@ def print_diff(found: Mapping[str, Any]) -> None:
     print_table(("table", "rows", "changed", "share", "largest change of a weight", "in one only"), rows, left=(0,))
 
 
+def print_rollback(found: Mapping[str, Any]) -> None:
+    for one in found["deleted"]:
+        print(f"{short(one['name'])}  step {_count(one['step'])}")
+    n, step = len(found["deleted"]), f"{found['step']:,}"
+    these = f"{n} later checkpoint{'s' if n > 1 else ''}"
+    if found["newest"] is None:
+        print(f"{these}, to be deleted; {short(found['to'])} (step {step}) becomes the newest: add --yes to do it")
+        return
+    print(
+        f"{these} deleted. {short(found['to'])} is the newest now, as {short(found['newest'])}: the next launch "
+        f"resumes from step {step}, also where a host still has later training in memory. Saved models stay"
+    )
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
     from rich import box
     from rich.console import Console

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.store_argument import store_of
-from ..checkpoint.terminal_report import print_diff, print_list, print_one, progress, short
+from ..checkpoint.terminal_report import print_diff, print_list, print_one, print_rollback, progress, short
 
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped
@@ -47,6 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     gc = _add(commands, "gc", "objects that no checkpoint refers to: list them, or with --yes delete them")
     gc.add_argument("--yes", action="store_true", help="delete them")
     gc.set_defaults(run=run_gc)
+    rollback = _add(commands, "rollback", "make an earlier checkpoint the newest: what would go, or with --yes do it")
+    rollback.description = (
+        "Go back to an earlier checkpoint: the next launch, a Follower and `gba-hvd model export` take it for the "
+        "newest, and those after it are deleted. Refused while a job uses the location. Without --yes nothing is "
+        "changed."
+    )
+    rollback.add_argument("name", metavar="NAME", help="of `gba-hvd checkpoint ls`; newest: the newest that is whole")
+    rollback.add_argument("--yes", action="store_true", help="do it, after every byte of the checkpoint was checked")
+    rollback.set_defaults(run=run_rollback)
     export = _add(commands, "export", "write one checkpoint as a file of plain tensors")
     _add_name(export)
     export.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -197,6 +206,32 @@ def run_gc(args: argparse.Namespace) -> int:
     done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
     print(f"{len(found.objects)} objects, {found.n_bytes:,} bytes{done * bool(found.objects)} ({found.reason})")
     return 0
+
+
+def run_rollback(args: argparse.Namespace) -> int:
+    from recovery.catalog.rollback import plan_rollback, roll_back
+
+    store = store_of(args.url, args.option)
+    plan = plan_rollback(store, _chain(store, args.name).newest.name)
+    known = {one.name: one for one in plan.manifests}
+    gone = [{"name": name, "step": known[name].step if name in known else None} for name in plan.later]
+    found = {"url": store.url, "to": plan.to.newest.name, "step": plan.to.newest.step, "deleted": gone, "newest": None}
+    if args.yes:
+        _require_whole(store, plan.to)
+        found["newest"] = roll_back(store, plan).name
+    return _print_result(args, found, print_rollback)
+
+
+def _require_whole(store: Store, chain: Chain) -> None:
+    """Raises Damaged, naming what is wrong with the checkpoint or with one that it is on top of."""
+    from recovery.errors import Damaged
+    from recovery.restore.inspect import verify
+
+    with progress("checking", sum(manifest.n_bytes for manifest in chain.manifests)) as on_bytes:
+        flaws = [flaw for manifest in chain.manifests for flaw in verify(store, manifest, on_bytes)]
+    if flaws:
+        more = f", and {len(flaws) - 1} more" if len(flaws) > 1 else ""
+        raise Damaged(f"nothing was changed: {flaws[0]}{more}. Go back to another one")
 
 
 def run_export(args: argparse.Namespace) -> int:

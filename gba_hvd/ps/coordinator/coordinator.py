@@ -116,6 +116,7 @@ class Coordinator:
         # Both counted by the part of this server: by step, of the newest steps, and
         self.arrivals: Collection[list[tuple[int, float]]] = ()
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
+        self._drops: dict[int, tuple[int, int]] = {}  # by worker: its pushes in steps, those dropped as stale
         self._traffic_before = dict(position.traffic)
         self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
         self._chief_died_s: float | None = None  # until another worker is rank 0
@@ -415,6 +416,9 @@ class Coordinator:
         assert plan is not None
         if self.loss_scale is not None and (plan.overflowed or any(m.weight > 0 for m in plan.members)):
             self.loss_scale.step(plan.overflowed)
+        for m in () if plan.overflowed else plan.members:
+            pushes, dropped = self._drops.get(m.worker, (0, 0))
+            self._drops[m.worker] = pushes + (not m.rejected), dropped + (m.weight == 0 and not m.rejected)
         lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
         self.ledger.applied(step)
         if plan.clipped is not None:
@@ -462,6 +466,7 @@ class Coordinator:
             lags=self.lags(),
             traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
+            drops=sorted((s.rank, w, *self._drops[w]) for w, s in self.workers.items() if w in self._drops),
             rejected=self._rejected_before + ledger.rejected,
             reissued=self._reissued_before + ledger.reissued,
             loss=self.last_loss,

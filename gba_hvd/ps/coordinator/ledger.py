@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class Member:
     """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
 
     rejected: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
-    computed with, in steps; -1: not known
+    computed with, in steps; -1: not known. worker: that pushed it; -1: not known
     """
 
     micro: int
@@ -70,6 +70,7 @@ class Member:
     staleness: int
     rejected: bool = False
     age: int = -1
+    worker: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True)
@@ -528,7 +529,7 @@ class Ledger:
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
         age = -1 if work.values_step < 0 else self._age(work)
-        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age, work.worker)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step

@@ -90,12 +90,14 @@ def _of_the_model(story: RunHistory) -> list[NextStep]:
         uri = f"models:/{name}/{version}" if name and version else str(logged["model_uri"])
         return [NextStep("Serve the model, or score a data frame with mlflow.pyfunc.load_model:",
                          f"mlflow models serve --env-manager local -m {shlex.quote(uri)}")]  # fmt: skip
+    if story.model_awaited:
+        return [NextStep("The model is still being logged: the report is written again when it is there.")]
     if story.checkpoints:
         url = shlex.quote(str(story.checkpoints[-1].get("url") or "URL"))
-        return [NextStep("No model was saved. Make one from the newest checkpoint:",
+        return [NextStep("No model was logged with this run. Make one from the newest checkpoint:",
                          f"gba-hvd model export {url} MODEL_URL --build FILE.py:CALLABLE")]  # fmt: skip
     if story.status == "FINISHED":
-        return [NextStep("Neither a model nor a checkpoint was saved. Save the model of the next job:",
+        return [NextStep("Neither a model nor a checkpoint was saved with this run. Log the model of the next job:",
                          "gba_hvd.MLflowCallback(log_model=gba_hvd.LogModel(...))")]  # fmt: skip
     return []
 

@@ -84,6 +84,8 @@ def what_trained(story: RunHistory) -> list[Fact]:
     facts.append(Fact("workers", _workers(story)))
     if n_switches := len(story.events_of("switch")):
         facts.append(Fact("changes of mode", f"{n_switches:,}"))
+    elif stayed := story.events_of("auto_stayed"):
+        facts.append(Fact("changes of mode", f"none: {stayed[-1].get('message', '')}"))
     if (logged := story.logged_model) is not None:
         facts.append(Fact("saved model", _name_of(logged), "good"))
         facts.append(Fact("its address", str(logged["model_uri"])))

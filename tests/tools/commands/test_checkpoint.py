@@ -197,6 +197,43 @@ def test_gc_deletes_only_when_asked(saved: Saved, capsys: pytest.CaptureFixture[
     assert said(capsys, "gc", saved.url).startswith("0 objects")
 
 
+def test_rollback_changes_nothing_without_yes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    before = open_store(saved.url).names("")
+    text = said(capsys, "rollback", saved.url, "000001-00000001")
+    assert text.splitlines() == [
+        "000001-00000002  step 5",
+        "1 later checkpoint, to be deleted; 000001-00000001 (step 3) becomes the newest: add --yes to do it",
+    ]
+    assert as_json(capsys, "rollback", saved.url, "000001-00000001")["newest"] is None
+    assert open_store(saved.url).names("") == before
+
+
+def test_rollback_makes_an_earlier_one_the_newest(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    done = as_json(capsys, "rollback", saved.url, "000001-00000001", "--yes")
+    assert (done["newest"], done["deleted"]) == (
+        "manifests/000002-00000001.json", [{"name": saved.newest, "step": 5}]
+    )  # fmt: skip
+    listed = as_json(capsys, "ls", saved.url)["checkpoints"]
+    assert [(one["name"], one["step"]) for one in listed] == [(done["newest"], 3)]
+    assert "every byte" in said(capsys, "verify", saved.url)
+    store = open_store(saved.url)
+    weights = np.zeros((700, 4), np.float32)
+    read_rows(store, _chain(store, "newest"), 0, [weights, None, None])
+    assert np.array_equal(weights, saved.values[3]["user"][:, :4])
+    assert main(["checkpoint", "rollback", saved.url, "newest"]) == 1
+    assert "there is nothing to go back from" in capsys.readouterr().err
+
+
+def test_a_rollback_to_a_damaged_one_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    blob, before = saved.blob("000001-00000001"), open_store(saved.url).names("")
+    data = bytearray(blob.read_bytes())
+    data[100] ^= 1
+    blob.write_bytes(data)
+    assert main(["checkpoint", "rollback", saved.url, "000001-00000001", "--yes"]) == 1
+    assert "nothing was changed: " in capsys.readouterr().err
+    assert open_store(saved.url).names("") == before
+
+
 # --- export ----------------------------------------------------------------------------------------------------------
 
 

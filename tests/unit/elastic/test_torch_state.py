@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,9 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
+from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.storage.open import open_store
+from recovery.storage.store import manifest_names
 
 
 class Diary(gba_hvd.Callback):
@@ -143,6 +146,82 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
         train(job.state)
         found.append((job.state.step, diary.received.count("nothing_trained")))
     assert found == [(2, 0), (2, 1), (4, 0)]
+
+
+def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
+    job, said = training(epoch=0), []
+
+    class Ends(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            said.extend([event.message] * (event.kind == "auto_stayed"))
+
+    job.state.register_callbacks([gba_hvd.GBACallback(mode="auto"), Ends()])
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        job.epoch(clicks(20))
+
+    train(job.state)
+    assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said
+
+
+class LogsTheModel(gba_hvd.Callback):
+    """As `MLflowCallback(log_model=)`."""
+
+    uses_last_checkpoint = True
+
+
+def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any, tmp_path: Path) -> None:
+    def launch(url: Path, change: str) -> list[str]:
+        job = training(epoch=0, evaluated=-1, n_shards=4 if change == "shards" else 3)
+        job.state.register_callbacks([CheckpointCallback(str(url))])
+        if change == "a logged model":
+            job.state.register_callbacks([LogsTheModel()])
+        diary = with_diary(job)
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            job.epoch(clicks(20))
+            if change == "an evaluation":
+                gba_hvd.evaluate(job.model, clicks(20), state)
+            elif change == "a value":
+                state.evaluated = 0
+            elif change == "a row":
+                job.tables.assign("user", [3], np.ones((1, 4), np.float32))
+            elif change == "damage":
+                next((url / "blobs").glob("*/state")).unlink()
+
+        train(job.state)
+        return [kind for kind in diary.received if kind in ("checkpoint", "checkpoint_unchanged", "nothing_trained")]
+
+    assert launch(tmp_path / "first", "") == ["checkpoint"]
+    for change in ("an evaluation", "a value", "a row", "shards", "a logged model", "damage"):
+        url = shutil.copytree(tmp_path / "first", tmp_path / change)
+        is_unchanged = change == "an evaluation"
+        assert launch(url, change) == ["checkpoint_unchanged" if is_unchanged else "checkpoint", "nothing_trained"]
+        assert len(manifest_names(open_store(str(url)))) == (1 if is_unchanged else 2), change
+
+
+def test_a_launch_after_a_rollback_trains_the_later_epoch_again(training: Any, clicks: Any, tmp_path: Path) -> None:
+    place, steps, dense = tmp_path / "saved", [], []
+    for epochs in ([0], [0, 1], [0, 1]):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(place))])
+        diary = with_diary(job)
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, epochs: list[int] = epochs) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(20))
+
+        train(job.state)
+        steps.append([line for line in diary.received if line.startswith("step")])
+        dense.append(torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()]))
+        if len(steps) == 2:
+            store = open_store(str(place))
+            roll_back(store, plan_rollback(store, manifest_names(store)[0]))
+    assert steps == [["step 1", "step 2"], ["step 3", "step 4"], ["step 3", "step 4"]]
+    assert torch.equal(dense[1], dense[2])
 
 
 def test_step_records_count_samples(training: Any, clicks: Any) -> None:

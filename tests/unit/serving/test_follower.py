@@ -19,6 +19,7 @@ from gba_hvd.serving.shared_lock import SharedLock
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
 from recovery.catalog.retention import Keep, delete, expired
+from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.config import Config
 from recovery.errors import StoreError
 from recovery.format.manifest import Manifest
@@ -130,6 +131,21 @@ def test_each_update_gives_the_predictions_of_the_job(serve: Callable[..., Serve
     assert update is not None
     assert (update.is_full, update.n_saves, update.step) == (False, 3, 7)
     assert served.is_equal()
+
+
+def test_a_follower_goes_back_with_the_checkpoints(serve: Callable[..., Served]) -> None:
+    served = serve()
+    served.job.update()
+    expected, back = evaluated(served.job.model, served.one), served.job.made[-1].name
+    served.job.update(2)
+    follower = served.follower()
+    follower.poll()
+    assert (follower.step, served.is_equal()) == (3, True)
+    roll_back(served.job.store, plan_rollback(served.job.store, back))
+    update = follower.poll()
+    assert update is not None and (update.step, update.n_saves, follower.lag_steps) == (1, 2, 0)
+    assert torch.equal(served.model(served.one), expected)
+    assert follower.poll() is None and not follower.flaws
 
 
 def test_ids_that_are_admitted_and_evicted_travel(serve: Callable[..., Served]) -> None:

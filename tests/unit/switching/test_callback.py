@@ -554,6 +554,18 @@ def test_each_decision_says_of_what_kind_its_reason_is() -> None:
     assert callback.last.is_switch and callback.last.gain > 1.05
 
 
+def test_a_job_in_auto_that_never_switched_knows_why() -> None:
+    callback = GBACallback(min_stay=0, patience=3)
+    assert callback.why_never_switched() == "no decision was made, since the speed of every worker is measured first"
+    measured(callback, EVEN, 12)
+    assert re.fullmatch(r"gba predicted 0\.\d+x as fast, enter at [\d.]+x", callback.why_never_switched())
+    measured(callback, SLOW, 12, 12)
+    assert callback.why_never_switched().startswith("the last decision was not carried out before the end: to gba: ")
+    callback.switched("gba", 24)
+    assert callback.why_never_switched() == ""
+    assert GBACallback(mode="gba").why_never_switched() == ""
+
+
 def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_RATES_EVERY_S", 0.0)
     events: list[Event] = []

@@ -12,7 +12,7 @@ from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import requests
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.drops import WINDOW, DropWatch
+from gba_hvd.switching.drops import WINDOW, WORKER_WINDOW, DropWatch, WorkerDropWatch
 from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
 
@@ -101,3 +101,25 @@ def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.Monkey
         participant.before_micro_batch(servers, 0.004)
     said = [(event.kind, event.step) for event in events if event.kind.startswith("many_dropped")]
     assert said == [("many_dropped", 2), ("many_dropped_over", 4)]
+
+
+def test_a_worker_of_which_all_is_dropped_is_named_once_until_its_gradients_count() -> None:
+    watch, n = WorkerDropWatch(tolerance=3), WORKER_WINDOW
+    said = [
+        watch.look(step, [(0, 70, 9 * n, 0), (1, 71, pushes, dropped)])
+        for step, (pushes, dropped) in enumerate([(n - 1, n - 1), (n, n), (2 * n, 2 * n), (3 * n, 2 * n + n // 2)])
+    ]
+    assert [[event.kind for event in events] for events in said] == [[], ["worker_dropped"], [], ["worker_kept"]]
+    warning = said[1][0]
+    assert warning.level == "warning" and warning.data["rank"] == 1 and warning.data["worker"] == 71
+    assert warning.message.startswith(
+        "100% of the newest 20 micro-batches of rank 1 were dropped as too stale (tolerance=3)"
+    )
+    watch.forget()
+    assert [event.kind for event in watch.look(9, [(1, 71, n, n)])] == ["worker_dropped"]
+    assert watch.look(10, [(1, 71, n // 2, 0)]) == [], "its server was started again: a new window"
+
+
+def test_a_worker_that_is_late_at_times_is_not_named() -> None:
+    watch = WorkerDropWatch(tolerance=3)
+    assert watch.look(1, [(0, 70, 100, 90)]) == []

@@ -123,6 +123,20 @@ def test_ages_of_dense_values_add_up_over_epochs_and_survive_a_restart() -> None
     assert successor.position().lags == coordinator.position().lags == before
 
 
+def test_what_is_dropped_is_counted_by_worker() -> None:
+    coordinator = a_coordinator(Clock(), discipline={"name": "gba", "tolerance": 0})
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    late = lease(coordinator, 2, 1)
+    for request in (1, 2, 3):
+        done(coordinator, 1, lease(coordinator, 1, request))
+        apply_steps(coordinator)
+    done(coordinator, 2, late)
+    apply_steps(coordinator)
+    assert coordinator.account.dropped == 8
+    assert coordinator.position().drops == [(1, 1, 3, 0), (2, 2, 1, 1)]
+
+
 def test_bytes_are_summed_over_workers_and_with_those_of_modes_before() -> None:
     before = {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (100, 0, 0, 0, 0, 0)}
     position = JobPosition(account=vars(SampleAccount()), traffic=before)
