@@ -6,11 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gba_hvd.errors import BadInput, refuse_unknown
+from recovery.environment import settings_from
 from recovery.old_names import accepts, renamed
 
 _PREFIX = "GBA_HVD_"
@@ -64,19 +65,7 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
         """Build from GBA_HVD_<NAME> variables; arguments that are not None win."""
-        known = {f.name: f for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for name in known:
-            for variable in (name.upper(), _OLD.get(name)):
-                text = None if variable is None else environ.get(_PREFIX + variable)
-                if text is not None:
-                    break
-            else:
-                continue
-            try:
-                values[name] = _PARSE.get(name, str)(text)
-            except ValueError as error:
-                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from None
+        values = settings_from(environ, cls, _PREFIX, _OLD)
         given = {name: value for name, value in arguments.items() if value is not None}
         values.update(renamed(given, {"alive_s": "heartbeat_timeout_s", "server_s": "server_timeout_s"}))
         return cls(**values)
@@ -100,14 +89,3 @@ def _script() -> str:
     """What a job without a name of its own is called: the script, without folder and suffix."""
     stem = Path(sys.argv[0]).stem
     return stem if stem.isprintable() and 0 < len(stem) <= 100 else "python"
-
-
-_PARSE: dict[str, Any] = {
-    "shard_dir": Path,
-    "n_shards": int,
-    "timeout_s": float,
-    "heartbeat_timeout_s": float,
-    "lease_s": float,
-    "server_timeout_s": float,
-    "grace_s": float,
-}

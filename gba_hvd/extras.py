@@ -1,11 +1,13 @@
-"""Packages that only some features need: an error for a missing one names the command that installs it."""
+"""Imports that may fail: packages that only some features need, and modules of users. The error names the way out."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from types import ModuleType
 
-from gba_hvd.errors import MissingPackage
+from gba_hvd.errors import BadInput, MissingPackage
 
 
 @contextlib.contextmanager
@@ -22,3 +24,14 @@ def extra(name: str, package: str, what: str) -> Iterator[None]:
             raise
         text = f"{what} {package}, which is not installed: pip install 'gba-hvd[{name}]' (or pip install {package})"
         raise MissingPackage(text, name=package) from error
+
+
+def module_of(what: str, name: str, module_name: str) -> ModuleType:
+    """The module of a class or function that goes by its name. what: its kind, in messages. Raises BadInput."""
+    try:
+        return importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise BadInput(
+            f"{what} {name}: module {module_name!r} cannot be imported here ({error}); "
+            "install it on every host, or put its folder on PYTHONPATH"
+        ) from error

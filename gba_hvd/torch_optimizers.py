@@ -8,7 +8,6 @@ module and name, so state that a class has outside `param_groups` and `state` do
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.errors import BadInput
+from gba_hvd.extras import module_of
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
@@ -131,13 +131,7 @@ def resolve(name: str) -> type[torch.optim.Optimizer]:
     elif module_name == "__main__":
         raise BadInput(f"optimizer {name}: the script itself cannot be imported here; move the class to a module")
     else:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise BadInput(
-                f"optimizer {name}: module {module_name!r} cannot be imported here ({error}); "
-                "install it on every host, or put its folder on PYTHONPATH"
-            ) from error
+        module = module_of("optimizer", name, module_name)
     found: Any = module
     for part in qualname.split("."):
         found = getattr(found, part, None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from recovery.catalog.retention import Keep
+from recovery.environment import settings_from
 from recovery.errors import BadInput
 from recovery.format.row_codec import Encoding
 from recovery.old_names import accepts, renamed
@@ -126,18 +127,7 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
         """Build from RECOVERY_<NAME> variables; arguments that are not None win."""
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            for variable in (field.name.upper(), _OLD.get(field.name)):
-                text = None if variable is None else environ.get(_PREFIX + variable)
-                if text is not None:
-                    break
-            else:
-                continue
-            try:
-                values[field.name] = _PARSE[str(field.type)](text)
-            except ValueError as error:
-                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from None
+        values = settings_from(environ, cls, _PREFIX, _OLD)
         given = {name: value for name, value in arguments.items() if value is not None}
         values.update(renamed(given, {"r": "row_fraction", "puts": "concurrent_puts"}))
         return cls(**values)
@@ -156,21 +146,3 @@ class Config:
     def section_buffer_bytes(self) -> int:
         """A quarter of the budget: a buffer that is read into and one per thread, each encoded in two more copies."""
         return min(self.section_bytes, self.blob_buffer_bytes, self.budget_bytes // 4 // (3 * (self.threads + 1)))
-
-
-def _truth(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in known:
-        raise ValueError(f"expected one of {', '.join(known)}")
-    return known[text.lower()]
-
-
-_PARSE: dict[str, Callable[[str], Any]] = {
-    "str": str,
-    "str | None": str,
-    "int": int,
-    "float": float,
-    "bool": _truth,
-    "int | None": int,
-    "float | None": float,
-}

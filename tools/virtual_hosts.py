@@ -103,7 +103,7 @@ class VirtualHosts:
         try:
             self._write_settings()
             self._switch = _held([str(_program("unshare")), "--net", "cat"], self.folder / "switch.log")
-            _wait(lambda: _differs(self._switch_pid, "net"), "the switch")
+            _wait(lambda: _has_own_network(self._switch_pid), "the switch")
             self._at_switch("ip", "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
             self._at_switch("ip", "link", "set", "bridge", "up")
             for name in self.names:
@@ -139,7 +139,7 @@ class VirtualHosts:
         try:
             init = _wait(lambda: _child(process.pid), f"the first process of host {name}", process)
             self._hosts[name] = host = _Host(number, f"{_NETWORK}.{number}", process, init)
-            _wait(lambda: _differs(init, "net"), f"the network of host {name}", process)
+            _wait(lambda: _has_own_network(init), f"the network of host {name}", process)
             _wait(up.exists, f"host {name} (see {self.folder}/{name}*.log)", process)
         except BaseException:
             _end_held(process)
@@ -320,10 +320,10 @@ def _child(pid: int) -> int:
     return int(children[0]) if children else 0
 
 
-def _differs(pid: int, space: str) -> bool:
+def _has_own_network(pid: int) -> bool:
     """Whether a process has left this one's namespace."""
     with contextlib.suppress(FileNotFoundError):
-        return os.stat(f"/proc/{pid}/ns/{space}").st_ino != os.stat(f"/proc/self/ns/{space}").st_ino
+        return os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
     return False
 
 

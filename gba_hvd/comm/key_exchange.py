@@ -66,7 +66,7 @@ def shared_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     return hashlib.blake2b(found, digest_size=32, person=b"gba-hvd secret").digest()
 
 
-def share_key(world: World, name: str, key: bytes | None, root: int, secret: bytes, is_restart: bool = False) -> bytes:
+def share_key(world: World, key: bytes | None, root: int, secret: bytes, is_restart: bool = False) -> bytes:
     """The root's key, on every rank. A collective.
 
     key: 32 bytes, on the root. secret: of `shared_secret`. is_restart: ranks that agree with the root continue without
@@ -78,7 +78,7 @@ def share_key(world: World, name: str, key: bytes | None, root: int, secret: byt
         return key
     private = X25519PrivateKey.generate()
     mine = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-    published = [row.tobytes() for row in world.gather_bytes(f"{name}.public", mine + _tag(secret, world.rank, mine))]
+    published = [row.tobytes() for row in world.gather_bytes("key.public", mine + _tag(secret, world.rank, mine))]
     publics = [each[:_KEY_BYTES] for each in published]
     agrees = [_tag(secret, rank, each[:_KEY_BYTES]) == each[_KEY_BYTES:] for rank, each in enumerate(published)]
     _refuse_other_secrets(world, root, [len(each) > _KEY_BYTES for each in published], agrees, is_restart)
@@ -89,7 +89,7 @@ def share_key(world: World, name: str, key: bytes | None, root: int, secret: byt
         sealed = b"".join(
             _cipher(private, public, secret, publics, rank).encrypt(_NONCE, key, None) for rank, public in pairs
         )
-    sealed = world.broadcast(f"{name}.sealed", sealed if world.rank == root else None, root)
+    sealed = world.broadcast("key.sealed", sealed if world.rank == root else None, root)
     if world.rank == root:
         assert key is not None
         return key

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import index_codec, sparse_message
-from gba_hvd.compression.row_codec import n_keys, read_keys, sections, split, write_keys
+from gba_hvd.compression.row_codec import n_keys, read_keys, read_present, sections, split, write_keys, write_present
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import Spec
 from gba_hvd.compression.thresholds import Thresholds
@@ -30,7 +30,6 @@ from gba_hvd.embedding.bags import NOTHING, Borrowed, PoolRequest
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, with_access_column
 from gba_hvd.shm.layout import Layout
 
-_BACK = struct.Struct("<BxxxIII")  # kind of indices, bytes of them, rows, bytes of values
 _MASK = struct.Struct("<BxxxI")  # kind of indices, elements
 _BAGS = struct.Struct("<IIIBBBx")  # bags, values, micro-batches; kinds of lengths, numbers and factors
 _UINTS: tuple[Any, ...] = (np.uint8, np.uint16, np.uint32)
@@ -147,7 +146,7 @@ def write_back(borrowed: Borrowed, grad: RowGrad, spec: Spec, dim: int) -> bytes
     what = np.ascontiguousarray(values[:, :dim])[_mask(borrowed, dim)[present]]
     more = np.ascontiguousarray(values[:, dim:]).reshape(-1)
     sent, _ = sparse_message.write(None, what, len(what), spec.values, more, sees=False)
-    return _BACK.pack(kind, len(where), len(present), len(sent)) + where + sent
+    return write_present(kind, where, len(present), sent)
 
 
 def read_back(data: Any, borrowed: Borrowed, dim: int, extra: int, counted: bool = False) -> RowGrad:
@@ -156,17 +155,9 @@ def read_back(data: Any, borrowed: Borrowed, dim: int, extra: int, counted: bool
     extra: columns beyond the dimension. counted: accesses came with the gradients
     """
     width = extra + counted
-    data = np.frombuffer(data, np.uint8)
-    if len(data) < _BACK.size:
-        raise BadMessage(f"gradients of activations have a head of {_BACK.size} bytes, {len(data)} came")
-    kind, n_where, n, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
-    if kind not in index_codec.KINDS or n > len(borrowed.keys) or len(data) != _BACK.size + n_where + n_sent:
-        raise BadMessage(f"gradients of {n} of {len(borrowed.keys)} activations: {len(data)} bytes came")
-    present = index_codec.decode(data[_BACK.size : _BACK.size + n_where], kind, len(borrowed.keys), n)
-    if isinstance(present, str):
-        raise BadMessage(f"gradients of {n} of {len(borrowed.keys)} activations: {present}")
-    mask = _mask(borrowed, dim)[present]
-    got = sparse_message.read(data[_BACK.size + n_where :], int(mask.sum()), n * width)
+    present, sent = read_present(data, len(borrowed.keys), "activations")
+    n, mask = len(present), _mask(borrowed, dim)[present]
+    got = sparse_message.read(sent, int(mask.sum()), n * width)
     values = np.zeros((n, dim + width), np.float32)
     values[:, :dim][mask] = got.whole()
     values[:, dim:] = got.plain.reshape(n, width)

@@ -172,7 +172,7 @@ class RowCoder:
         values = grad.values[order[at[present]]] if len(present) else grad.values[:0]
         kind, where = index_codec.encode(present, len(lent))
         sent = self.write(group, RowGrad(lent[present], values))
-        return _BACK.pack(kind, len(where), len(present), len(sent)) + where + sent
+        return write_present(kind, where, len(present), sent)
 
     def clear(self) -> None:
         """This worker was left behind: what waits is lost, and counted."""
@@ -211,16 +211,27 @@ def read(data: Any, keys: np.ndarray, dim: int, extra: int) -> RowGrad:
 
 def decode_row_gradients(data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
     """What `RowCoder.give_back` wrote. extra: columns beyond the dimension. Raises BadMessage."""
+    present, sent = read_present(data, len(lent), "rows")
+    return read(sent, lent[present], dim, extra)
+
+
+def write_present(kind: int, where: bytes, n: int, sent: bytes) -> bytes:
+    """A message of gradients: of which n things that were lent (`index_codec`), and their values."""
+    return _BACK.pack(kind, len(where), n, len(sent)) + where + sent
+
+
+def read_present(data: Any, n_lent: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the things that were lent have gradients, and these as bytes. Raises BadMessage."""
     data = np.frombuffer(data, np.uint8)
     if len(data) < _BACK.size:
-        raise BadMessage(f"gradients of rows have a head of {_BACK.size} bytes, {len(data)} came")
-    kind, n_where, n_rows, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
-    if kind not in index_codec.KINDS or n_rows > len(lent) or len(data) != _BACK.size + n_where + n_sent:
-        raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {len(data)} bytes came")
-    present = index_codec.decode(data[_BACK.size : _BACK.size + n_where], kind, len(lent), n_rows)
+        raise BadMessage(f"gradients of {what} have a head of {_BACK.size} bytes, {len(data)} came")
+    kind, n_where, n, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
+    if kind not in index_codec.KINDS or n > n_lent or len(data) != _BACK.size + n_where + n_sent:
+        raise BadMessage(f"gradients of {n} of {n_lent} {what}: {len(data)} bytes came")
+    present = index_codec.decode(data[_BACK.size : _BACK.size + n_where], kind, n_lent, n)
     if isinstance(present, str):
-        raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
-    return read(data[_BACK.size + n_where :], lent[present], dim, extra)
+        raise BadMessage(f"gradients of {n} of {n_lent} {what}: {present}")
+    return present, data[_BACK.size + n_where :]
 
 
 def sections(parts: Sequence[bytes]) -> bytes:

@@ -11,6 +11,7 @@ from gba_hvd.errors import BadInput
 DEFAULT_LIMIT = 0.001
 # A share is taken of at least that many rows while reading: one bad row at the very start must not stop a long input.
 _ROWS_TO_CHECK = 100_000
+_KEPT = 5  # of the malformed rows, for the message
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,17 @@ class BadRow:
 class BadRows:
     """Counts malformed rows. `limit` below 1 is a share of the rows read, from 1 up a number of rows; 0 allows none."""
 
-    def __init__(self, limit: float = DEFAULT_LIMIT, n_kept: int = 5) -> None:
+    def __init__(self, limit: float = DEFAULT_LIMIT) -> None:
         if not 0 <= limit < math.inf:
             raise BadInput(f"the limit of bad rows is {limit}, expected 0, a share below 1, or a number of rows")
         self._limit = limit
-        self._n_kept = n_kept
         self.count = 0
         self.rows_read = 0
         self.first: list[BadRow] = []
 
     def report(self, file: str, where: str, reason: str) -> None:
         self.count += 1
-        if len(self.first) < self._n_kept:
+        if len(self.first) < _KEPT:
             self.first.append(BadRow(file, where, reason))
 
     def allowed(self, rows: int) -> int:

@@ -95,13 +95,8 @@ class SyntheticBehaviourLog:
             )
         self.tables = {"user": n_users, "item": n_items + 1, "category": n_categories + 1}
         self.target, self.negatives, self.max_length = target, negatives, max_length
-        self._n, self._seed, self._start, self._decay, self._concentration = (
-            n_samples,
-            seed,
-            start,
-            decay,
-            concentration,
-        )
+        self._n, self._seed, self._start = n_samples, seed, start
+        self._decay, self._concentration = decay, concentration
         self.description: dict[str, Any] = {
             "kind": "synthetic behaviour log", "samples": n_samples, "tables": self.tables, "max_length": max_length,
             "seed": seed, "zipf": zipf, "start": start, "target": target, "negatives": negatives, "decay": decay,

@@ -27,8 +27,9 @@ from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder,
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, Vocabulary, encoding_to_json
 from gba_hvd.data.sources import BLOCK_BYTES
 from gba_hvd.data.splits import TRAIN, Input, PrepareProgress
-from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, sync, write_manifest
+from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, write_manifest
 from gba_hvd.errors import BadInput
+from recovery.storage.local_store import sync
 from recovery.storage.rename import exchange
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gba_hvd.errors import BadInput
+from recovery.storage.local_store import sync
 
 MANIFEST = "dataset.json"
 FORMAT = "gba_hvd click log"
@@ -197,15 +198,6 @@ def _matrix(batch: pa.RecordBatch, name: str, names: Sequence[str]) -> npt.NDArr
 
 def _bag(column: pa.LargeListArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     return column.offsets.to_numpy(zero_copy_only=True), column.values.to_numpy(zero_copy_only=True)
-
-
-def sync(path: Path) -> None:
-    """A file or folder: what is in it survives a crash of the machine from here on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def crc32(path: Path) -> int:

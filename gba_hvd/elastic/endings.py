@@ -25,6 +25,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
 from gba_hvd.shm.shard_memory import is_alive
+from recovery.storage.rename import replace_file
 
 if TYPE_CHECKING:
     from gba_hvd.training.engine import Engine
@@ -174,8 +175,7 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
     cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the folder is gone, or full: then the others know less
         path = memory.folder / f"ended-{os.getpid()}.json"
-        path.with_suffix(".new").write_text(json.dumps({"status": status, "why": cause[:2000]}))
-        path.with_suffix(".new").rename(path)
+        replace_file(path, json.dumps({"status": status, "why": cause[:2000]}))
 
 
 def show_at_once(engine: Engine, error: BaseException, behind: BaseException) -> None:

@@ -1,8 +1,9 @@
-"""What dtype and device a module without parameters of its own has: those of the model it is in."""
+"""What a module takes from the model it is in: dtype and device of one without parameters, and its mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -23,3 +24,16 @@ class FollowsModule(nn.Module):
         if found.device.type != "meta":  # (where a model without values is made, rows have theirs)
             self.device = found.device
         return self
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
+    was = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in was.items():
+            module.training = training

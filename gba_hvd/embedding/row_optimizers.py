@@ -6,7 +6,6 @@ only when its row is touched, as in `torch.optim.SparseAdam`). `weight_decay` is
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.embedding.row_gradients import RowGrad, RowSum
 from gba_hvd.errors import BadInput
+from gba_hvd.extras import module_of
 from gba_hvd.shm.layout import Group, Layout, SlotSpec
 from recovery.registry import Registry, why_not_constructed
 
@@ -234,13 +234,7 @@ def resolve(name: str) -> type[RowOptimizer]:
     elif module_name.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(f"{name} belongs to Python, it is no row optimizer")
     else:
-        try:
-            found = getattr(importlib.import_module(module_name), kind_name, None)
-        except (ImportError, ValueError) as error:
-            raise BadInput(
-                f"row optimizer {name}: module {module_name!r} cannot be imported here ({error}); "
-                "install it on every host, or put its folder on PYTHONPATH"
-            ) from error
+        found = getattr(module_of("row optimizer", name, module_name), kind_name, None)
     if not (
         isinstance(found, type)
         and found.__module__ == (__name__ if module_name in _HERE else module_name)

@@ -267,7 +267,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     session = msgspec.msgpack.decode(
         world.broadcast("session", encoded if world.rank == source else None, source), type=PsSession
     )
-    key = share_key(world, "key", None if own is None else own.key, source, shared_secret(), is_restart=True)
+    key = share_key(world, None if own is None else own.key, source, shared_secret(), is_restart=True)
     session = replace(session, key=key)
     members = WorkerTopology(tuple(f.host for f in facts))
     gone = {server.host for server in session.servers} - set(members.order)

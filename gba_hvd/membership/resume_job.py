@@ -61,7 +61,7 @@ def resume_previous_job(
     if taken is not None and taken.state is not None:
         engine.identify(key=orphaned_memory.key_of(job_folder(engine.model.tables.config.shard_dir, job_id)))
     mine = (engine.job.key or new_key()) if world.rank == agreed.source else None
-    engine.identify(key=share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart))
+    engine.identify(key=share_key(world, mine, agreed.source, shared_secret(), agreed.is_restart))
     if taken is not None and engine.model.tables.memory is not None:
         engine.model.tables.memory.give_to(
             owner_of(engine.job.key)

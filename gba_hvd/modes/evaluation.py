@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import zlib
@@ -11,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gba_hvd.comm.collectives import World, agree_on
+from gba_hvd.embedding.module_placement import evaluating
 from gba_hvd.errors import BadInput
 from gba_hvd.metrics.accumulators import Accumulator, Frames, Part, accumulator, combined
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
@@ -118,17 +117,6 @@ def count_by_leases(job: CountRun, servers: PsWorker, phase: int, n_groups: int)
 def firsts_of_rank(samples: SampleReader, world: World) -> Iterator[int]:
     """The first sample of each batch that this rank reads where workers go in rounds."""
     return (batch * samples.batch for batch in range(world.rank, samples.n_batches, world.size))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _refuse_probabilities_on_all(world: World, parts: Sequence[Part], first: Sequence[Frames]) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.comm.collectives import World, agree_on
+from gba_hvd.embedding.module_placement import evaluating
 from gba_hvd.metrics.ranking import Best, ItemLists, Items, Queries, all_numbers, best, merge, n_query_sums, query_sums
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from gba_hvd.modes.evaluation import evaluating, firsts_of_rank, share_buffers
+from gba_hvd.modes.evaluation import firsts_of_rank, share_buffers
 from gba_hvd.training.mode import RetrievalRun, SampleReader
 from recovery import state_codec
 

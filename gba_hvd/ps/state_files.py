@@ -22,6 +22,7 @@ import msgspec
 
 from gba_hvd.ps.messages import Enter
 from gba_hvd.shm.snapshot_file import SnapshotFile
+from recovery.storage.rename import replace_file
 
 
 def path_of(folder: Path, index: int, name: str) -> Path:
@@ -84,9 +85,7 @@ class StateFiles:
         return self._ledger_file
 
     def _replace(self, name: str, data: bytes) -> None:
-        fresh = self.path(f"{name}.new")
-        fresh.write_bytes(data)
-        fresh.rename(self.path(name))
+        replace_file(self.path(name), data)
 
 
 MARK = "ps-*.flushing"  # a file that is there meanwhile; a restart of the job waits for it

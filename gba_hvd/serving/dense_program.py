@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from gba_hvd.batch import Bag
 from gba_hvd.convert import is_converted
+from gba_hvd.embedding.module_placement import evaluating
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import StoredLookup
-from gba_hvd.serving.module import evaluating, tables_in
+from gba_hvd.serving.module import tables_in
 from gba_hvd.serving.onnx_program import OnnxFile, onnx_of, require_onnx
 
 FORMATS = ("torch", "onnx")
@@ -61,7 +62,7 @@ def exported_dense_part(model: nn.Module, example: Any, formats: Sequence[str] =
     spec = inputs.spec_of(example, model)
     values = inputs.values_of(spec, example)
     fields = {name: one for name, one in values.items() if isinstance(one, Tensor)}
-    with evaluating(model), torch.no_grad():
+    with evaluating(model):
         rows, lookups = _recorded(model, spec, values, example)
         program = _DensePart(model, spec, {name: one for name, one in values.items() if isinstance(one, Bag)})
         exported = _traced(program, rows, fields, {one.column for one in lookups})

@@ -139,40 +139,41 @@ def described(field: Spec) -> str:
 
 def values_of(spec: Spec, value: Any) -> dict[str, Tensor | Bag]:
     """The fields of an input, by column."""
-    match spec["kind"]:
-        case "batch":
-            found: dict[str, Tensor | Bag] = {one["column"]: value.ids[key] for key, one in spec["ids"].items()}
-            return found if spec["dense"] is None else found | {spec["dense"]["column"]: value.dense}
-        case "mapping":
-            return {k: v for key, part in spec["parts"].items() for k, v in values_of(part, value[key]).items()}
-        case "arguments":
-            parts = zip(spec["parts"], value, strict=True)
-            return {k: v for part, one in parts for k, v in values_of(part, one).items()}
-    return {spec["column"]: value}
+    return {field["column"]: one for field, one in _fields_of(spec, value)}
 
 
 def columns_of(spec: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]]:
     """The columns of a request for which `input_of` gives this input."""
+    columns = (_columns_of(field, one) for field, one in _fields_of(spec, value))
+    return {name: values for some in columns for name, values in some.items()}
+
+
+def _fields_of(spec: Spec, value: Any) -> Iterator[tuple[Spec, Any]]:
     match spec["kind"]:
         case "batch":
-            found: dict[str, Any] = {}
-            for key, part in spec["ids"].items():
-                found |= columns_of(part, value.ids[key])
-            return found if spec["dense"] is None else found | columns_of(spec["dense"], value.dense)
+            yield from ((one, value.ids[key]) for key, one in spec["ids"].items())
+            if spec["dense"] is not None:
+                yield spec["dense"], value.dense
         case "mapping":
-            return {k: v for key, part in spec["parts"].items() for k, v in columns_of(part, value[key]).items()}
+            for key, part in spec["parts"].items():
+                yield from _fields_of(part, value[key])
         case "arguments":
-            parts = zip(spec["parts"], value, strict=True)
-            return {k: v for part, one in parts for k, v in columns_of(part, one).items()}
-    if spec["is_bag"]:
+            for part, one in zip(spec["parts"], value, strict=True):
+                yield from _fields_of(part, one)
+        case _:
+            yield spec, value
+
+
+def _columns_of(field: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]]:
+    if field["is_bag"]:
         cuts = [*value.offsets.tolist(), len(value.values)]
         numbers = value.values.tolist()
-        return {spec["column"]: [numbers[a:b] for a, b in pairwise(cuts)]}
+        return {field["column"]: [numbers[a:b] for a, b in pairwise(cuts)]}
     plain = value.detach().cpu()
     plain = plain.float() if plain.dtype in (torch.bfloat16, torch.float16) else plain
-    if "names" in spec:
-        return dict(zip(spec["names"], plain.numpy().T, strict=True))
-    return {spec["column"]: plain.numpy() if plain.ndim == 1 else plain.tolist()}
+    if "names" in field:
+        return dict(zip(field["names"], plain.numpy().T, strict=True))
+    return {field["column"]: plain.numpy() if plain.ndim == 1 else plain.tolist()}
 
 
 def input_of(spec: Spec, request: Mapping[str, Any]) -> Any:

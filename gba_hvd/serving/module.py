@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -125,19 +124,6 @@ def freeze(
         one.is_frozen = True
     model.eval()
     model.requires_grad_(False)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
-    was = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in was.items():
-            module.training = training
 
 
 def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], lookup_dtypes: Mapping[str, str]) -> None:

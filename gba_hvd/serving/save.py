@@ -13,10 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gba_hvd.convert import is_converted
+from gba_hvd.embedding.module_placement import evaluating
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
@@ -37,7 +37,6 @@ from gba_hvd.serving.module import (
     assemble,
     converted_in,
     dense_of,
-    evaluating,
     freeze,
     lookup_dtypes_of,
     padding_rows_in,
@@ -131,7 +130,7 @@ def save_model(
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
             fresh.to(devices.pop())
         freeze(fresh, assembled, rows)
-        with evaluating(model), torch.no_grad():
+        with evaluating(model):
             same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)

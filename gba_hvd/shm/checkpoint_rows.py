@@ -52,11 +52,10 @@ class ShardRows:
         memory: ShardMemory,
         mine: Callable[[], Sequence[int]] | None = None,
         filling: bool = False,
-        left: bool = False,
     ) -> None:
         self.schema = schema_of(memory.layout)
         self._memory, self._mine, self._filling = memory, mine or memory.ready, filling
-        self.left = left
+        self.left = False
 
     def shards(self) -> list[int]:
         return list(self._mine())

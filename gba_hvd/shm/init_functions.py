@@ -6,7 +6,6 @@ user's runs. So such a function goes by its name, `module:function`, and both im
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.errors import BadInput
+from gba_hvd.extras import module_of
 
 InitFunction = Callable[[np.ndarray], Any]
 
@@ -31,13 +31,7 @@ def resolve(name: str) -> InitFunction:
     module_name, _, function_name = name.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(f"{name} belongs to Python, it is no init function of a table")
-    try:
-        found = getattr(importlib.import_module(module_name), function_name, None)
-    except (ImportError, ValueError) as error:
-        raise BadInput(
-            f"init function {name}: module {module_name!r} cannot be imported here ({error}); install it on every "
-            "host, or put its folder on PYTHONPATH"
-        ) from error
+    found = getattr(module_of("init function", name, module_name), function_name, None)
     if not callable(found):
         raise BadInput(f"init function {name}: module {module_name!r} has none of this name on this host")
     function: InitFunction = found

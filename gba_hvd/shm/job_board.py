@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from recovery.redaction import redacted
+from recovery.storage.rename import replace_file
 
 _PAGE = 4096
 _VOCABULARY_AT = 512
@@ -55,9 +56,7 @@ class Board:
         before = _notice(folder)
         started_s = time.time() if before is None else before.started_unix_s
         notice = Notice(command=redacted(" ".join(sys.argv)), started_unix_s=started_s, **facts)
-        fresh = folder / "job.json.new"
-        fresh.write_text(json.dumps(asdict(notice)))
-        fresh.rename(folder / "job.json")
+        replace_file(folder / "job.json", json.dumps(asdict(notice)))
         with open(folder / "progress", "a+b") as file:
             os.posix_fallocate(file.fileno(), 0, _PAGE)
             self._page = mmap.mmap(file.fileno(), _PAGE)

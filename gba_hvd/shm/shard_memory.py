@@ -47,6 +47,7 @@ from gba_hvd.shm.host_identity import Host, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
+from recovery.storage.rename import replace_file
 
 log = logging.getLogger("gba_hvd")
 _OPEN_TRIES = 5
@@ -173,13 +174,13 @@ class ShardMemory:
                         )
                     if Host(**held_by) != host:
                         take_from(Host(**held_by), host, folder, alive_fd)
-                        _replace(about, {**mine, "host": asdict(host)})
+                        replace_file(about, json.dumps({**mine, "host": asdict(host)}))
                 else:
                     for line in sweep.in_words(sweep.sweep(folder.parent, grace_s)):
                         log.info("%s", line)
                     _make_file(path, layout)
                     reaper.start(folder, grace_s)
-                    _replace(about, {**mine, "host": asdict(host)})
+                    replace_file(about, json.dumps({**mine, "host": asdict(host)}))
                 if owner is not None:
                     _write_owner(folder, owner)
                 with open(path, "r+b") as file:
@@ -523,12 +524,6 @@ def _make_file(path: Path, layout: Layout) -> None:
             ) from error
 
 
-def _replace(path: Path, values: dict[str, Any]) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(values))
-    fresh.rename(path)
-
-
 def format_of(layout: Layout) -> int:
     """Version of the memory's format: in 2 the filter of a hashed table had another size than in 3."""
     return 3 if any(table.hashed is not None and table.hashed.has_filter for table in layout.tables) else 2
@@ -561,8 +556,7 @@ def _owner_of(folder: Path) -> str:
 
 def _write_owner(folder: Path, owner: str) -> None:
     if _owner_of(folder) != owner:
-        (folder / "owner.new").write_text(owner)
-        (folder / "owner.new").rename(folder / "owner")
+        replace_file(folder / "owner", owner)
 
 
 def _description(about: Path) -> dict[str, Any]:

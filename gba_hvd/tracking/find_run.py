@@ -30,14 +30,14 @@ def read(run: str, tracking_uri: str | None) -> RunHistory:
     )
 
 
-def refuse_no_run(command: str, tracking_uri: str | None) -> NoReturn:
-    """Raises BadInput with the newest runs to choose from. command: which a run was left out of"""
+def refuse_no_run(tracking_uri: str | None) -> NoReturn:
+    """Raises BadInput with the newest runs to choose from."""
     uri = resolved_uri(tracking_uri)
     where = f"{redacted(uri)} (--tracking-uri or MLFLOW_TRACKING_URI name another store)"
     if not (known := newest_runs(uri)):
-        raise BadInput(f"no run is named, and there are none in {where}: {command} RUN, or a spool file or folder")
+        raise BadInput(f"no run is named, and there are none in {where}: gba-hvd report RUN, or a spool file or folder")
     runs = "".join(f"\n  {line}" for line in known)
     newest = known[0].split()[0]
     raise BadInput(
-        f"no run is named: {command} {newest} is for the newest. The newest in {where}, id, name and job:{runs}"
+        f"no run is named: gba-hvd report {newest} is for the newest. The newest in {where}, id, name and job:{runs}"
     )

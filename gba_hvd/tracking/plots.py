@@ -115,6 +115,7 @@ def draw_plots(
     rounds of replicas, gain (predicted in mode "auto") and staleness
     """
     sheet = _Sheet(title, width)
+    rounds, vocabularies = _recorded(history, _ROUNDS), _vocabularies(history)
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
             "learning_curves",
@@ -123,9 +124,9 @@ def draw_plots(
         ),
         ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, sheet, file)),
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, sheet, file)),
-        ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, sheet, file)),
+        ("rounds", bool(rounds), lambda file: _each(rounds, history, events, sheet, file)),
         ("gain", bool(history.get(gauges.GAIN)), lambda file: _gain(history, events, sheet, file)),
-        ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, sheet, file)),
+        ("vocabulary", bool(vocabularies), lambda file: _each(vocabularies, history, events, sheet, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
@@ -196,8 +197,7 @@ def _workers(history: History, events: Sequence[Record], sheet: _Sheet, file: Pa
     return _save(figure, axes, file)
 
 
-def _rounds(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
-    panels = _recorded(history, _ROUNDS)
+def _each(panels: Sequence[_Panel], history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
     figure, axes = _figure(sheet, rows=len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
@@ -212,15 +212,6 @@ def _gain(history: History, events: Sequence[Record], sheet: _Sheet, file: Path)
     _over_time(axes[0], _Panel("gba over allreduce", {gauges.GAIN: None}, form="{x:,.2f}"), history)
     axes[0].axhline(1.0, color=_INK, linewidth=0.8)
     for axis, panel in zip(axes[1:], rates, strict=True):
-        _over_time(axis, panel, history)
-    _ground(axes, history, events, sheet)
-    return _save(figure, axes, file)
-
-
-def _vocabulary(history: History, events: Sequence[Record], sheet: _Sheet, file: Path) -> Path:
-    panels = _vocabularies(history)
-    figure, axes = _figure(sheet, rows=len(panels))
-    for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
     _ground(axes, history, events, sheet)
     return _save(figure, axes, file)

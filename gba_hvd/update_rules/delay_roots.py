@@ -38,11 +38,16 @@ def shares(ages: Mapping[int, float]) -> np.ndarray:
     return found
 
 
+def not_negative(delay: float) -> float:
+    """The delay; raises BadInput where it is none."""
+    if not 0 <= delay < math.inf:
+        raise BadInput(f"a delay must be a number of steps, not negative, got {delay}")
+    return delay
+
+
 def at_mean(age: float) -> dict[int, float]:
     """The distribution of the two whole numbers around an age whose mean it is."""
-    if not 0 <= age < math.inf:
-        raise BadInput(f"a delay must be a number of steps, not negative, got {age}")
-    below = math.floor(age)
+    below = math.floor(not_negative(age))
     return {below: 1 - (age - below), below + 1: age - below} if age > below else {below: 1.0}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gba_hvd.errors import BadInput
 from gba_hvd.update_rules import delay_roots, delay_sequence
+from gba_hvd.update_rules.delay_roots import not_negative
 from gba_hvd.update_rules.delay_sequence import Arrivals
 
 _NEAR = 0.5  # share of the limit from which on the noise of mini-batches may matter
@@ -27,19 +28,13 @@ _SETTLED = 0.9  # an eigenvector found: the Rayleigh quotient is this share of t
 
 def limit(delay: float) -> float:
     """The largest stable lr * curvature when every gradient is `delay` steps old: 2 without delay, 0.1845 at 8."""
-    return 2 * math.sin(math.pi / (2 * (2 * _not_negative(delay) + 1)))
+    return 2 * math.sin(math.pi / (2 * (2 * not_negative(delay) + 1)))
 
 
 def best(delay: float) -> float:
     """The lr * curvature of fastest convergence when every gradient is `delay` steps old: 1 without, 0.0433 at 8."""
-    d = _not_negative(delay)
+    d = not_negative(delay)
     return math.exp(d * math.log(d) - (d + 1) * math.log(d + 1)) if d > 0 else 1.0
-
-
-def _not_negative(delay: float) -> float:
-    if not 0 <= delay < math.inf:
-        raise BadInput(f"a delay must be a number of steps, not negative, got {delay}")
-    return delay
 
 
 @dataclass(frozen=True)

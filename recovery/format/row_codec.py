@@ -172,14 +172,14 @@ def decode_rows(
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-def encode_state(data: Piece, encoding: Encoding = EXACT) -> Encoded:
+def encode_state(data: Piece) -> Encoded:
     """Opaque bytes; compressed if that pays, never quantised. Raises BadInput for more than a restore would read."""
     if len(data) > STATE_LIMIT_BYTES:
         raise BadInput(
             f"the training state has {len(data):,} bytes, a restore reads at most {STATE_LIMIT_BYTES:,}: keep large "
             "tensors in embedding tables, whose rows are saved in pieces, or outside the checkpoint"
         )
-    return _packed([data], EncodingSteps(), encoding)
+    return _packed([data], EncodingSteps(), EXACT)
 
 
 def decode_state(data: Piece, blob: StateBlob, limit_bytes: int | None = None) -> bytes:

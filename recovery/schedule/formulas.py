@@ -14,18 +14,11 @@ from __future__ import annotations
 import math
 
 
-def full_overhead_s(
-    save_s: float, load_s: float, reschedule_s: float, every_s: float, between_s: float, total_s: float
-) -> float:
-    """Seconds lost to saving and failures when everything rolls back to the last save.
-
-    O = O_save * T_total / T_save + (O_load + T_save / 2 + O_res) * T_total / T_fail
-    """
-    return save_s * total_s / every_s + (load_s + every_s / 2 + reschedule_s) * total_s / between_s
-
-
 def best_full_interval_s(save_s: float, between_s: float) -> float:
-    """The interval at which `full_overhead_s` is least: T_save* = sqrt(2 * O_save * T_fail)."""
+    """The interval at which full recovery costs least: T_save* = sqrt(2 * O_save * T_fail).
+
+    Saving and failures cost O_save * T_total / T_save + (O_load + T_save / 2 + O_res) * T_total / T_fail seconds.
+    """
     return math.sqrt(2 * save_s * between_s)
 
 

@@ -63,7 +63,7 @@ class LocalStore:
                 with contextlib.suppress(OSError):  # also so that a full disk has room for the next attempt
                     hidden.unlink()
             for folder in made:
-                _sync_folder(folder)
+                sync(folder)
 
     def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
         path = self._path(name)
@@ -154,7 +154,7 @@ def _require_equal(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         if file.read(1):
             raise StoreError(f"{path}: a longer object of this name is there already; names are used once")
         os.fsync(file.fileno())
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _make_folders(folder: Path) -> list[Path]:
@@ -166,8 +166,9 @@ def _make_folders(folder: Path) -> list[Path]:
     return missing
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """A file or folder: what is in it survives a crash of the machine from here on."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,4 +1,4 @@
-"""Two renames that Linux has and Python has not: without replacing what is there, and exchanging two names."""
+"""Renames: a small file replaced as a whole; without replacing, and exchanging two names, which Linux alone has."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from pathlib import Path
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 # Not with this kernel, this C library, or this file system.
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file of one writer: others read the one of before or this one, whole."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_bytes(content if isinstance(content, bytes) else content.encode())
+    fresh.replace(path)
 
 
 def rename_new(old: Path, new: Path) -> bool:

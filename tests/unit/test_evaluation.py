@@ -121,6 +121,13 @@ def test_metrics_without_tasks_are_of_the_one_output(training: Any, clicks: Any)
     assert rated["mse"] == pytest.approx(((outputs - data.label) ** 2).mean(), rel=1e-6)
 
 
+def test_modules_that_were_not_training_are_not_afterwards(training: Any, clicks: Any) -> None:
+    job = training()
+    job.model.frozen, job.model.trained = nn.Dropout().eval(), nn.Dropout()
+    gba_hvd.evaluate(job.model, clicks(20), job.state, activation="sigmoid")
+    assert (job.model.training, job.model.frozen.training, job.model.trained.training) == (True, False, True)
+
+
 def test_outputs_are_picked_by_number_by_name_and_by_a_function(training: Any) -> None:
     job, data = training(), Impressions(30)
     picks: dict[str, Any] = {"number": 1, "function": lambda out: out[1]}

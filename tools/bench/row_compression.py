@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -399,11 +399,11 @@ class Trained:
     @classmethod
     def fresh(cls, problem: Problem, seed: int) -> Trained:
         import torch
-        from torch import nn
 
-        widths = [len(problem.ids) * problem.dim + problem.dense.shape[1], *problem.hidden]
-        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-        tower = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        from .harness import dlrm
+
+        n_in = len(problem.ids) * problem.dim + problem.dense.shape[1]
+        tower = dlrm.mlp((n_in, *problem.hidden, 1), last_relu=False)
         optimizer = torch.optim.Adagrad(tower.parameters(), lr=problem.lr, eps=1e-8)
         rows = 0.01 * np.random.default_rng(seed).normal(size=(problem.n_rows, problem.dim)).astype(np.float32)
         return cls(problem, tower, optimizer, rows.astype(np.float32), np.zeros_like(rows, np.float32))

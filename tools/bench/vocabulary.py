@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -252,13 +251,13 @@ class Job:
 def _model(tables: Any, fields: list[str], n_dense: int, dim: int) -> Any:
     import torch
 
+    from .harness import dlrm
+
     class Clicks(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tables = tables
-            sizes = [len(fields) * dim + n_dense, 256, 128]
-            hidden = [part for a, b in pairwise(sizes) for part in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-            self.mlp = torch.nn.Sequential(*hidden, torch.nn.Linear(sizes[-1], 1))
+            self.mlp = dlrm.mlp((len(fields) * dim + n_dense, 256, 128, 1), last_relu=False)
 
         def forward(self, batch: Any) -> Any:
             rows = self.tables.stacked({name: batch.ids[name] for name in fields})

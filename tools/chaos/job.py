@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recovery.storage.rename import replace_file
+
 from .data import ChaosClicks, files_of
 from .plan import CHECKPOINT_S, EPOCHS, GLOBAL_BATCH, MICRO_BATCH, SAMPLES, TRACKING, FaultPlan
 
@@ -102,9 +104,7 @@ class ChaosJob:
         return environ
 
     def set_hosts(self, names: tuple[str, ...]) -> None:
-        fresh = self.hosts_file.with_suffix(".new")
-        fresh.write_text("".join(f"{name}:1\n" for name in names))
-        fresh.rename(self.hosts_file)
+        replace_file(self.hosts_file, "".join(f"{name}:1\n" for name in names))
 
     @property
     def exit_code(self) -> int | None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recovery.storage.rename import replace_file
+
 from . import oracle, services
 from .job import APART_GRACE_S, GRACE_S, NAMES, ChaosJob
 from .oracle import Record
@@ -204,9 +206,7 @@ def run_plans(plans: Mapping[str, FaultPlan], out: Path, keep: bool = False, aga
             continue
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
         outcome = run_plan(plan, folder.absolute(), keep)
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(outcome.as_json()))
-        fresh.rename(path)
+        replace_file(path, json.dumps(outcome.as_json()))
         n_failed += bool(outcome.wrong)
         print(line_of(outcome), flush=True)
     return n_failed

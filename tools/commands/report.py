@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     prepare_process()
     if args.target is None:
-        refuse_no_run("gba-hvd report", args.tracking_uri)
+        refuse_no_run(args.tracking_uri)
     story = read(args.target, args.tracking_uri)
     if args.json:
         print(json.dumps(as_json(story), indent=2))

@@ -86,8 +86,6 @@ class _Watched(Quadratic):
 
 def observe(delay: int) -> Limit:
     """The limit under this delay, in steps."""
-    if delay < 0:
-        raise BadInput(f"a delay must be a number of steps, not negative, got {delay}")
     predicted, steps = limit(delay), _STEPS_PER_DELAY * (delay + 1) + _STEPS
     curvatures = predicted * np.linspace(1 - _AROUND, 1 + _AROUND, _POINTS)
     task = _Watched(curvatures, steps)

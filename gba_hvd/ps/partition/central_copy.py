@@ -21,6 +21,7 @@ from gba_hvd.ps import validation
 from gba_hvd.ps.messages import Blend, NotFinite, ProtocolError, Publish, SubmitReplica
 from gba_hvd.ps.partition.dense_part import DensePart
 from recovery import state_codec
+from recovery.storage.rename import replace_file
 
 
 @dataclass
@@ -124,9 +125,7 @@ class CentralCopy:
         packed = np.frombuffer(state, dtype=np.uint8)
         facts = {"generation": self._generation, "phase": self._over, "values": values, "state": packed}
         facts["members"] = sorted(self._members)
-        fresh = self._path.with_suffix(".mean.new")
-        fresh.write_bytes(state_codec.encode(facts))
-        fresh.rename(self._path)
+        replace_file(self._path, state_codec.encode(facts))
 
     def _find_mean(self) -> None:
         """What a server that died had made last."""

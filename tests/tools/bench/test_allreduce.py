@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gba_hvd_tools.bench.allreduce import command as allreduce
-from gba_hvd_tools.bench.allreduce.row import row_of
+from gba_hvd_tools.bench.allreduce.command import row_of
 from gba_hvd_tools.bench.allreduce.shape import dense_dlrm
 from gba_hvd_tools.bench.harness import dlrm, measure, peer_worker
 from gba_hvd_tools.bench.reader import command as reader

@@ -45,7 +45,7 @@ def wiretap(monkeypatch: pytest.MonkeyPatch) -> Wiretap:
 def outcomes(workers: Workers, secrets: list[bytes], root: int = 0, is_restart: bool = False) -> list[Any]:
     def act(world: ThreadWorld) -> bytes:
         key = KEY if world.rank == root else None
-        return share_key(world, "key", key, root, secrets[world.rank], is_restart)
+        return share_key(world, key, root, secrets[world.rank], is_restart)
 
     return workers.outcomes(list(range(len(secrets))), lambda _: act(workers._here.world))
 

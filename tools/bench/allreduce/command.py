@@ -33,7 +33,6 @@ from gba_hvd.config import Config
 from ..harness import measure, peer_environments, resumable
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
 from ..harness.noise import Noise
-from .row import row_of
 
 KEY = ("shape", "batch", "peer", "run")
 SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
@@ -199,6 +198,25 @@ class Launches:
         row = row_of(ranks, started, self._batch * WORKERS * self._hosts // n_processes, self._steps)
         rates = ("copied_per_s", "gathered_per_s")
         return row | {name: sum(rank[name] for rank in ranks) for name in rates if name in ranks[0]}
+
+
+def row_of(ranks: Sequence[Row], started: float, batch: int, steps: int) -> Row:
+    """What one run measured. The slowest worker's time counts; memory is that of the larger worker."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    row = {
+        "steps": steps,
+        "samples_per_s": len(ranks) * batch * steps / seconds,
+        "ms_per_step": 1000 * seconds / steps,
+        "cpu_ms_per_step": 1000 * sum(rank["cpu_s"] for rank in ranks) / len(ranks) / steps,
+        "startup_s": max(rank["first_step_unix_s"] for rank in ranks) - started,
+        "peak_own_bytes": max(rank["peak_own_bytes"] for rank in ranks),
+        "loss_first": sum(rank["loss_first"] for rank in ranks) / len(ranks),
+        "loss_last": sum(rank["loss_last"] for rank in ranks) / len(ranks),
+    }
+    if "shared_bytes" in ranks[0]:
+        copies = sum(rank["shared_proportional_bytes"] for rank in ranks) / ranks[0]["shared_bytes"]
+        row |= {"table_bytes": ranks[0]["shared_bytes"], "table_copies_per_host": copies}
+    return row
 
 
 def variant_of(peer: str, hosts: int = 1) -> tuple[Variant, int]:

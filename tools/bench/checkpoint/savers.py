@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from recovery.storage.local_store import sync
+
 from .model import SavedModelClicks
 
 _PLAIN_BYTES = 16 << 20  # of one write
@@ -156,7 +158,7 @@ class PlainSaver(_Peer):
                     while part:
                         part = part[file.write(part) :]
             os.fsync(file.fileno())
-        return lambda: sync(self._folder)
+        return lambda: sync_all(self._folder)
 
     def _slots(self, weight: torch.Tensor) -> torch.Tensor:
         slots: torch.Tensor = self._optimizer.state[weight]["sum"]
@@ -166,7 +168,7 @@ class PlainSaver(_Peer):
 class TorchSave(_Peer):
     def save(self) -> Callable[[], object]:
         torch.save(self._state, self._folder / "state.pt")
-        return lambda: sync(self._folder)
+        return lambda: sync_all(self._folder)
 
     def restore(self, how: str) -> None:
         state = torch.load(self._folder / "state.pt", mmap=how == "torch_load_mmap")
@@ -187,7 +189,7 @@ class Distributed(_Peer):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(self._state, checkpoint_id=self._folder / "state", no_dist=True)
-        return lambda: sync(self._folder)
+        return lambda: sync_all(self._folder)
 
     def restore(self, how: str) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -212,7 +214,7 @@ class DistributedAsync(Distributed):
 
     def _wait(self, in_flight: Any) -> None:
         in_flight.result()
-        sync(self._folder)
+        sync_all(self._folder)
 
 
 class DistributedAsyncKept(DistributedAsync):
@@ -240,7 +242,7 @@ class TorchSnapshot(_Peer):
         from torchsnapshot import Snapshot
 
         Snapshot.take(str(self._folder / "state"), self._app_state)
-        return lambda: sync(self._folder)
+        return lambda: sync_all(self._folder)
 
     def restore(self, how: str) -> None:
         from torchsnapshot import Snapshot
@@ -260,7 +262,7 @@ class TorchSnapshotAsync(TorchSnapshot):
 
         def wait() -> None:
             pending.wait()
-            sync(self._folder)
+            sync_all(self._folder)
 
         return wait
 
@@ -276,12 +278,8 @@ PEERS: dict[str, Callable[..., ContestantSaver]] = {
 }
 
 
-def sync(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
     """Every file, then every folder, innermost first."""
     for at, _, files in os.walk(folder, topdown=False):
-        for path in (*(os.path.join(at, name) for name in files), at):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        for name in (*files, ""):
+            sync(Path(at) / name)

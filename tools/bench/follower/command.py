@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from recovery.storage.rename import replace_file
+
 from ..harness import measure
 from ..harness.elastic_job import ElasticJob, discovery, elastic_variant
 from ..harness.measure import NAMES, Row, Subparsers, Variant
@@ -294,9 +296,7 @@ def end_training(notes: Path) -> None:
     """Two epochs from now: no worker has begun the last one, so all learn of it in time."""
     from .workload import EPOCH_STEPS
 
-    fresh = notes / "last-epoch.new"
-    fresh.write_text(str(max(analysis.steps_in(notes)) // EPOCH_STEPS + 2))
-    fresh.rename(notes / "last-epoch")
+    replace_file(notes / "last-epoch", str(max(analysis.steps_in(notes)) // EPOCH_STEPS + 2))
 
 
 # --- what was found --------------------------------------------------------------------------------------------------

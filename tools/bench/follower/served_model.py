@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from recovery.storage.rename import replace_file
+
 from ..harness import measure
 
 MODULE = f"{__package__}.served"
@@ -47,9 +49,7 @@ class ServedModel:
 
     def end(self, name: str, timeout_s: float) -> None:
         """Wait until it has applied the checkpoint of this name. Raises RunFailed."""
-        fresh = self.folder / "end.new"
-        fresh.write_text(name)
-        fresh.rename(self.folder / "end")
+        replace_file(self.folder / "end", name)
         assert self._process is not None
         try:
             status = self._process.wait(timeout_s)

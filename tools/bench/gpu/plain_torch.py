@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import dlrm
 from .clicks import Clicks
-from .training import Setting, Training, adagrad
+from .training import Setting, Training, adagrad, plain_step
 
 
 class Model(nn.Module):
@@ -43,17 +42,4 @@ def training(setting: Setting, clicks: Clicks, *, merged: bool = False) -> Train
     model = Model(setting, merged=merged)
     # Groups of their own: beside sparse gradients torch would update the dense parameters one by one as well.
     optimizer = adagrad(model.dense, model.tables)
-    numbers = iter(range(len(clicks)))
-
-    def step() -> Tensor:
-        i = next(numbers)
-        ids, dense, label = (
-            part[i].to(setting.device, non_blocking=True) for part in (clicks.ids, clicks.dense, clicks.label)
-        )
-        optimizer.zero_grad()
-        loss = binary_cross_entropy_with_logits(model(ids, dense), label)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return Training(step, lambda: {"host_bytes": 0})
+    return Training(plain_step(setting, clicks, optimizer, model), lambda: {"host_bytes": 0})

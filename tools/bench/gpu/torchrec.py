@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import dlrm
 from .clicks import Clicks
-from .training import NotRun, Setting, Training, adagrad
+from .training import NotRun, Setting, Training, adagrad, plain_step
 
 RULES = {"adagrad": "EXACT_ADAGRAD", "row_adagrad": "EXACT_ROWWISE_ADAGRAD"}
 _OF_CACHE = "linearize_cache_indices"  # an operator that only builds for CUDA have there
@@ -38,21 +37,12 @@ def training_at(setting: Setting, clicks: Clicks, location: str) -> Training:
     optimizer = adagrad(dense_part)  # fbgemm updates the rows in the backward pass
     n_bags = dlrm.N_TABLES * clicks.batch
     offsets = torch.arange(0, (n_bags + 1) * clicks.bag, clicks.bag, device=setting.device)
-    numbers = iter(range(len(clicks)))
 
-    def step() -> Tensor:
-        i = next(numbers)
-        ids, dense, label = (
-            part[i].to(setting.device, non_blocking=True) for part in (clicks.ids, clicks.dense, clicks.label)
-        )
-        optimizer.zero_grad()
+    def logits_of(ids: Tensor, dense: Tensor) -> Tensor:
         rows = tables(ids.view(-1), offsets).view(clicks.batch, dlrm.N_TABLES, setting.dim)
-        loss = binary_cross_entropy_with_logits(dense_part(dense, rows, []), label)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return dense_part(dense, rows, [])  # type: ignore[no-any-return]
 
-    return Training(step, lambda: {"host_bytes": host_bytes(tables)})
+    return Training(plain_step(setting, clicks, optimizer, logits_of), lambda: {"host_bytes": host_bytes(tables)})
 
 
 def tables_at(setting: Setting, location: str) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..allreduce.shape import DenseDLRM
 from ..harness import dlrm
+from .clicks import Clicks
 
 RULES = ("adagrad", "row_adagrad")
 
@@ -67,3 +69,23 @@ def adagrad(*groups: nn.Module) -> torch.optim.Optimizer:
     """Element-wise Adagrad, a group of parameters for each module."""
     found = [{"params": list(group.parameters())} for group in groups]
     return torch.optim.Adagrad(found, lr=dlrm.LEARNING_RATE, eps=dlrm.EPS)
+
+
+def plain_step(
+    setting: Setting, clicks: Clicks, optimizer: torch.optim.Optimizer, logits_of: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """`Training.step` of a contestant that takes batches as they are. logits_of: (ids, dense), on the device -> [B]"""
+    numbers = iter(range(len(clicks)))
+
+    def step() -> Tensor:
+        i = next(numbers)
+        ids, dense, label = (
+            part[i].to(setting.device, non_blocking=True) for part in (clicks.ids, clicks.dense, clicks.label)
+        )
+        optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(logits_of(ids, dense), label)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

@@ -10,13 +10,13 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import dlrm
 from . import emulated_accelerators as emulated
 
 TABLES = {f"c{i}": rows for i, rows in enumerate([100, 300, 1000, 1000, 2000, 5000, 10_000, 50_000])}
@@ -33,11 +33,7 @@ class Tower(nn.Module):
 
     def __init__(self, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__()
-        widths = (len(FIELDS) * DIM + N_DENSE, *hidden)
-        layers: list[nn.Module] = []
-        for n_in, n_out in pairwise(widths):
-            layers += [nn.Linear(n_in, n_out), nn.ReLU()]
-        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self.layers = dlrm.mlp((len(FIELDS) * DIM + N_DENSE, *hidden, 1), last_relu=False)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
         """dense: [B, 4], rows: [B, 8, 8] -> logits [B]"""

@@ -350,13 +350,7 @@ def serve_tcp_echo(ready: Connection, key: bytes, with_tls: bool) -> None:
 
 
 @contextmanager
-def tls_echo(servers: int) -> Iterator[ServerAddress]:
-    with plain_echo(servers, with_tls=True) as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def plain_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
+def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
     spawn, key = mp.get_context("spawn"), transport.new_key()
     processes, sockets = [], []
     for _ in range(servers):
@@ -469,8 +463,8 @@ OPEN: dict[str, Callable[[int], AbstractContextManager[ServerAddress]]] = {
     "ours_plain": partial(ours, wire="plain"),
     "rpc": torch_rpc,
     "zmq_curve": zmq_curve,
-    "tls_echo": tls_echo,
-    "plain_echo": plain_echo,
+    "tls_echo": partial(tcp_echo, with_tls=True),
+    "plain_echo": tcp_echo,
 }
 
 if __name__ == "__main__":

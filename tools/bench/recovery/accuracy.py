@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,6 +27,7 @@ from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
 from recovery.state_codec import decode
 from recovery.torch_rows.tensor_rows import TensorRows
 
+from ..harness import dlrm
 from . import emulation
 
 STRATEGIES = {
@@ -125,11 +125,7 @@ class Model(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(rows, of.dim, sparse=True) for rows in tables.values())
         for table in self.tables:
             nn.init.normal_(table.weight, std=0.01)  # type: ignore[arg-type]
-        widths = (len(tables) * of.dim + n_dense, *of.hidden)
-        layers: list[nn.Module] = []
-        for n_in, n_out in pairwise(widths):
-            layers += [nn.Linear(n_in, n_out), nn.ReLU()]
-        self.top = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self.top = dlrm.mlp((len(tables) * of.dim + n_dense, *of.hidden, 1), last_relu=False)
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         """Logits [B] of ids int64 [fields, B] and dense features float32 [B, d]."""

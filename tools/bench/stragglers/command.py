@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
                     measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
         except measure.RunFailed as error:
             failed = error  # the minutes of work before it are kept
-    found = by_scenario(rows)
+    found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
     measure.write_json(
         args.out,
         {
@@ -124,11 +124,6 @@ class Launches:
             flush=True,
         )
         return row
-
-
-def by_scenario(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """Medians over the runs: scenario -> mode -> column."""
-    return measure.by_groups(rows, "scenario", "mode", COLUMNS)
 
 
 def described(scenario: emulated.Scenario) -> dict[str, Any]:

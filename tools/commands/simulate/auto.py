@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ...simulated.output import write
 
 if TYPE_CHECKING:
     from ...simulated.mode_choice import Comparison
@@ -61,10 +62,8 @@ def run(args: argparse.Namespace) -> int:
         found = [compare(chosen[name], informed=args.informed) for name in args.scenarios]
         summary = {}
         _show(found)
-    if args.out:
-        rows = [asdict(one) | {"needless_per_h": one.needless_per_h} for one in found]
-        args.out.write_text(json.dumps({"summary": summary, "runs": rows}, indent=2) + "\n")
-        print(f"written to {args.out}")
+    rows = [asdict(one) | {"needless_per_h": one.needless_per_h} for one in found]
+    write(args.out, {"summary": summary, "runs": rows})
     return 0
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ...simulated.output import write
 
 if TYPE_CHECKING:
     from ...simulated.stability_limit import FleetLimit
@@ -69,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     columns = ("delay", "predicted", "observed: fades", "grows", "predicted / observed - 1")
     print_table("Largest stable learning rate x curvature", columns, rows)
-    if args.out:
-        args.out.write_text(json.dumps([asdict(f) | {"error": f.error} for f in found], indent=2) + "\n")
-        print(f"written to {args.out}")
+    write(args.out, [asdict(f) | {"error": f.error} for f in found])
     return 0
 
 
@@ -106,7 +105,5 @@ def _fleets(args: argparse.Namespace) -> int:
     setting += f", values {args.ahead:g} of a step ahead" if args.ahead else ""
     print_table(f"Largest stable learning rate x curvature: {setting}", columns, rows)
     print(f"largest error: {max(abs(f.error) for f in found):.1%}; the other columns are errors, too")
-    if args.out:
-        args.out.write_text(json.dumps([asdict(f) | {"error": f.error} for f in found], indent=2) + "\n")
-        print(f"written to {args.out}")
+    write(args.out, [asdict(f) | {"error": f.error} for f in found])
     return 0

@@ -8,13 +8,13 @@ compared.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
@@ -89,11 +89,7 @@ def run(args: argparse.Namespace) -> int:
             raise BadInput(f"{args.failures} has failures of server {trace[:, 1].max():.0f}, of {min(args.servers)}")
     lines = [simulated(args, n, strategy, law, trace) for n in args.servers for strategy in args.strategy]
     show(lines)
-    if args.out:
-        options = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key != "run"}
-        document = {"settings": options, "results": [asdict(line) for line in lines]}
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"written to {args.out}")
+    write(args.out, {"settings": settings_of(args), "results": [asdict(line) for line in lines]})
     return 0
 
 

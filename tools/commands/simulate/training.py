@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ...simulated.output import json_values, loss_text, silent_servers
+from ...simulated.output import json_values, loss_text, settings_of, silent_servers, write
 
 if TYPE_CHECKING:
     from ...simulated.event_loop import TrainingOutcome
@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
 
     from gba_hvd.errors import BadInput
 
-    from ...bench.harness.measure import write_json
-
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     args.rule_settings = parsed_settings(args.rule, args.rule_settings)
@@ -80,10 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         draw(lines, f"{args.task}, {args.mode}, {args.optimizer} at {args.lr:g}", args.plot)
         print(f"drawn in {args.plot}")
-    if args.out:
-        settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key != "run"}
-        write_json(args.out, {"settings": settings, "results": json_values([_stored(line) for line in lines])})
-        print(f"written to {args.out}")
+    write(args.out, {"settings": settings_of(args), "results": json_values([_stored(line) for line in lines])})
     return 0
 
 
