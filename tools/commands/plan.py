@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
     found_at = measured_costs.of_arguments(args)
     fill_in(args, found_at)
+    if found_at is None:
+        _refuse_unknown(args)
     costs, mean = costs_of(args, found_at), mean_time_of(args, found_at)
     job = JobProfile(costs, round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
     prices = {"price_per_gb_month": args.price, "price_per_1000_puts": args.price_puts}
@@ -127,6 +129,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_unknown(args: argparse.Namespace) -> None:
+    """Without a job that has measured something: one message for all that is missing."""
+    from recovery.errors import BadInput
+
+    if all(value is None for value in (args.save_s, args.costs, args.mtbf_hours, args.failures)):
+        raise BadInput(
+            "neither how long a save takes nor the mean time between failures is known: give --save-s (or --costs) and "
+            "--mtbf-hours (or --failures), or --job or --url, a job that has measured them"
+        )
+
+
 def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Costs:
     """From a checkpoint, the file of measured costs and the options; the later ones win."""
     from recovery.errors import BadInput
@@ -137,11 +150,6 @@ def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Co
     given = {name: getattr(args, name) for name in Costs.__dataclass_fields__}
     values |= {name: value for name, value in given.items() if value is not None}
     if "save_s" not in values:
-        if found is None and args.mtbf_hours is None and args.failures is None:
-            raise BadInput(
-                "neither how long a save takes nor the mean time between failures is known: give --save-s (or --costs) "
-                "and --mtbf-hours (or --failures), or --job or --url, a job that has measured them"
-            )
         where = "" if found is None else f" (no save of all rows was measured yet when {found.checkpoint} was made)"
         raise BadInput(f"how long a save takes is not known{where}: give --save-s, or --costs with what was measured")
     return Costs.of_mapping({"load_s": values["save_s"], "reschedule_s": 180.0} | values)

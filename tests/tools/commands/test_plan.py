@@ -43,6 +43,11 @@ def test_all_that_is_missing_is_named_at_once(capsys):
     assert all(option in said for option in ("--save-s", "--costs", "--mtbf-hours", "--failures", "--job", "--url"))
 
 
+def test_a_simulation_needs_the_time_of_a_save(capsys):
+    assert cli.main(["simulate", "recovery"]) == 1
+    assert "how long a save takes is not known: give --save-s, or --costs" in capsys.readouterr().err
+
+
 def test_json_has_what_was_found_and_what_it_is_from(capsys):
     assert cli.main(["plan", *FIGURES, "--json", "--target-pls", "0.02", "--policy", "ssu"]) == 0
     found = json.loads(capsys.readouterr().out)
