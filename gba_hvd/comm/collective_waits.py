@@ -3,9 +3,9 @@
 Horovod waits without end, and over Gloo its stall inspector (0.28.1) takes the world for one of no ranks, of which none
 is missing: it never speaks. Here a wait is reported after `FIRST_S`, then ever less often. Who is behind is found in
 the launcher's key-value store, in jobs that are not large: a worker that has waited for `MARKED_S` leaves there what it
-waits in, and takes it back when the wait is over. So a worker without a mark computes, hangs, or has come within that
-time. A wait that is shorter than that costs nothing. Sums in the background have marks of their own, as the thread that
-trains may wait elsewhere.
+waits in, and takes it back when the wait is over. So a worker without a mark computes, hangs, waits for another one of
+its host, or has come within that time. A wait that is shorter than that costs nothing. Sums in the background have
+marks of their own, as the thread that trains may wait elsewhere.
 
 What a crash leaves: a mark of a rank that waits no more, until the launcher forms the next world and empties its store.
 """
@@ -43,7 +43,7 @@ PURPOSES = {
     "retrieval": _RETRIEVAL,
     **dict.fromkeys(("commit", "compression", "dense", "rows", "pull", "negatives"), _STEP),
     **dict.fromkeys(("entered", "servers", "mode left", "mode"), _MODE),
-    **dict.fromkeys(("save", "random", "residual", "checkpoint read", "saved before leaving"), _CHECKPOINT),
+    **dict.fromkeys(("save", "random", "residual", "checkpoint read", "saved before leaving", "may be as resumed", "is as resumed"), _CHECKPOINT),
     **dict.fromkeys(("rounds", "rounds of the global copy", "global copy"), _ROUND),
     "epoch": "the start of an epoch",
     "counts": "counting samples (before an epoch)",

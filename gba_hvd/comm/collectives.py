@@ -96,7 +96,7 @@ class SoloWorld:
         pass
 
     def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
-        assert is_done()
+        raise NotImplementedError("one worker is in no group")
 
 
 class HorovodWorld:

@@ -5,19 +5,23 @@ as any operation of Horovod's does, and in Horovod 0.28.1 a set that lost a work
 leave the world. So these workers are connected directly, by the Gloo that torch has, and a sum begins when it is
 called.
 
-Gloo has one time limit for an operation, and what it interrupts cannot be continued; a worker may be late for any time.
-So there is none. Who loses a connection, since its peer died or closed the group, closes its own, so that all of the
-group learn of it; a worker that was cut off closes none, and Horovod's background thread finds that it does not answer.
+Gloo has one time limit for an operation, and what it interrupts cannot be continued; a worker may be late for any time,
+so no limit is set. A worker whose sum fails, since a peer died or closed the group, closes its own connections, so that
+all of the group learn of it. One that was cut off closes none: TCP's keep-alive probes find that it does not answer, as
+Horovod's background thread does. Processes that a worker forked hold its connections open, too, until they end.
 
-What a failure leaves: a sum that Gloo still waits in, which cannot be cancelled. Its thread and its buffer stay until
-this process ends.
+What a failure leaves: a sum that Gloo still waits in, which cannot be cancelled. Its thread, its buffer and its
+connections stay until it ends or this process does; should its peers come after all, they have its result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ from gba_hvd.errors import GbaError
 
 _TO_CONNECT = datetime.timedelta(seconds=30)
 _UNLIMITED = datetime.timedelta(days=1000)
+# s without a word from the peer, s between probes, probes without an answer; a firewall forgets idle connections later
+_PROBES = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 class NotConnected(GbaError):
@@ -45,7 +51,7 @@ class Group:
         self._buffer = torch.empty(0)
 
     def sum_(self, values: Tensor) -> None:
-        """Sum over the ranks of the group, in place. values: [n], on the CPU.
+        """Sum over the ranks of the group, in place. values: [n], n > 0, on the CPU.
 
         Raises what Horovod raises where a worker of the world is lost; the group is closed then.
         """
@@ -56,19 +62,22 @@ class Group:
         self._buffer.copy_(values)  # a sum that failed may still be written to
         options = AllreduceOptions()
         options.timeout = _UNLIMITED
-        work = self._connections.allreduce([self._buffer], options)
+        work = None
         try:
+            work = self._connections.allreduce([self._buffer], options)
             self._world.wait_until(self._name, work.is_completed, self._ranks)
         except BaseException:
-            if not work.is_completed():  # to free the connections would wait for it
+            if work is None or not work.is_completed():  # to free the connections would wait for it
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
+            work = None  # the traceback would keep the connections open
             self.close()
             raise
         try:
             work.wait()
         except RuntimeError as error:
+            work = None
             self.close()
-            raise worker_lost(f"a worker of another host is gone: {_without_place(error)}") from error
+            raise worker_lost(f"a worker of another host is gone: {_first_sentence(error)}") from None
         values.copy_(self._buffer)
 
     def close(self) -> None:
@@ -86,20 +95,45 @@ def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
         if world.rank in ranks:
             mine = own_address()
         if world.rank == ranks[0]:
-            store = TCPStore(mine, 0, is_master=True, timeout=_TO_CONNECT, wait_for_workers=False)
-    except (RuntimeError, GbaError) as error:
-        failure = str(error)
+            store = _store_at(mine)
+    except (RuntimeError, OSError, GbaError) as error:
+        failure = str(error) or type(error).__name__
     _refuse_failed(world, "leaders", failure)
     place = b"" if store is None else f"{mine}:{store.port}".encode()
     host, _, port = world.broadcast("leaders.place", place, ranks[0]).decode().rpartition(":")
     try:
         if world.rank in ranks:
             store = store or TCPStore(host, int(port), is_master=False, timeout=_TO_CONNECT)
+            before = _descriptors()
             connections = ProcessGroupGloo(store, ranks.index(world.rank), len(ranks), _options(mine))
-    except RuntimeError as error:
-        failure = str(error)
+            _keep_alive(_descriptors() - before)
+    except (RuntimeError, OSError) as error:
+        failure = str(error) or type(error).__name__
     _refuse_failed(world, "leaders connected", failure)
     return None if connections is None else Group(name, world, ranks, connections)
+
+
+def _store_at(address: str) -> TCPStore:
+    """Where the others leave their addresses; at this address of this host only."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, timeout=_TO_CONNECT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _descriptors() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+def _keep_alive(descriptors: Iterable[int]) -> None:
+    """Gloo has no option for it; a socket that another thread opened meanwhile comes to no harm."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # a file is no socket
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _PROBES.items():
+                    one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refuse_failed(world: World, name: str, failure: str) -> None:
@@ -108,10 +142,10 @@ def _refuse_failed(world: World, name: str, failure: str) -> None:
             raise NotConnected(f"rank {rank} could not be connected: {bytes(text).decode()}")
 
 
-def _without_place(error: Exception) -> str:
-    """Gloo's errors begin with the place in its source, in brackets."""
+def _first_sentence(error: Exception) -> str:
+    """Gloo's errors begin with the place in its source, in brackets, and end with guesses."""
     text = str(error)
-    return text.partition("] ")[2] if text.startswith("[") else text
+    return (text.partition("] ")[2] if text.startswith("[") else text).partition(". ")[0]
 
 
 def _options(address: str) -> Any:

@@ -2,8 +2,8 @@
 
     1. encode   what is sent of this worker's gradients becomes a message, the residual is pending (`error_feedback`)
     2. gather   every worker's message goes round (of variable length); what arrives is *held*
-    3. commit   one allreduce of the tensors too small to compress and of the numbers that travel along. It ends only
-                when every rank has entered it, and every rank entered it holding all messages: the step is decided
+    3. commit   one sum over all workers of the tensors too small to compress and of the numbers that travel along. It
+                ends only when every rank has entered it, holding all messages: the step is decided
     4. decode   all messages are added up in the order of the ranks, so that all replicas stay equal bit for bit
 
 fp16 without a selector has no messages: an allreduce of half-precision numbers takes the place of 2. A step that goes
@@ -100,7 +100,7 @@ class DenseExchange:
             before = self._last[1]
             mine[0], mine[1], mine[2] = before.wire_s, before.codec_s, before.step_s
             if self._bypass.decides_next:
-                costs = self._costs(world)
+                costs = self._costs(world, over_all)
         mine[3] = self.feedback.residual_size
         chosen = self._bypass.tensors_next()
         took = (
@@ -119,7 +119,7 @@ class DenseExchange:
                 self.decisions.append(decision)
         self._last = any(chosen), took
 
-    def _costs(self, world: World) -> list[Cost]:
+    def _costs(self, world: World, over_all: AllSum) -> list[Cost]:
         """The costs of each tensor that can be compressed, the same on all workers. A collective, before a step's
         commit.
         """
@@ -127,7 +127,7 @@ class DenseExchange:
         sums = torch.tensor([codec_s, self.feedback.sent_bytes[self._candidates].tolist()], dtype=torch.float64)
         world.sum_("compression.costs", sums)
         n, (all_codec_s, all_sent) = world.size, sums.tolist()
-        whole = [ring(self._itemsize * self.feedback.sizes[t], n) for t in self._candidates]
+        whole = [ring(self._itemsize * self.feedback.sizes[t], over_all.n_in_ring) for t in self._candidates]
         return [
             Cost(codec_s / n, max(0.0, size - sent * (n - 1) / n))
             for codec_s, sent, size in zip(all_codec_s, all_sent, whole, strict=True)
@@ -203,8 +203,8 @@ class DenseExchange:
         entered_s = time.perf_counter()
         dense.sum_(over_all.sum_)
         left_s = time.perf_counter()
-        traffic.both("dense", ring(self._itemsize * dense.n, over_all.n_in_ring))
-        traffic.both("header", ring(self._itemsize * len(dense.extra), over_all.n_in_ring))
+        traffic.both("dense", over_all.sent(self._itemsize * dense.n))
+        traffic.both("header", over_all.sent(self._itemsize * len(dense.extra)))
         return self._took(left_s - entered_s, entered_s - began_s)
 
     def _sum_compressed_(
@@ -247,8 +247,8 @@ class DenseExchange:
         over_all.sum_(small)
         left_s = time.perf_counter()
         n_small = len(small) - len(dense.extra)
-        traffic.both("dense", ring(self._itemsize * n_small, over_all.n_in_ring))
-        traffic.both("header", ring(self._itemsize * len(dense.extra), over_all.n_in_ring))
+        traffic.both("dense", over_all.sent(self._itemsize * n_small))
+        traffic.both("header", over_all.sent(self._itemsize * len(dense.extra)))
         parts = [sparse_message.read(one, shape.n, 0, flat.dtype) for one in received]
         read_s = (time.perf_counter() - left_s) / max(1, shape.n)
         for span in shape.spans:

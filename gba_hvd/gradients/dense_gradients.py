@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gba_hvd.comm.traffic import ring
 from gba_hvd.errors import BadInput
 
 
@@ -15,12 +16,17 @@ from gba_hvd.errors import BadInput
 class AllSum:
     """How a vector is summed over all workers.
 
-    sum_: does so in place, [n] on the CPU. A collective; n_in_ring: of how many workers this one sends its part of the
-    vector on; 1 where it leaves that to another
+    sum_: does so in place, [n] on the CPU. A collective; n_in_ring: of so many workers, who send it round as in a ring;
+    is_in_ring: this worker is one of them
     """
 
     sum_: Callable[[Tensor], None]
     n_in_ring: int
+    is_in_ring: bool = True
+
+    def sent(self, n_bytes: int) -> int:
+        """What this worker sends, and receives, for a vector of so many bytes."""
+        return ring(n_bytes, self.n_in_ring) if self.is_in_ring else 0
 
 
 class DenseGradients:

@@ -153,17 +153,21 @@ def open_outboxes(
     most = [layout.n_shards * g.rows_per_shard + (g.hashed is not None) * _MOST_IDS for g in layout.groups]
     n_words = [sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))]
     n_words.append(dense.total.element_size() // 4 * (dense.n + _MOST_NUMBERS))
-    own = all_or_none(
-        world, agreed.is_restart, "make room for messages in", lambda: [Outbox.create(folder, n) for n in n_words]
-    )
-    numbers = world.gather("outboxes", np.array([number for _, number in own], dtype=np.int64))
     here = members.ranks_of(members.hosts[world.rank])
+    # A leader posts what is decided already.
+    is_late = len(members.order) > 1 and here[0] == world.rank and len(here) > 1
+
+    def create() -> list[tuple[Outbox, int]]:
+        return [Outbox.create(folder, n_words[0]), Outbox.create(folder, n_words[1], reserved=is_late)]
+
+    own = all_or_none(world, agreed.is_restart, "make room for messages in", create)
+    numbers = world.gather("outboxes", np.array([number for _, number in own], dtype=np.int64))
     messages, sums = [
         {world.rank: mine}
         | {rank: Outbox.open(folder, facts[rank].pid, of_rank[rank], n) for rank in here if rank != world.rank}
         for n, (mine, _), of_rank in zip(n_words, own, numbers.T.tolist(), strict=True)
     ]
-    if members.leader_of(members.hosts[world.rank]) == world.rank:
+    if here[0] == world.rank:
         remove_others(folder, {box.path for boxes in (messages, sums) for box in boxes.values()})
     if len(members.order) == 1:
         return messages, HostSum(world.rank, sums)
@@ -174,8 +178,7 @@ def open_outboxes(
         sums[world.rank].close()
         if world.rank == 0:
             log.warning(
-                "Horovod sums the dense gradients, over all workers, which is slower than over the leaders of the "
-                "hosts: %s", error,
+                "Horovod sums the dense gradients, over all workers, and not the leaders of the hosts: %s", error,
             )  # fmt: skip
         return messages, None
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.comm.collectives import World, worker_lost
-from gba_hvd.comm.traffic import Traffic, ring
+from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
@@ -124,7 +124,7 @@ class AllreduceExchange:
         assert self.several_hosts or world.size == 1 or host_sum is not None
         self._over_all = AllSum(partial(world.sum_, "commit"), world.size)
         if host_sum is not None:
-            self._over_all = AllSum(self._sum_in_memory_, len(members.order) if world.rank == min(outboxes) else 1)
+            self._over_all = AllSum(self._sum_in_memory_, len(members.order), is_in_ring=world.rank == min(outboxes))
         self._row_coder = row_coder
         # Row gradients stay where the model's device has them: no other worker gets or applies any.
         self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
@@ -317,8 +317,8 @@ class AllreduceExchange:
             return
         dense.sum_(self._over_all.sum_)
         itemsize = dense.total.element_size()
-        self._traffic.both("dense", ring(itemsize * dense.n, self._over_all.n_in_ring))
-        self._traffic.both("header", ring(itemsize * len(dense.extra), self._over_all.n_in_ring))
+        self._traffic.both("dense", self._over_all.sent(itemsize * dense.n))
+        self._traffic.both("header", self._over_all.sent(itemsize * len(dense.extra)))
 
     def _sum_in_memory_(self, values: Tensor) -> None:
         assert self._host_sum is not None

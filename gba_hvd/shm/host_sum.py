@@ -16,8 +16,8 @@ A worker that leaves the world for another reason says so (`leave`): it lives, s
 stopped, by a signal or a debugger, for as long as Horovod waits for an answer counts as gone.
 
 With several hosts (`SumThroughLeaders`) a host's leader adds its neighbours' vectors to its own, the leaders sum what
-they have, and each posts the result in place of its vector, for its neighbours. Who has a result knows that all workers
-had posted; others may miss it.
+they have, and each posts the result for its neighbours. A worker that has the result knows that all workers had posted;
+other leaders, and neighbours of a leader, may not have it.
 
     a leader dies                        its neighbours                      the other hosts
     before it has summed                 `WorkerGone`                        lose the connection; none has the result
@@ -26,7 +26,8 @@ had posted; others may miss it.
     before it has posted the result      `WorkerGone`, without the result    have it
     after that                           have it                             have it
 
-A neighbour that dies before it has posted is missed by its leader, which leaves, and so ends the sum of the leaders.
+A neighbour that dies before it has posted is missed by its leader, which leaves. A leader that leaves without having
+died ends the sum of the leaders, or, if it had begun its part, may leave its result to the others.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class WorkerGone(GbaError):
 class HostSum:
     """One worker's part. All workers of a world make the same sums in the same order; a new one for every world."""
 
+    _awaited = "its gradients were complete"
+
     def __init__(self, rank: int, outboxes: Mapping[int, Outbox]) -> None:
         """outboxes: by rank, those of all ranks; used for nothing else."""
         self._rank, self._outboxes = rank, dict(sorted(outboxes.items()))
@@ -67,8 +70,8 @@ class HostSum:
     def sum_(self, values: Tensor) -> None:
         """Sum over the ranks, in place. values: [n], on the CPU, of the same size and dtype everywhere.
 
-        Every worker returns after all have called it. Raises WorkerGone where some worker never will; after that, and
-        after any other exception, this worker has left.
+        Every worker returns after all have called it, on several hosts if n > 0. Raises WorkerGone where some worker
+        never will; after that, and after any other exception, this worker has left.
         """
         if self._outboxes[self._rank].has_left:
             raise WorkerGone(f"rank {self._rank}, this worker, left the world when a sum failed")
@@ -132,7 +135,7 @@ class HostSum:
         else:
             return
         if not box.wait_posted(self._n, 0.0):  # else it posted before that
-            raise WorkerGone(f"rank {rank} (process {box.pid}) {how} before its gradients were complete")
+            raise WorkerGone(f"rank {rank} (process {box.pid}) {how} before {self._awaited}")
 
     def _report(self, missing: list[int], waited_s: float) -> None:
         who = ", ".join(f"rank {rank} (process {self._outboxes[rank].pid})" for rank in missing)
@@ -154,7 +157,7 @@ class Leaders(Protocol):
         """Sum over the leaders, in place."""
 
     def close(self) -> None:
-        """No leader waits for this one any more. May be called twice."""
+        """This one makes no more sums. May be called twice."""
 
 
 class SumThroughLeaders(HostSum):
@@ -163,8 +166,11 @@ class SumThroughLeaders(HostSum):
     def __init__(self, rank: int, outboxes: Mapping[int, Outbox], leaders: Leaders | None) -> None:
         """outboxes: of the ranks of this host, the lowest of which leads it; leaders: None on other ranks."""
         super().__init__(rank, outboxes)
-        self._leader, *self._followers = self._outboxes
+        self._leader, *self._neighbours = self._outboxes
         self._leaders = leaders
+        assert (leaders is not None) == (rank == self._leader)
+        if leaders is None:
+            self._awaited = "it posted the sum of all hosts' gradients"
 
     def leave(self) -> None:
         super().leave()
@@ -177,11 +183,12 @@ class SumThroughLeaders(HostSum):
             self._await([self._leader])
             values.copy_(self._posted([self._leader], values)[0])
             return
-        self._await(self._followers)
-        for part in self._posted(self._followers, values):
+        self._await(self._neighbours)
+        for part in self._posted(self._neighbours, values):
             values.add_(part)
         self._leaders.sum_(values)
-        self._post(values)
+        if self._neighbours:
+            self._post(values)  # there is room: `Outbox.create`
 
     def _report(self, missing: list[int], waited_s: float) -> None:
         if self._leaders is not None:

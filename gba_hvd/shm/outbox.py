@@ -42,11 +42,17 @@ class Outbox:
                 self._reserve(half, 4 * _HEADER_WORDS)
 
     @classmethod
-    def create(cls, folder: Path, n_words: int) -> tuple[Outbox, int]:
-        """A new outbox for messages of at most n_words to all ranks together, and the number others find it by."""
+    def create(cls, folder: Path, n_words: int, reserved: bool = False) -> tuple[Outbox, int]:
+        """A new outbox for messages of at most n_words to all ranks together, and the number others find it by.
+
+        reserved: all its space is taken now, so that no `post` fails for lack of it. Raises ShardMemoryError
+        """
         number = next(_numbers)
         pid = os.getpid()
-        return cls(_path(folder, pid, number), pid, _half(n_words), owned=True), number
+        found = cls(_path(folder, pid, number), pid, _half(n_words), owned=True)
+        for half in (0, 1) if reserved else ():
+            found._reserve(half, 4 * found._half_words)
+        return found, number
 
     @classmethod
     def open(cls, folder: Path, pid: int, number: int, n_words: int) -> Outbox:

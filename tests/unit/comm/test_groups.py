@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,31 +67,41 @@ def test_the_ranks_of_a_group_sum_and_all_have_the_same_bits(dtype: torch.dtype)
         assert all(torch.equal(values, one) for one in more)
 
 
-def test_a_worker_that_leaves_ends_the_sum_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_leaves_ends_the_sum_of_all_others() -> None:
+    """Also of those that share no connection with it in the sum, while others still hold the error they got."""
+    kept = []
+
     def work(world: ThreadWorld) -> None:
         group = form_group("commit", world, range(world.size))
         assert group is not None
         values = torch.ones(1000)
         group.sum_(values)
-        assert torch.equal(values, torch.full((1000,), 3.0))
-        if world.rank == 1:
+        assert torch.equal(values, torch.full((1000,), 5.0))
+        if world.rank == 0:
             group.close()
             return
-        with pytest.raises(GbaError, match=r"a worker of another host is gone: \w.*"):
+        with pytest.raises(GbaError, match=r"a worker of another host is gone: [A-Z].* by peer") as caught:
             group.sum_(values)
+        kept.append(caught)
         with pytest.raises(GbaError, match="has left the group"):
             group.sum_(values)
 
-    assert on_all(3, work) == [None] * 3
+    assert on_all(5, work) == [None] * 5 and len(kept) == 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_cannot_be_connected_is_named_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"), [(GbaError("this host has only IPv6 addresses"), "this host has only IPv6 addresses"),
+                        (PermissionError(), "PermissionError")]
+)  # fmt: skip
+def test_a_worker_that_cannot_be_connected_is_named_on_all(
+    rank: int, error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = threading.local()
 
     def own_address() -> str:
         if here.rank == rank:
-            raise GbaError("this host has only IPv6 addresses")
+            raise error
         return "127.0.0.1"
 
     def work(world: ThreadWorld) -> Group | None:
@@ -98,7 +112,7 @@ def test_a_worker_that_cannot_be_connected_is_named_on_all(rank: int, monkeypatc
     monkeypatch.setattr(groups, "_TO_CONNECT", groups.datetime.timedelta(seconds=2))
     found = on_all(3, work)
     assert [type(one) for one in found] == [NotConnected] * 3, found
-    assert {str(one) for one in found} == {f"rank {rank} could not be connected: this host has only IPv6 addresses"}
+    assert {str(one) for one in found} == {f"rank {rank} could not be connected: {text}"}
 
 
 HANGS = """
@@ -136,3 +150,57 @@ def test_a_sum_that_is_given_up_changes_nothing_and_keeps_no_process_from_its_en
     """The other worker is there, and never comes."""
     done = subprocess.run([sys.executable, "-c", HANGS], check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (0, "broken 100000.0\n"), done.stderr
+
+
+INTERRUPTED = HANGS.replace(
+    "world.wait_until = wait_until", "group._connections = Interrupting(group._connections)"
+).replace(
+    "def wait_until(*_):\n    raise Broken\n",
+    """
+class Interrupting:
+    def __init__(self, connections):
+        self._connections = connections
+    def allreduce(self, *arguments):
+        self._connections.allreduce(*arguments)
+        raise Broken
+""",
+)
+
+
+def test_an_interruption_as_a_sum_begins_keeps_no_process_from_its_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (done.returncode, done.stdout) == (0, "broken 100000.0\n"), done.stderr
+
+
+def test_connections_are_at_one_address_and_are_probed() -> None:
+    """What /proc/net says of this process while a group is there."""
+    found: list[str] = []
+
+    def work(world: ThreadWorld) -> None:
+        group = form_group("commit", world, range(world.size))
+        assert group is not None
+        world.gather("formed", np.zeros(1, dtype=np.int64))
+        if world.rank == 0:
+            found.extend(sockets_of_this_process())
+        world.gather("looked", np.zeros(1, dtype=np.int64))
+        group.close()
+
+    before = set(sockets_of_this_process())
+    assert on_all(2, work) == [None] * 2
+    fresh = [line.split() for line in found if line not in before]
+    listening = [fields for fields in fresh if fields[3] == "0A"]
+    assert listening and all(fields[1].startswith("0100007F:") for fields in listening)
+    connected = [fields for fields in fresh if fields[3] == "01"]
+    assert sum(fields[5].startswith("02:") for fields in connected) >= 2  # the timer of probes
+
+
+def sockets_of_this_process() -> list[str]:
+    """The lines of /proc/net/tcp and tcp6."""
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(link))
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [line for line in lines if f"socket:[{line.split()[9]}]" in mine]
