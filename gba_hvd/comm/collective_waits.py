@@ -43,7 +43,13 @@ PURPOSES = {
     "retrieval": _RETRIEVAL,
     **dict.fromkeys(("commit", "compression", "dense", "rows", "pull", "negatives"), _STEP),
     **dict.fromkeys(("entered", "servers", "mode left", "mode"), _MODE),
-    **dict.fromkeys(("save", "random", "residual", "checkpoint read", "saved before leaving", "may be as resumed", "is as resumed"), _CHECKPOINT),
+    **dict.fromkeys(
+        (
+            "save", "random", "residual", "checkpoint read", "saved before leaving", "may be as resumed",
+            "is as resumed",
+        ),
+        _CHECKPOINT,
+    ),
     **dict.fromkeys(("rounds", "rounds of the global copy", "global copy"), _ROUND),
     "epoch": "the start of an epoch",
     "counts": "counting samples (before an epoch)",
