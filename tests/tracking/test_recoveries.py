@@ -165,8 +165,8 @@ class Points:
 
 def send(mlflow: Points, *points: Point) -> None:
     """By a process that finds the run already there."""
-    info = SimpleNamespace(run_id="r", experiment_id="1")
-    run: Any = SimpleNamespace(info=info, data=SimpleNamespace(params={}))
+    info = SimpleNamespace(run_id="r", experiment_id="1", run_name="job")
+    run: Any = SimpleNamespace(info=info, data=SimpleNamespace(params={}, tags={}))
     client: Any = mlflow
     JobRun(client, run, "stamp", joined=True).send(LogBatch(1, list(points)))
 

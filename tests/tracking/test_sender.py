@@ -29,7 +29,7 @@ class FaultyRun:
     """Stands for `JobRun`: the next calls of `send` raise `faults`, the keys in `refuses` are never taken."""
 
     def __init__(self) -> None:
-        self.run_id, self.experiment_id = "r", "1"
+        self.run_id, self.experiment_id, self.named = "r", "1", "job"
         self.faults: list[Exception] = []
         self.refuses: set[str] = set()
         self.points: list[tuple[str, int]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.bench.harness import elastic_job
+from gba_hvd_tools.bench.harness import elastic_job, measure
 from gba_hvd_tools.bench.membership import command as membership
 from gba_hvd_tools.bench.membership.command import Worker
 
@@ -76,7 +76,7 @@ def test_the_headline_has_medians_and_the_worst_by_contestant():
 
 def test_the_job_is_elastic_over_three_names_of_this_machine(tmp_path: Path):
     script = elastic_job.discovery(tmp_path)
-    assert script.read_text().splitlines()[1:] == [f"echo {name}:1" for name in elastic_job.NAMES]
+    assert script.read_text().splitlines()[1:] == [f"echo {name}:1" for name in measure.NAMES]
     command = membership.variant("gba", script).command
     assert command[-2:] == ("--contestant", "gba")
     assert command[command.index("--min-np") + 1] == "2"
