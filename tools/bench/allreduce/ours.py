@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
+from gba_hvd.comm.collectives import World
 from gba_hvd.comm.groups import NotConnected
 from gba_hvd.membership import shard_transfer
 
@@ -75,7 +77,9 @@ def tables_of(shape: Shape) -> gba_hvd.EmbeddingTables:
     )
 
 
-def not_connected(*_: object) -> None:
+def not_connected(name: str, world: World, ranks: Sequence[int]) -> None:
+    """In place of `form_group`: leaders that cannot be connected. A collective."""
+    world.gather(name, np.zeros(1, dtype=np.int64))
     raise NotConnected("as the benchmark asks")
 
 
