@@ -128,7 +128,10 @@ def _label(column: pa.Array, name: str, recipe: Recipe, flaws: dict[int, str]) -
     strings = _strings(column)
     ones = _to_numpy(pc.is_in(strings, pa.array(_ONE)))
     zeros = _to_numpy(pc.is_in(strings, pa.array(_ZERO)))
-    expected = f"expected 0 or 1 (of ratings --label-from N makes it; --rating {name} keeps the number)"
+    expected = (
+        f"expected 0 or 1, or false or true; write other words as these first (of ratings --label-from N makes it; "
+        f"--rating {name} keeps the number)"
+    )
     for row in np.flatnonzero(~(ones | zeros)):
         flaws.setdefault(int(row), f"label {name} is {_shown(strings[row])}, {expected}")
     return ones.astype(np.uint8)

@@ -98,7 +98,7 @@ def of_hashed_tables(hashed: Sequence[str]) -> Iterator[None]:
 def _hash_them(how: str) -> str:
     return (
         f"Where they are ids of a hashed table, and were hashed for the training (ParquetStream(hashed=), "
-        f"hash_strings), {how}"
+        f"hash_strings), {how}. Those of a dataset of `gba-hvd data prepare`: gba_hvd.data.RowEncoder makes the ids"
     )
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.traffic import sent_received
 from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
+from gba_hvd.switching import operator_reason
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.drops import DropWatch, WorkerDropWatch
 from gba_hvd.switching.measurements import PushReadings
@@ -99,6 +101,7 @@ class ModeRequests(StepParticipant):
         elif order is not None:
             fields[len(MODE_NUMBERS) + MODE_NUMBERS[order[0]]] = 1.0
             self._requested = order
+            operator_reason.leave(*order, LauncherStore.of())
 
     def after_commit(self, agreed: Sequence[float]) -> None:
         """An operator's request counts most.
@@ -117,7 +120,7 @@ class ModeRequests(StepParticipant):
         for mode, code in MODE_NUMBERS.items():
             if not agreed[len(MODE_NUMBERS) + code if is_ordered else code]:
                 continue
-            reason = own[1] if own is not None and own[0] == mode else "the log of another worker has the reason"
+            reason = own[1] if own is not None and own[0] == mode else self._reason_elsewhere(mode, is_ordered)
             if is_ordered and mode == engine.mode.name:
                 self._hold(mode, reason)
             elif is_ordered:
@@ -129,6 +132,11 @@ class ModeRequests(StepParticipant):
                 callback.asked.obstacle = "the companion servers were not up"
             else:
                 engine.signals.requested_mode = (mode, reason)
+
+    def _reason_elsewhere(self, mode: str, is_ordered: bool) -> str:
+        if self._engine.world.rank:
+            return "rank 0 reports the reason"
+        return operator_reason.found(mode, LauncherStore.of()) if is_ordered else "it was asked for by another worker"
 
     def _hold(self, mode: str, reason: str) -> None:
         """An operator asks for the mode that the job is in: it stays, where measurements or a plan decided before."""

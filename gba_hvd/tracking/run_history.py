@@ -204,6 +204,10 @@ class RunHistory:
     def n_workers_lost(self) -> int:
         return workers_lost(self.events)
 
+    @property
+    def n_workers_fewer(self) -> int:
+        return workers_fewer(self.events)
+
     def last(self, metric: str) -> float | None:
         points = self.history.get(metric)
         return points[-1].value if points else None
@@ -245,6 +249,23 @@ def workers_lost(events: Iterable[Record]) -> int:
         elif kind == "worker_failed":
             now.failed.add((data.get("host"), data.get("pid")))
     return sum(change.n_lost for change in changes)
+
+
+def workers_fewer(events: Iterable[Record]) -> int:
+    """How many workers less worlds had than the ones before them, where no loss was reported.
+
+    They left, or died in an asynchronous mode, in which training continues and the launcher alone sees why.
+    """
+    before, fewer, is_loss = 0, 0, False
+    for event in events:
+        kind, data = event.get("event"), event.get("data", {})
+        is_loss = is_loss or kind == "worker_lost"
+        if kind in ("started", "membership"):
+            now = int(data.get("workers", 0))
+            if kind == "membership" and not is_loss:
+                fewer += max(0, before - now)
+            before, is_loss = now, False
+    return fewer
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline, what_trained
+from gba_hvd.tracking.report.overview import headline, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
@@ -794,6 +794,20 @@ def formed(workers: int) -> Record:
 
 def failed(pid: int) -> Record:
     return told("worker_failed", host="h1", pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("events", "n"),
+    [
+        ([told("started", workers=4), formed(3), formed(4)], 1),
+        ([told("started", workers=4), lost(4), formed(3), formed(2)], 1),
+        ([told("started", workers=2), formed(4)], 0),
+    ],
+)
+def test_workers_that_are_fewer_without_a_reported_loss_are_a_fact_of_their_own(events: list[Record], n: int) -> None:
+    """As of one that died in an asynchronous mode."""
+    facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
+    assert facts.get("workers that left, or died in an asynchronous mode") == (str(n) if n else None)
 
 
 @pytest.mark.parametrize(

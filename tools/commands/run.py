@@ -59,7 +59,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--network-interface", metavar="NAME", help="that all hosts share (default: found; one host: lo)"
     )
     parser.add_argument("--log-dir", metavar="DIR", help="a folder with the output of every worker")
-    parser.add_argument("--job", metavar="NAME", help="the job's name, here and in MLflow (default: one is drawn)")
+    parser.add_argument(
+        "--job",
+        metavar="NAME",
+        help="the job's name, here and, without TorchState(name=), in MLflow (default: one is drawn)",
+    )
     parser.add_argument(
         "--key-file", metavar="FILE", help="file with a secret that the job's hosts share; made here if it is missing"
     )

@@ -83,6 +83,17 @@ def _of_losses(story: RunHistory) -> list[NextStep]:
     return steps
 
 
+def _not_the_best(story: RunHistory) -> str:
+    """What to know of a checkpoint that was saved after the best epoch."""
+    best = story.best
+    if best is None or story.checkpoints[-1].get("step", 0) <= best.step:
+        return ""
+    return (
+        f", which is not the model of {best.name}, the best one (--step N: an older one that `gba-hvd checkpoint ls` "
+        "has)"
+    )
+
+
 def _of_the_model(story: RunHistory) -> list[NextStep]:
     logged = story.logged_model
     if logged is not None:
@@ -94,8 +105,8 @@ def _of_the_model(story: RunHistory) -> list[NextStep]:
         return [NextStep("The model is still being logged: the report is written again when it is there.")]
     if story.checkpoints:
         url = shlex.quote(str(story.checkpoints[-1].get("url") or "URL"))
-        return [NextStep("No model was logged with this run. Make one from the newest checkpoint:",
-                         f"gba-hvd model export {url} MODEL_URL --build FILE.py:CALLABLE")]  # fmt: skip
+        text = f"No model was logged with this run. Make one from the newest checkpoint{_not_the_best(story)}:"
+        return [NextStep(text, f"gba-hvd model export {url} MODEL_URL --build FILE.py:CALLABLE")]  # fmt: skip
     if story.status == "FINISHED":
         return [NextStep("Neither a model nor a checkpoint was saved with this run. Log the model of the next job:",
                          "gba_hvd.MLflowCallback(log_model=gba_hvd.LogModel(...))")]  # fmt: skip

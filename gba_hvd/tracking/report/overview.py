@@ -167,6 +167,8 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     n_lost = story.n_workers_lost
     n_changes = len(story.events_of("membership"))
     facts.append(Fact("workers lost", f"{n_lost:,}" if n_lost else "none"))
+    if n_fewer := story.n_workers_fewer:
+        facts.append(Fact("workers that left, or died in an asynchronous mode", f"{n_fewer:,}"))
     if n_changes:
         facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
     facts += _recovered(story)

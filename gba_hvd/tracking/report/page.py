@@ -119,7 +119,7 @@ def _modes(story: RunHistory) -> Table | None:
          str(one.visits), "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
         for one in modes
     ]  # fmt: skip
-    return table("Time in each mode", ["mode", "steps", "share", "times entered", "samples/s"], rows, "lrrrr")
+    return table("Time in each mode", ["mode", "steps", "share of steps", "times entered", "samples/s"], rows, "lrrrr")
 
 
 def _account(story: RunHistory) -> Table | None:
