@@ -250,7 +250,7 @@ def test_strings_are_hashed_as_in_training_where_that_is_said(
     assert np.array_equal(found, evaluated(model, one).numpy()) and len(set(found)) == 20
     text = said(capsys, *how, "--hashed", "user", status=1)
     assert "field 'history': expected numbers, got list<element: string>. Where they are ids of a hashed table" in text
-    assert text.rstrip().endswith("say so: --hashed history")
+    assert "say so: --hashed history. Those of a dataset of" in text
 
 
 def test_ids_of_digits_in_a_csv_file_are_strings_where_that_is_said(
