@@ -59,6 +59,14 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     for event in events:
         engine.emit(event)
     engine.rollback.unreported = None
+    if joined.leaders_apart:
+        text = (
+            "the leaders of the hosts could not be connected, so Horovod sums the dense gradients over all workers: "
+            f"the same sum, with more bytes between hosts. {joined.leaders_apart}. They listen on ports that the "
+            "system gives them, on Horovod's network interface: see what blocks these"
+        )
+        data = {"why": joined.leaders_apart}
+        engine.emit(Event("leaders_not_connected", engine.progress.step, text, data, level="warning"))
     if joined.is_host_leader and not joined.is_restart:
         _warn_of_threads(engine, torch.get_num_threads(), len(os.sched_getaffinity(0)))
 

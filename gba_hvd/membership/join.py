@@ -53,6 +53,7 @@ class JoinResult:
     checkpoints that could not be used, and why.
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
     decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
+    leaders_apart: why the leaders of the hosts could not be connected, if so
     """
 
     job_id: str
@@ -77,6 +78,7 @@ class JoinResult:
     taken: ResumedFromMemory | None = None
     decision: RecoveryDecision | None = None
     rolled_back: RolledBack | None = None
+    leaders_apart: str = ""
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
         """Samples lost with a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
@@ -134,7 +136,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
         refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
         shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
-    outboxes, host_sum = shard_transfer.open_outboxes(world, agreed, members, facts, memory, engine.model.dense)
+    outboxes, host_sum, apart = shard_transfer.open_outboxes(world, agreed, members, facts, memory, engine.model.dense)
     if is_leader:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
             if host == here:
@@ -161,7 +163,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
-        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back,
+        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=apart,
     )  # fmt: skip
 
 

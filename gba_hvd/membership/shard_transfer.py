@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +23,6 @@ from gba_hvd.training.engine import Engine
 _MOST_IDS = 1 << 22  # without a row, in one worker's part of a step
 _MOST_NUMBERS = 1 << 16  # that travel with the dense gradients
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
-log = logging.getLogger("gba_hvd")
 
 
 def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
@@ -140,13 +138,12 @@ def open_outboxes(
     facts: Sequence[RankState],
     memory: ShardMemory,
     dense: DenseGradients,
-) -> tuple[dict[int, Outbox], HostSum | None]:
-    """The outboxes of this host's ranks, this rank's newly made, and what adds up dense gradients.
-
-    A collective. No sum: leave it to Horovod.
+) -> tuple[dict[int, Outbox], HostSum | None, str]:
+    """The outboxes of this host's ranks, this rank's newly made, what adds up dense gradients, and if that is left to
+    Horovod: why. A collective.
     """
     if world.size == 1:
-        return {}, None
+        return {}, None, ""
     folder, layout = memory.folder, memory.layout
     # Every row: its key and gradient, and a word each for contributors and accesses. Ids of a hashed table may be more
     # than its rows.
@@ -170,17 +167,13 @@ def open_outboxes(
     if here[0] == world.rank:
         remove_others(folder, {box.path for boxes in (messages, sums) for box in boxes.values()})
     if len(members.order) == 1:
-        return messages, HostSum(world.rank, sums)
+        return messages, HostSum(world.rank, sums), ""
     leaders = [members.leader_of(host) for host in members.order]
     try:
-        return messages, SumThroughLeaders(world.rank, sums, form_group("commit", world, leaders))
+        return messages, SumThroughLeaders(world.rank, sums, form_group("commit", world, leaders)), ""
     except NotConnected as error:
         sums[world.rank].close()
-        if world.rank == 0:
-            log.warning(
-                "Horovod sums the dense gradients, over all workers, and not the leaders of the hosts: %s", error,
-            )  # fmt: skip
-        return messages, None
+        return messages, None, str(error)
 
 
 def rows_in(layout: Layout, shard: int) -> int:

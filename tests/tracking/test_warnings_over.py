@@ -42,6 +42,8 @@ BOTH = {"waiting": ["mode gba", "the checkpoint that is due"]}
         ("worker_hangs", {"pid": 5}, "switch", {"to": "gba"}, False),
         ("rows_lost", {}, "rows_restored", {}, False),
         ("world_late", {"stands": False}, "membership", {}, True),
+        ("leaders_not_connected", {}, "membership", {}, True),
+        ("leaders_not_connected", {}, "checkpoint", {}, False),
     ],
 )
 def test_what_ends_a_warning(kind: str, data: dict[str, Any], by: str, by_data: dict[str, Any], over: bool) -> None:

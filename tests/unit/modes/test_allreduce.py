@@ -15,8 +15,10 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
+from gba_hvd.comm import groups
+from gba_hvd.errors import GbaError
 from recovery import CheckpointCallback
-from tests.unit.thread_world import Workers, miss_a_result, rows_of
+from tests.unit.thread_world import EventLog, Workers, miss_a_result, rows_of
 
 
 def check_same(jobs: list[Any], expected: Any) -> None:
@@ -62,6 +64,25 @@ def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
     assert {job.state.step for job in jobs} == {8}
     assert {job.state.samples.applied for job in jobs} == {100}
     assert len({job.state.job_id for job in jobs}) == 1
+
+
+def test_leaders_that_cannot_be_connected_are_a_warning_and_horovod_sums(
+    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_address() -> str:
+        raise GbaError("this host has only IPv6 addresses")
+
+    monkeypatch.setattr(groups, "own_address", no_address)
+    jobs, logs = [on_host(host) for host in "abba"], [EventLog() for _ in range(4)]
+    for job, log in zip(jobs, logs, strict=True):
+        job.state.register_callbacks([log])
+    workers.together(jobs, lambda job: train(job, clicks(50), 2))
+    alone = on_host("alone")
+    workers.together([alone], lambda job: train(job, clicks(50), 2))
+    check_same(jobs, alone)
+    (warning,) = logs[0].of("leaders_not_connected")
+    assert warning.level == "warning" and "this host has only IPv6 addresses" in warning.message
+    assert "rank 0 could not be connected" in warning.data["why"]
 
 
 @pytest.mark.parametrize("at_step", [1, 2])
