@@ -58,7 +58,14 @@ from gba_hvd.embedding.on_device import pooling as on_device
 from gba_hvd.embedding.on_device.access import DeviceAccess
 from gba_hvd.embedding.on_device.host_view import pinned, to_device
 from gba_hvd.embedding.on_device.prepared_ids import PreparedIds, prepare
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, from_sparse, on_host
+from gba_hvd.embedding.on_device.row_gradients import (
+    DeviceRowGrad,
+    Found,
+    MergedRowGrad,
+    SortedKeys,
+    SparseRowGrad,
+    on_host,
+)
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
@@ -124,6 +131,7 @@ class CapturedOnDevice:
 
     found: of the distinct keys. None: `rows` are those of all keys, of which some are changed when the step ends, and
     `index` has keys; their gradient is sparse. index: int64 [n], of each id its row
+    order: of the keys in the gradient's order, if it is known
     """
 
     group: int
@@ -131,6 +139,7 @@ class CapturedOnDevice:
     rows: Tensor
     index: Tensor
     counts_accesses: bool
+    order: SortedKeys | None = None
 
     @property
     def keys(self) -> np.ndarray:
@@ -149,9 +158,9 @@ class CapturedOnDevice:
         grad = self.rows.grad
         assert grad is not None
         if self.found is None:
-            return from_sparse(grad, self.index, self.counts_accesses)
+            return SparseRowGrad(grad, self.counts_accesses, self.order)
         accesses = torch.bincount(self.index, minlength=len(grad)).to(torch.int32) if self.counts_accesses else None
-        return DeviceRowGrad(self.found.keys, grad, accesses, self.found)
+        return MergedRowGrad(self.found.keys, grad, accesses, self.found)
 
 
 @dataclass
@@ -466,22 +475,24 @@ class EmbeddingTables(FollowsModule):
         return out
 
     def _fetch_on_device(
-        self, device: DeviceRows, group: int, keys: Tensor, by_key: bool = True
+        self, device: DeviceRows, group: int, keys: Tensor, by_key: bool = True, order: SortedKeys | None = None
     ) -> tuple[Tensor, Tensor, bool]:
         """(rows [d, dim], int64 [n] of each key its row, whether these are to get a sparse gradient), on the device.
 
-        by_key: the device may give all rows that it has copies of
+        by_key: the device may give all rows that it has copies of; order: see `CapturedOnDevice`
         """
         found, index, rows = None, keys, device.weights(group) if by_key else None
         if rows is None:
             found, index, rows = device.look_up(group, keys)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            self._passes.captured.append(CapturedOnDevice(group, found, rows, index, self.counts_accesses))
+            self._passes.captured.append(CapturedOnDevice(group, found, rows, index, self.counts_accesses, order))
         return rows, index, found is None
 
-    def _stacked_on_device(self, device: DeviceRows, group: int, keys: Tensor, n_fields: int) -> Tensor:
-        rows, index, is_sparse = self._fetch_on_device(device, group, keys)
+    def _stacked_on_device(
+        self, device: DeviceRows, group: int, keys: Tensor, n_fields: int, order: SortedKeys | None = None
+    ) -> Tensor:
+        rows, index, is_sparse = self._fetch_on_device(device, group, keys, order=order)
         return on_device.stack(rows, index, n_fields, is_sparse).to(self.dtype)
 
     def prepare(self, batch: Any) -> Any:
@@ -489,7 +500,8 @@ class EmbeddingTables(FollowsModule):
         device, names = self.on_device.current, self._stacked_names
         if device is None or not isinstance(batch, Batch) or names is None or names != tuple(batch.ids):
             return batch
-        if self._n_unused > _MOST_UNUSED or (ids := prepare(batch.ids, self._sources_of(names), device)) is None:
+        plain = None if self._n_unused > _MOST_UNUSED else self._plain(names)
+        if plain is None or (ids := prepare(batch.ids, plain, device)) is None:
             return batch
         self._n_unused += 1  # of a model that makes ids of its own, all are
         return replace(batch, ids=ids)
@@ -502,7 +514,7 @@ class EmbeddingTables(FollowsModule):
             return None
         self._n_unused = 0
         self.looked_up.update(source.table for source in self._sources_of(ids))
-        return self._stacked_on_device(device, found.group, found.keys, len(ids))
+        return self._stacked_on_device(device, found.group, found.keys, len(ids), found.order)
 
     def _sources_of(self, features: Iterable[str]) -> list[Source]:
         return [self._sources[name] for name in features]
@@ -587,12 +599,16 @@ class EmbeddingTables(FollowsModule):
                 )
         return found
 
+    def _plain(self, names: tuple[str, ...]) -> PlainFields | None:
+        """See `plain_fields`; of those names that are features."""
+        if names not in self._plain_fields:
+            self._plain_fields[names] = plain_fields([self._sources[name] for name in names if name in self._sources])
+        return self._plain_fields[names]
+
     def _stacked_frozen(self, ids: Ids) -> Tensor | None:
         """The same for one int64 id in each field, all in tables of one group; None for anything else."""
         names = tuple(ids)
-        if names not in self._plain_fields:
-            self._plain_fields[names] = plain_fields([self._sources[name] for name in names if name in self._sources])
-        plain, columns = self._plain_fields[names], [one for one in ids.values() if isinstance(one, Tensor)]
+        plain, columns = self._plain(names), [one for one in ids.values() if isinstance(one, Tensor)]
         if plain is None or not len(plain.first_key) == len(columns) == len(names):
             return None
         if any(one.dtype != torch.int64 or one.ndim != 1 or len(one) != len(columns[0]) for one in columns):

@@ -99,7 +99,7 @@ class TrainedModel:
         """What of a micro-batch is not finite; empty if all is."""
         if loss is not None and not math.isfinite(loss):
             return f"loss {loss}"
-        there = [grad.values.sum() for some in rows for grad in some if isinstance(grad, DeviceRowGrad)]
+        there = [grad.total for some in rows for grad in some if isinstance(grad, DeviceRowGrad)]
         if there and math.isfinite(float(sum(there, dense.flat.sum()))):  # one answer to wait for, as a rule
             rows = [[grad for grad in some if isinstance(grad, RowGrad)] for some in rows]
         elif not math.isfinite(float(dense.flat.sum())) and (name := dense.non_finite(self.names)):

@@ -106,6 +106,8 @@ class DeviceAccess:
         if self._rows.keeps_copies:
             which = "all" if self._rows.copies_all else "hot ones"
             copies = f", and keeps copies of {which} ({size(self._rows.n_bytes_of_copies)})"
+            if why := self._rows.why_not_fused:
+                copies += f"; torch's operators change them, which is slower ({why})"
         if hashed := [table.name for table in memory.layout.tables if table.hashed is not None]:
             copies += f"; hashed tables ({', '.join(hashed)}) are looked up by the CPU"
         took_s = time.perf_counter() - began_s

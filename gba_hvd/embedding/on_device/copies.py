@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gba_hvd.embedding.on_device import fused
 from gba_hvd.embedding.on_device.records import Records
 
 _WAYS = 8
@@ -37,12 +38,17 @@ class Copies(Protocol):
 
 
 class AllRows:
-    """Copies of all records of a group of tables, by key: the weights, and what follows them in a record."""
+    """Copies of all records of a group of tables, by key: the weights, and what follows them in a record.
+
+    why_not_fused: in words, why torch's operators change rows, not `fused`
+    """
 
     def __init__(self, dim: int, host: Records, device: torch.device) -> None:
         self._host, self._is_read = host, False
         self._weights = torch.empty(host.n_rows, dim, device=device)
         self._rest = torch.empty(host.n_rows, host.width - dim, device=device)
+        self.why_not_fused = fused.obstacle(device)
+        self._fused = None if self.why_not_fused else fused.FusedRows(self._weights, self._rest, host)
 
     @property
     def n_bytes(self) -> int:
@@ -59,8 +65,15 @@ class AllRows:
     def read(self, keys: Tensor) -> tuple[Tensor, int]:
         return torch.cat([self.weights.index_select(0, keys), self._rest.index_select(0, keys)], 1), len(keys)
 
+    @property
+    def fused(self) -> fused.FusedRows | None:
+        """What changes copies, and the host's memory; None: it cannot, or the copies are to be read first."""
+        return self._fused if self._is_read else None
+
     def renew(self, keys: Tensor, records: Tensor) -> None:
         dim = self._weights.shape[1]
+        if self._fused is not None:
+            self._host.await_writes()  # they read the copies
         self._weights.index_copy_(0, keys, records[:, :dim])
         self._rest.index_copy_(0, keys, records[:, dim:])
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gba_hvd import kernels
 from gba_hvd.batch import Bag
-from gba_hvd.embedding.lookups import Ids, Source, fill_keys, plain_fields
+from gba_hvd.embedding.lookups import Ids, PlainFields
 from gba_hvd.embedding.on_device.host_view import pinned, to_device
+from gba_hvd.embedding.on_device.row_gradients import SortedKeys
 from gba_hvd.embedding.on_device.rows import DeviceRows
-from gba_hvd.errors import BadInput
 
 
 @dataclass(frozen=True)
 class PreparedKeys:
-    """rows: that they are of. keys: int64 [F * B], on the device, column after column; is_there: when they are"""
+    """rows: that they are of. keys: int64 [F * B], on the device, column after column; is_there: when they are
+
+    order: of the keys sample after sample, as gradients of `pooling.stack` come; None: nothing uses it
+    """
 
     rows: DeviceRows
     group: int
     keys: Tensor
+    order: SortedKeys | None
     is_there: torch.cuda.Event | None
 
 
@@ -48,7 +52,8 @@ class PreparedIds(dict[str, "Tensor | Bag"]):
         if found.is_there is not None:
             stream = torch.cuda.current_stream(rows.device)
             stream.wait_event(found.is_there)
-            found.keys.record_stream(stream)
+            for one in (found.keys, *([] if found.order is None else (found.order.keys, found.order.order))):
+                one.record_stream(stream)
         return found
 
 
@@ -56,28 +61,31 @@ def _version(one: Tensor | Bag) -> int:
     return one._version if isinstance(one, Tensor) else 0
 
 
-def prepare(ids: Ids, sources: Sequence[Source], device: DeviceRows) -> PreparedIds | None:
-    """Of one id for each sample and feature, in tables of one group; None: they are other ids.
+def prepare(ids: Ids, plain: PlainFields, device: DeviceRows) -> PreparedIds | None:
+    """Of one id for each sample and feature, of the features in `plain`, in this order; None: they are other ids.
 
-    sources: of the features, in the order of `ids`. Called by a thread that reads ahead.
+    Called by a thread that reads ahead: what Python does here, the training waits for.
     """
     columns = [one for one in ids.values() if isinstance(one, Tensor) and one.ndim == 1 and one.device.type == "cpu"]
-    if any(one.is_inference() for one in columns):  # whether they are changed is not known
+    if not device.has(plain.group) or len(columns) < len(ids) or not all(map(_is_simple, columns)):
         return None
-    plain = plain_fields(sources)
-    if plain is None or not device.has(plain.group) or len(columns) < len(ids):
-        return None
-    batch = len(columns[0])
+    n_fields, batch = len(columns), len(columns[0])
     if any(len(column) != batch for column in columns):
         return None
     with device.uploading() as is_there:
-        keys = pinned(batch * len(columns), device.device)
-        try:
-            for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
-                fill_keys(source, column, keys[number * batch : (number + 1) * batch])
-        except BadInput:  # the lookup raises it
-            return None
-        there = to_device(keys, device.device)
+        keys = pinned(batch * n_fields, device.device)
+        stacked = torch.from_numpy(keys).view(n_fields, batch)
+        torch.stack(columns, out=stacked)
+        if kernels.keys_of_columns(stacked.numpy(), plain.first_key, plain.n_rows) >= 0:
+            return None  # (the lookup says which id it is)
+        there, order = to_device(keys, device.device), None
+        if device.is_fused(plain.group):
+            order = device.sorted(plain.group, there.view(n_fields, batch).t().reshape(-1))
         if is_there is not None:
             is_there.record()
-        return PreparedIds(ids, PreparedKeys(device, plain.group, there, is_there))
+        return PreparedIds(ids, PreparedKeys(device, plain.group, there, order, is_there))
+
+
+def _is_simple(column: Tensor) -> bool:
+    """Its ids are numbers as keys are, and whether it is changed is known."""
+    return column.dtype == torch.int64 and column.layout == torch.strided and not column.is_inference()

@@ -12,13 +12,25 @@ _WORDS_AT_ONCE = 1 << 19  # of a kernel that writes: so few that kernels of the 
 
 
 class Records:
-    """flat: float32, the host's memory as a tensor of the device. This process does not wait for it here."""
+    """flat: float32, the host's memory as a tensor of the device. This process does not wait for it here.
+
+    n_shards, region, at: the place of a record is explained in `_words`
+    """
 
     def __init__(self, flat: Tensor, writes: HostWrites, layout: Layout, group: Group) -> None:
-        self._flat, self._writes = flat, writes
-        self._n_shards, self._region, self._at = layout.n_shards, layout.region_words, group.at
+        self.flat, self._writes = flat, writes
+        self.n_shards, self.region, self.at = layout.n_shards, layout.region_words, group.at
         self.n_rows, self.width = group.rows_per_shard * layout.n_shards, group.record
         self._words_of_record = torch.arange(group.at, group.at + group.record, device=flat.device)
+
+    def await_writes(self) -> None:
+        """What is asked of the device from now on is done after the writes so far."""
+        self._writes.before_reading()
+
+    @property
+    def beside(self) -> HostWrites:
+        """What writes, beside other work of the device."""
+        return self._writes
 
     def read(self, keys: Tensor) -> Tensor:
         """float32 [n, width]. A record that another process writes meanwhile may be half old and half new.
@@ -26,17 +38,17 @@ class Records:
         keys: int64 [n]
         """
         self._writes.before_reading()
-        return self._flat.index_select(0, self._words(keys).view(-1)).view(len(keys), self.width)
+        return self.flat.index_select(0, self._words(keys).view(-1)).view(len(keys), self.width)
 
     def read_all(self, *columns: Tensor) -> None:
         """The words of all records, by key, from the first to the last. columns: float32 [n_rows, words] each"""
         self._writes.before_reading()
-        n_words, at = self.n_rows // self._n_shards * self.width, 0
-        by_shard = self._flat.view(self._n_shards, self._region)[:, self._at : self._at + n_words]
-        records = by_shard.view(self._n_shards, -1, self.width).transpose(0, 1)
+        n_words, at = self.n_rows // self.n_shards * self.width, 0
+        by_shard = self.flat.view(self.n_shards, self.region)[:, self.at : self.at + n_words]
+        records = by_shard.view(self.n_shards, -1, self.width).transpose(0, 1)
         for column in columns:
             words = column.shape[1]
-            column.view(-1, self._n_shards, words).copy_(records[:, :, at : at + words])
+            column.view(-1, self.n_shards, words).copy_(records[:, :, at : at + words])
             at += words
 
     def write(self, keys: Tensor, records: Tensor) -> None:
@@ -44,10 +56,10 @@ class Records:
         n = max(1, _WORDS_AT_ONCE // self.width)
         with self._writes.after(keys, records):
             for some, of_some in zip(self._words(keys).split(n), records.split(n), strict=True):
-                self._flat.scatter_(0, some.view(-1), of_some.reshape(-1))
+                self.flat.scatter_(0, some.view(-1), of_some.reshape(-1))
 
     def _words(self, keys: Tensor) -> Tensor:
         """int64 [n, width]: where the words of the records are. key = place in the shard * n_shards + shard"""
-        in_shard = torch.div(keys, self._n_shards, rounding_mode="floor")
-        starts = (in_shard * (self.width - self._n_shards * self._region)).add_(keys, alpha=self._region)
+        in_shard = torch.div(keys, self.n_shards, rounding_mode="floor")
+        starts = (in_shard * (self.width - self.n_shards * self.region)).add_(keys, alpha=self.region)
         return starts[:, None] + self._words_of_record

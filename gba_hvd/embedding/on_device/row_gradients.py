@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,41 @@ class Found:
     records: Tensor
 
 
-@dataclass(frozen=True)
 class DeviceRowGrad:
+    """The gradient of some rows of a group, in a device's memory: `MergedRowGrad` or `SparseRowGrad`."""
+
+    @property
+    def merged(self) -> MergedRowGrad:
+        """One gradient for each row. May wait for the device."""
+        raise NotImplementedError
+
+    @property
+    def total(self) -> Tensor:
+        """float32, a scalar: the sum of all values. NaN or infinite if one of them is."""
+        raise NotImplementedError
+
+    def to_host(self) -> RowGrad:
+        """A copy. Waits for the device."""
+        one = self.merged
+        accesses = None if one.accesses is None else one.accesses.cpu().numpy().astype(np.uint32)
+        return RowGrad(one.keys.cpu().numpy(), one.values.cpu().numpy(), accesses)
+
+    def non_finite(self) -> int | None:
+        """The key of a row whose gradient is NaN or infinite. Waits for the device."""
+        if math.isfinite(float(self.total)):
+            return None
+        one = self.merged
+        bad = (~torch.isfinite(one.values)).any(1).nonzero()
+        return int(one.keys[bad[0, 0]]) if len(bad) else None
+
+    def squares(self) -> float:
+        """The sum of the squares of all values of rows, in float64. Waits for the device."""
+        values = self.merged.values
+        return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 if len(values) else 0.0
+
+
+@dataclass(frozen=True)
+class MergedRowGrad(DeviceRowGrad):
     """As `RowGrad`, of tensors. keys: int64 [n], distinct, ascending; values: float32 [n, dim]; accesses: int32 [n]
 
     found: the records of these keys, if they are known
@@ -36,35 +70,65 @@ class DeviceRowGrad:
     accesses: Tensor | None = None
     found: Found | None = None
 
-    def to_host(self) -> RowGrad:
-        """A copy. Waits for the device."""
-        accesses = None if self.accesses is None else self.accesses.cpu().numpy().astype(np.uint32)
-        return RowGrad(self.keys.cpu().numpy(), self.values.cpu().numpy(), accesses)
+    @property
+    def merged(self) -> MergedRowGrad:
+        return self
 
-    def non_finite(self) -> int | None:
-        """The key of a row whose gradient is NaN or infinite. Waits for the device."""
-        if math.isfinite(float(self.values.sum())):
-            return None
-        bad = (~torch.isfinite(self.values)).any(1).nonzero()
-        return int(self.keys[bad[0, 0]]) if len(bad) else None
-
-    def squares(self) -> float:
-        """The sum of the squares of all values, in float64. Waits for the device."""
-        return float(torch.linalg.vector_norm(self.values, dtype=torch.float64)) ** 2 if len(self.keys) else 0.0
+    @property
+    def total(self) -> Tensor:
+        return self.values.sum()
 
 
-def from_sparse(grad: Tensor, keys: Tensor, counts_accesses: bool) -> DeviceRowGrad:
-    """Waits for the device.
+@dataclass(frozen=True)
+class SortedKeys:
+    """keys: int32 or int64 [n], ascending; order: int64 [n], where each of them was before"""
 
-    grad: sparse [rows, dim], of all keys that were looked up; keys: int64 [n], these; counts_accesses: of each key
+    keys: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, n_rows: int) -> SortedKeys:
+        """keys: int64 [n], below n_rows"""
+        return cls(*(keys.to(torch.int32) if n_rows < 2**31 else keys).sort())
+
+
+@dataclass(frozen=True)
+class SparseRowGrad(DeviceRowGrad):
+    """A gradient for each lookup; those of a row are to be added up.
+
+    grad: sparse [rows, dim], not coalesced; counts_accesses: of each row, its lookups
+    known_order: the keys of the gradients, sorted, if that was done before
     """
-    grad, accesses = grad.coalesce(), None
-    distinct = grad.indices()[0]
-    if counts_accesses:
-        ordered = keys.sort().values
-        first, end = (torch.searchsorted(ordered, distinct, right=right) for right in (False, True))
-        accesses = (end - first).to(torch.int32)
-    return DeviceRowGrad(distinct, grad.values(), accesses)
+
+    grad: Tensor
+    counts_accesses: bool
+    known_order: SortedKeys | None = None
+
+    @functools.cached_property
+    def merged(self) -> MergedRowGrad:
+        """Waits for the device."""
+        grad, accesses = self.grad.coalesce(), None
+        distinct = grad.indices()[0]
+        if self.counts_accesses:
+            ordered = self.sorted.keys.long()
+            first, end = (torch.searchsorted(ordered, distinct, right=right) for right in (False, True))
+            accesses = (end - first).to(torch.int32)
+        return MergedRowGrad(distinct, grad.values(), accesses)
+
+    @property
+    def values(self) -> Tensor:
+        """float32 [n, dim], of the lookups"""
+        return self.grad._values()
+
+    @property
+    def sorted(self) -> SortedKeys:
+        keys, known = self.grad._indices()[0], self.known_order
+        # A second backward pass would have added its gradients to those of the first.
+        return known if known is not None and len(known.keys) == len(keys) else SortedKeys.of(keys, len(self.grad))
+
+    @property
+    def total(self) -> Tensor:
+        return self.values.sum()
 
 
 def on_host(grad: RowGrad | DeviceRowGrad) -> RowGrad:
@@ -74,19 +138,22 @@ def on_host(grad: RowGrad | DeviceRowGrad) -> RowGrad:
 
 def merge(parts: Sequence[tuple[DeviceRowGrad, float]]) -> DeviceRowGrad:
     """As `row_gradients.merge`: the weighted sum, added up in the order of the parts."""
-    if len(parts) == 1:
-        grad, weight = parts[0]
-        return grad if weight == 1.0 else replace(grad, values=grad.values * weight)
-    keys, number = torch.unique(torch.cat([part.keys for part, _ in parts]), return_inverse=True)
-    first = parts[0][0].values
+    if len(parts) == 1 and parts[0][1] == 1.0:
+        return parts[0][0]
+    merged = [(part.merged, weight) for part, weight in parts]
+    if len(merged) == 1:
+        grad, weight = merged[0]
+        return replace(grad, values=grad.values * weight)
+    keys, number = torch.unique(torch.cat([part.keys for part, _ in merged]), return_inverse=True)
+    first = merged[0][0].values
     values, at = first.new_zeros(len(keys), first.shape[1]), 0
     accesses = None
-    if all(part.accesses is not None for part, _ in parts):
+    if all(part.accesses is not None for part, _ in merged):
         accesses = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
-    for part, weight in parts:
+    for part, weight in merged:
         rows = number[at : at + len(part.keys)]
         values.index_add_(0, rows, part.values, alpha=weight)
         if accesses is not None and part.accesses is not None:
             accesses.index_add_(0, rows, part.accesses)
         at += len(part.keys)
-    return DeviceRowGrad(keys, values, accesses)
+    return MergedRowGrad(keys, values, accesses)

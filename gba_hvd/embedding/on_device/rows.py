@@ -22,9 +22,10 @@ from torch import Tensor
 
 from gba_hvd.embedding.on_device import optimizers
 from gba_hvd.embedding.on_device.copies import AllRows, Copies, HotRows
+from gba_hvd.embedding.on_device.fused import FusedRows
 from gba_hvd.embedding.on_device.host_view import HostView, HostWrites
 from gba_hvd.embedding.on_device.records import Records
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, SortedKeys, SparseRowGrad
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.shm.layout import FINISHED, Group, Layout
 
@@ -113,6 +114,24 @@ class DeviceRows:
         copies = self._copies.get(group) if self.keeps_copies else None
         return copies.weights if isinstance(copies, AllRows) else None
 
+    def is_fused(self, group: int) -> bool:
+        """Whether gradients of lookups are applied in one pass, in the order of their keys."""
+        return self._fused(group) is not None
+
+    def _fused(self, group: int) -> FusedRows | None:
+        copies = self._copies.get(group) if self.keeps_copies else None
+        return copies.fused if isinstance(copies, AllRows) else None
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why gradients are applied by torch's operators where all rows have copies, in words; empty if not."""
+        found = [copies.why_not_fused for copies in self._copies.values() if isinstance(copies, AllRows)]
+        return found[0] if found and self.device.type == "cuda" else ""
+
+    def sorted(self, group: int, keys: Tensor) -> SortedKeys:
+        """keys: int64 [n], of the group, on the device"""
+        return SortedKeys.of(keys, self._records[group].n_rows)
+
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
         """Whether the device has all that is done to rows of the group."""
         return _can_apply(self._layout, self._layout.groups[group], of_tables)
@@ -124,9 +143,15 @@ class DeviceRows:
 
         Count the accesses, one for each row where they are not counted. Does not wait: see `finish`.
         """
+        number = self._layout.groups[group].optimizer
+        if isinstance(grad, SparseRowGrad) and (fused := self._fused(group)) is not None:
+            if len(grad.values):
+                fused.apply(grad, of_tables.of(number), scale, of_tables.rate(number, lr), step)
+            return
+        grad = grad.merged
         if not len(grad.keys):
             return
-        number, found = self._layout.groups[group].optimizer, grad.found or self._read(group, grad.keys)
+        found = grad.found or self._read(group, grad.keys)
         records = found.records
         optimizers.update_(of_tables.of(number), records, grad.values, scale, of_tables.rate(number, lr), step)
         records.view(torch.int32)[:, -1] += 1 if grad.accesses is None else grad.accesses

@@ -11,7 +11,7 @@ import torch
 
 import gba_hvd
 from gba_hvd import EmbeddingTables
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, merge
+from gba_hvd.embedding.on_device.row_gradients import Found, MergedRowGrad, merge
 from gba_hvd.embedding.on_device.rows import DeviceRows
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.row_gradients import merge as merge_on_host
@@ -86,7 +86,7 @@ def test_gradients_are_applied_as_the_cpu_applies_them(
         distinct = found.keys
         grad = torch.from_numpy(np.random.default_rng(step).normal(size=(len(distinct), 4)).astype(np.float32))
         counts = torch.bincount(index, minlength=len(distinct)).to(torch.int32)
-        there = DeviceRowGrad(distinct, grad.to(device), counts, found if knows else None)
+        there = MergedRowGrad(distinct, grad.to(device), counts, found if knows else None)
         rows.apply(0, there, ours.optimizers, 0.5, optimizer.lr, step)
         rows.wait()
         keys = distinct.cpu().numpy()
@@ -127,7 +127,7 @@ def test_merged_gradients_are_those_that_the_cpu_merges(device: torch.device, we
         parts.append((grad, weight))
     there = [
         (
-            DeviceRowGrad(
+            MergedRowGrad(
                 torch.from_numpy(grad.keys).to(device),
                 torch.from_numpy(grad.values).to(device),
                 torch.from_numpy(grad.accesses.astype(np.int32)).to(device),  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def test_merged_gradients_are_those_that_the_cpu_merges(device: torch.device, we
 
 def test_a_gradient_that_is_not_finite_is_named(device: torch.device) -> None:
     values = torch.zeros(4, 3, device=device)
-    grad = DeviceRowGrad(torch.tensor([3, 5, 8, 9], device=device), values)
+    grad = MergedRowGrad(torch.tensor([3, 5, 8, 9], device=device), values)
     assert grad.non_finite() is None
     values[2, 1] = float("nan")
     assert grad.non_finite() == 8

@@ -1,0 +1,90 @@
+"""One pass over the rows of a step: sum the gradients of each, update its copy, write it to the host's memory.
+
+`on_device.rows` does the same with torch's operators, a pass for each operation, after it has waited for the number of
+distinct rows. Here nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gba_hvd.embedding.on_device.records import Records
+from gba_hvd.embedding.on_device.row_gradients import SparseRowGrad
+from gba_hvd.embedding.row_optimizers import SGD, Adagrad, Adam, RowAdagrad, RowOptimizer
+
+_CHUNK, _WRITE_CHUNK = 32, 64
+_WRITERS = 32  # programs that write to the host's memory
+_RULES: Sequence[type[RowOptimizer]] = (SGD, Adagrad, RowAdagrad, Adam)  # by the number that the kernels have for them
+
+
+@functools.cache
+def obstacle(device: torch.device) -> str:
+    """Why this device cannot do it, in words; empty if it can."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"{device} is no GPU"
+    try:
+        from gba_hvd.embedding.on_device import fused_kernels
+
+        keys, grads = torch.arange(_CHUNK, device=device), torch.ones(_CHUNK, 16, device=device)
+        sums, counts = torch.zeros_like(grads), torch.zeros(_CHUNK, dtype=torch.int32, device=device)
+        fused_kernels.sum_chunks[(1,)](keys, keys, grads, sums, counts, _CHUNK, DIM=16, WIDE=16, CHUNK=_CHUNK)
+        return "" if float(sums.sum()) == grads.numel() else "Triton's kernels give wrong sums"
+    except Exception as error:  # of many kinds: it is not installed, finds no C compiler, does not know the GPU
+        return f"Triton does not work here: {type(error).__name__}: {error}"
+
+
+class FusedRows:
+    """The rows of one group of tables, of which the device has copies."""
+
+    def __init__(self, weights: Tensor, rest: Tensor, host: Records) -> None:
+        """weights: float32 [rows, dim], by key; rest: float32 [rows, slots + 1], what follows them in the records."""
+        from gba_hvd.embedding.on_device import fused_kernels  # needs Triton
+
+        self._kernels, self._host = fused_kernels, host
+        self._weights, self._rest = weights, rest
+
+    def apply(self, grad: SparseRowGrad, optimizer: RowOptimizer, scale: float, lr: float, step: int) -> None:
+        """As `DeviceRows.apply`."""
+        ordered, values = grad.sorted, grad.values.contiguous()
+        keys, n, dim = ordered.keys, len(values), values.shape[1]
+        sums, counts = torch.empty_like(values), torch.empty(n, dtype=torch.int32, device=values.device)
+        shape: dict[str, Any] = {"DIM": dim, "WIDE": max(16, _power_of_2(dim)), "CHUNK": _CHUNK}
+        grid = (-(-n // _CHUNK),)
+        self._kernels.sum_chunks[grid](keys, ordered.order, values, sums, counts, n, **shape)
+        self._host.await_writes()  # those of the step before read the copies
+        self._kernels.update[grid](
+            keys, sums, counts, self._weights, self._rest, self._rest.view(torch.int32), n, scale,
+            *_numbers(optimizer, lr, step), RULE=_RULES.index(type(optimizer)), COUNTS=grad.counts_accesses,
+            REST=self._rest.shape[1], **shape,
+        )  # fmt: skip
+        self._write(keys)
+
+    def _write(self, keys: Tensor) -> None:
+        host = self._host
+        whole, weights, rest = (one.view(torch.int32) for one in (host.flat, self._weights, self._rest))
+        with host.beside.after(keys):
+            self._kernels.write[(_WRITERS,)](
+                keys, weights, rest, whole, len(keys), host.n_shards, host.region, host.at,
+                DIM=weights.shape[1], REST=rest.shape[1], WIDE=_power_of_2(host.width), CHUNK=_WRITE_CHUNK,
+            )  # fmt: skip
+
+
+def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[float, ...]:
+    """lr, decay, eps, beta1, left1, beta2, left2, root2 of `fused_kernels.update`; those that a rule has not are 0."""
+    decay, eps = (float(getattr(optimizer, name, 0.0)) for name in ("weight_decay", "eps"))
+    if not isinstance(optimizer, Adam):
+        return lr, decay, eps, 0.0, 0.0, 0.0, 0.0, 0.0
+    beta1, beta2 = optimizer.betas
+    root2 = math.sqrt(1 - beta2**step)
+    return lr / (1 - beta1**step), decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, root2
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
