@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gba_hvd.embedding.on_device.row_gradients import RowGrads
 from gba_hvd.embedding.row_gradients import merge, with_contributors
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
@@ -138,7 +140,7 @@ class AllreduceMode:
         engine, model = self._engine, self._engine.model
         if TRACE is not None:
             self._traced += range(micro.index, micro.index + micro.n_micro)
-        grads = engine.take_gradients(micro, loss)
+        grads = engine.take_gradients(micro, loss, meanwhile=partial(self._apply_ahead, micro))
         value, fields, weight = grads.loss, engine.fields, micro.n_samples / model.micro_batch
         if grads.not_finite:
             self._not_finite, self._bad_micro = grads.not_finite, micro.index
@@ -161,6 +163,15 @@ class AllreduceMode:
             fields.add("loss_weight", micro.n_samples)
         if micro.is_last:
             self._close_step()
+
+    def _apply_ahead(self, micro: MicroBatch, rows: RowGrads) -> None:
+        """Of the step's only micro-batch, where nothing that is not known yet changes its gradients."""
+        model, progress = self._engine.model, self._engine.progress
+        is_all = micro.is_last and not self._seconds and micro.n_samples == model.micro_batch
+        if is_all and model.clip.is_none and model.loss_scale is None and model.row_average == "global":
+            scale = model.micro_batch / self._cut.samples_of_step(self._step_of_epoch)
+            n_skipped = progress.account.steps_skipped
+            self.exchange.apply_ahead(rows, progress.step + 1, scale, model.row_lr, n_skipped)
 
     def _add_contributors(self, grads: MicroGradients, weight: float) -> None:
         """A micro-batch contributes once to a row, however many forward passes it has."""

@@ -40,7 +40,7 @@ from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.embedding.apply_rows import apply_rows, by_row, write_rows
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, RowGrads, SparseRowGrad, on_host
 from gba_hvd.embedding.on_device.row_gradients import merge as merge_on_device
 from gba_hvd.embedding.on_device.rows import can_apply
 from gba_hvd.embedding.row_gradients import (
@@ -264,6 +264,19 @@ class AllreduceExchange:
         elif self.several_hosts:
             remote = self._send_whole(by_rank, self._world.alltoall)
         self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
+
+    def apply_ahead(self, rows: RowGrads, step: int, scale: float, lr: float, n_skipped: int) -> None:
+        """Begin to apply the gradients of a step's only micro-batch, where that can be undone: in a device's memory.
+
+        What `exchange`, a commit and `apply_held` will do with them, or not. The device does not wait for these.
+        """
+        device, of_tables = self._tables.on_device.current, self._tables.optimizers
+        if not self.keeps_on_device or device is None or any(len(some) > 1 for some in rows):
+            return
+        for group, some in enumerate(rows):
+            for grad in some:
+                if isinstance(grad, SparseRowGrad) and device.is_fused(group) and device.can_apply(group, of_tables):
+                    device.apply_ahead(group, grad, of_tables, scale, lr, step - n_skipped)
 
     def _merged_parts(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:
         """One gradient of a group, on the device if all parts are there."""

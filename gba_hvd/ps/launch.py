@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,12 @@ def pid_of(folder: Path, index: int) -> int | None:
         return int(json.loads((folder / f"ps-{index}.address").read_text())["pid"])
     except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
+
+
+def companion_pids(folder: Path, hosts: Sequence[str] = (), host: str = "") -> dict[int, int]:
+    """This host's companion server, if one has started, by the number of this host among those of the servers."""
+    pid, ordered = pid_of(folder, 0), list(dict.fromkeys(hosts))
+    return {} if pid is None else {ordered.index(host) if ordered else 0: pid}
 
 
 def kill(folder: Path, index: int) -> None:

@@ -7,7 +7,7 @@ steps of them; `membership` and `elastic` carry the engine through changes of th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ from gba_hvd.comm.collectives import SoloWorld, World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.compression import row_exchange
+from gba_hvd.embedding.on_device.host_view import number_of
+from gba_hvd.embedding.on_device.row_gradients import RowGrads
 from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gradients.dense_gradients import DenseGradients
@@ -173,21 +175,26 @@ class Engine:
         self.loop_time.stepped()
 
     def take_gradients(
-        self, micro: MicroBatch, loss: Tensor | float | None, dense: DenseGradients | None = None
+        self,
+        micro: MicroBatch,
+        loss: Tensor | float | None,
+        dense: DenseGradients | None = None,
+        meanwhile: Callable[[RowGrads], None] | None = None,
     ) -> MicroGradients:
         """Those of rows, taken from the tables' records; dense ones are in the flat buffer of `dense` afterwards.
 
-        dense: of one of several threads; default: the model's. Planned faults happen here. Safe in several threads.
+        dense: of one of several threads; default: the model's. meanwhile: asks more of the device that computes them,
+        while it is not known yet whether they are finite. Planned faults happen here. Safe in several threads.
         """
         dense = dense or self.model.dense
-        value = float(loss.detach()) if isinstance(loss, Tensor) else None if loss is None else float(loss)
-        model, contributors = self.model, None
+        value, model, contributors = number_of(loss), self.model, None
         if micro.n_micro > 1 and model.row_average != "global":
             contributors = model.tables.contributors(model.micro_batch, micro.n_samples)
         rows = model.tables.take_gradients_in_place()
         dense.collect_()
+        not_finite = model.not_finite(value, rows, dense, meanwhile)
         seconds = self._took(micro) + micro.beside_s
-        return MicroGradients(rows, value, seconds, model.not_finite(value, rows, dense), contributors)
+        return MicroGradients(rows, value(), seconds, not_finite, contributors)
 
     def abandon_step(self) -> None:
         """Discard the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
@@ -235,15 +242,7 @@ class Engine:
         micros = range(micro.index, micro.index + micro.n_micro)
         time.sleep(sum(self.faults.service(rank, step, each_s, index) for index in micros))
         for fault in self.faults.due(rank, step):
-            self.faults.carry_out(fault, self._server_pids(), step)
+            servers = None if self.mode is None else self.mode.servers
+            where = () if servers is None else ([one.host for one in servers.session.servers], servers.host)
+            self.faults.carry_out(fault, launch.companion_pids(self.folder, *where), step)
         return time.perf_counter() - micro.started_s
-
-    def _server_pids(self) -> dict[int, int]:
-        """This host's companion server, by the number of the host among the servers."""
-        pid, servers = launch.pid_of(self.folder, 0), None if self.mode is None else self.mode.servers
-        if pid is None:
-            return {}
-        if servers is None:
-            return {0: pid}
-        hosts = list(dict.fromkeys(server.host for server in servers.session.servers))
-        return {hosts.index(servers.host): pid}

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gba_hvd.embedding.bags import BagLookups
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, on_host
+from gba_hvd.embedding.on_device.row_gradients import RowGrads, on_host
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.gradients.dense_gradients import DenseGradients
@@ -50,7 +50,7 @@ class MicroGradients:
     contributors: of several micro-batches, how many of them contain each row, where that is asked for
     """
 
-    rows: Sequence[Sequence[RowGrad | DeviceRowGrad]]
+    rows: RowGrads
     loss: float | None
     seconds: float
     not_finite: str

@@ -11,7 +11,8 @@ import torch
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad
+from gba_hvd.embedding.on_device.host_view import NumberOnItsWay
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, RowGrads
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.epoch import EpochPlan, micro_batches_together
@@ -94,13 +95,24 @@ class TrainedModel:
         return any(one.rows.grad is not None for one in self.tables.captured) or not self.dense.is_zero
 
     def not_finite(
-        self, loss: float | None, rows: Sequence[Sequence[RowGrad | DeviceRowGrad]], dense: DenseGradients
+        self,
+        loss: Callable[[], float | None],
+        rows: RowGrads,
+        dense: DenseGradients,
+        meanwhile: Callable[[RowGrads], None] | None = None,
     ) -> str:
-        """What of a micro-batch is not finite; empty if all is."""
-        if loss is not None and not math.isfinite(loss):
-            return f"loss {loss}"
+        """What of a micro-batch is not finite; empty if all is.
+
+        loss: may wait for the device. meanwhile: asks more of the device, before its answers are waited for
+        """
         there = [grad.total for some in rows for grad in some if isinstance(grad, DeviceRowGrad)]
-        if there and math.isfinite(float(sum(there, dense.flat.sum()))):  # one answer to wait for, as a rule
+        total = NumberOnItsWay(sum(there, dense.flat.sum())) if there else None  # one answer, as a rule
+        if meanwhile is not None:
+            meanwhile(rows)
+        value = loss()
+        if value is not None and not math.isfinite(value):
+            return f"loss {value}"
+        if total is not None and math.isfinite(total.get()):
             rows = [[grad for grad in some if isinstance(grad, RowGrad)] for some in rows]
         elif not math.isfinite(float(dense.flat.sum())) and (name := dense.non_finite(self.names)):
             return f"gradient of {name}"

@@ -50,8 +50,8 @@ class FusedRows:
         self._kernels, self._host = fused_kernels, host
         self._weights, self._rest = weights, rest
 
-    def apply(self, grad: SparseRowGrad, optimizer: RowOptimizer, scale: float, lr: float, step: int) -> None:
-        """As `DeviceRows.apply`."""
+    def update(self, grad: SparseRowGrad, optimizer: RowOptimizer, scale: float, lr: float, step: int) -> None:
+        """Apply a gradient to the copies. See `DeviceRows.apply` for what it does."""
         ordered, values = grad.sorted, grad.values.contiguous()
         keys, n, dim = ordered.keys, len(values), values.shape[1]
         sums, counts = torch.empty_like(values), torch.empty(n, dtype=torch.int32, device=values.device)
@@ -64,10 +64,10 @@ class FusedRows:
             *_numbers(optimizer, lr, step), RULE=_RULES.index(type(optimizer)), COUNTS=grad.counts_accesses,
             REST=self._rest.shape[1], **shape,
         )  # fmt: skip
-        self._write(keys)
 
-    def _write(self, keys: Tensor) -> None:
-        host = self._host
+    def write(self, grad: SparseRowGrad) -> None:
+        """Write the records of these rows to the host's memory, beside what is asked of the device from now on."""
+        host, keys = self._host, grad.sorted.keys
         whole, weights, rest = (one.view(torch.int32) for one in (host.flat, self._weights, self._rest))
         with host.beside.after(keys):
             self._kernels.write[(_WRITERS,)](

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,30 @@ class HostWrites:
         """Return when the host's memory has all of them. From any thread."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class NumberOnItsWay:
+    """A number of a device, as soon as it is computed: what is asked of the device after it is not waited for."""
+
+    def __init__(self, number: Tensor) -> None:
+        """number: a scalar"""
+        self._number, self._is_there = number, None
+        if number.device.type == "cuda":
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            self._is_there = torch.cuda.Event()
+            self._is_there.record(torch.cuda.current_stream(number.device))
+
+    def get(self) -> float:
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return float(self._number)
+
+
+def number_of(value: Tensor | float | None) -> Callable[[], float | None]:
+    """What gives the number; if a device computes it, it is on its way from now on."""
+    if isinstance(value, Tensor):
+        return NumberOnItsWay(value.detach()).get
+    return lambda: None if value is None else float(value)
 
 
 def pinned(n: int, device: torch.device) -> np.ndarray:

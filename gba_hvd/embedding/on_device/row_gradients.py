@@ -120,7 +120,7 @@ class SparseRowGrad(DeviceRowGrad):
         """float32 [n, dim], of the lookups"""
         return self.grad._values()
 
-    @property
+    @functools.cached_property
     def sorted(self) -> SortedKeys:
         keys, known = self.grad._indices()[0], self.known_order
         # A second backward pass would have added its gradients to those of the first.
@@ -129,6 +129,9 @@ class SparseRowGrad(DeviceRowGrad):
     @property
     def total(self) -> Tensor:
         return self.values.sum()
+
+
+RowGrads = Sequence[Sequence[RowGrad | DeviceRowGrad]]  # of a micro-batch: per group of tables those of each pass
 
 
 def on_host(grad: RowGrad | DeviceRowGrad) -> RowGrad:

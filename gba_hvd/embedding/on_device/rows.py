@@ -67,6 +67,7 @@ class DeviceRows:
             self._view.close()
             raise
         self.keeps_copies = bool(self._copies)
+        self._ahead: dict[int, tuple[SparseRowGrad, float, float, int]] = {}  # what copies have, and the memory has not
         self.hits, self.lookups = 0, 0
 
     def _made_copies(self, hot_rows: int) -> dict[int, Copies]:
@@ -111,8 +112,16 @@ class DeviceRows:
 
     def weights(self, group: int) -> Tensor | None:
         """float32 [rows, dim], by key, of which each step changes some; None: the device has no copies of all rows"""
-        copies = self._copies.get(group) if self.keeps_copies else None
+        copies = self._current(group)
         return copies.weights if isinstance(copies, AllRows) else None
+
+    def _current(self, group: int) -> Copies | None:
+        """The copies, to be read; None: none are kept."""
+        if not self.keeps_copies:
+            return None
+        if self._ahead:  # of a step that was not applied
+            self.forget()
+        return self._copies.get(group)
 
     def is_fused(self, group: int) -> bool:
         """Whether gradients of lookups are applied in one pass, in the order of their keys."""
@@ -143,10 +152,13 @@ class DeviceRows:
 
         Count the accesses, one for each row where they are not counted. Does not wait: see `finish`.
         """
-        number = self._layout.groups[group].optimizer
+        number, ahead = self._layout.groups[group].optimizer, self._ahead.pop(group, None)
+        if ahead is not None and ahead != (grad, scale, lr, step):
+            self.forget()
         if isinstance(grad, SparseRowGrad) and (fused := self._fused(group)) is not None:
-            if len(grad.values):
-                fused.apply(grad, of_tables.of(number), scale, of_tables.rate(number, lr), step)
+            if ahead is None:
+                fused.update(grad, of_tables.of(number), scale, of_tables.rate(number, lr), step)
+            fused.write(grad)
             return
         grad = grad.merged
         if not len(grad.keys):
@@ -158,6 +170,18 @@ class DeviceRows:
         if self.keeps_copies:
             self._copies[group].renew(found.keys, records)
         self._records[group].write(found.keys, records)
+
+    def apply_ahead(
+        self, group: int, grad: SparseRowGrad, of_tables: TableOptimizers, scale: float, lr: float, step: int
+    ) -> None:
+        """Begin `apply`, which may or may not come with the same: change the copies, and nothing of the host's memory.
+
+        Only where `is_fused`. If another use of the rows comes first, the copies are forgotten.
+        """
+        fused, number = self._fused(group), self._layout.groups[group].optimizer
+        assert fused is not None
+        self._ahead[group] = grad, scale, lr, step
+        fused.update(grad, of_tables.of(number), scale, of_tables.rate(number, lr), step)
 
     def finish(self, step: int) -> None:
         """Mark the step as finished on all shards, once all that was applied is in the host's memory. See `wait`."""
@@ -176,6 +200,7 @@ class DeviceRows:
 
     def forget(self) -> None:
         """Rows were written otherwise: copies no longer count."""
+        self._ahead.clear()
         for copies in self._copies.values():
             copies.forget()
 
@@ -191,8 +216,8 @@ class DeviceRows:
 
     def _read(self, group: int, keys: Tensor) -> Found:
         self.lookups += len(keys)
-        if self.keeps_copies:
-            records, hits = self._copies[group].read(keys)
+        if (copies := self._current(group)) is not None:
+            records, hits = copies.read(keys)
             self.hits += hits
             return Found(keys, records)
         return Found(keys, self._records[group].read(keys))
