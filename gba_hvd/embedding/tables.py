@@ -158,7 +158,7 @@ class CapturedOnDevice:
         grad = self.rows.grad
         assert grad is not None
         if self.found is None:
-            return SparseRowGrad(grad, self.counts_accesses, self.order)
+            return SparseRowGrad(grad, self.index, self.counts_accesses, self.order)
         accesses = torch.bincount(self.index, minlength=len(grad)).to(torch.int32) if self.counts_accesses else None
         return MergedRowGrad(self.found.keys, grad, accesses, self.found)
 

@@ -32,7 +32,8 @@ class AllSum:
 class DenseGradients:
     """The gradients of all dense parameters as one flat buffer, so that a step needs one sum.
 
-    `p.grad` of every parameter is a view of `flat`; `total` collects the worker's micro-batches of a step and ends with
+    `p.grad` of every parameter is a view of `flat` (on a GPU, from `collect_` on: each gradient that a backward pass
+    adds to one that is there costs a kernel). `total` collects the worker's micro-batches of a step and ends with
     `n_extra` numbers that travel with them.
 
     flat:  [n]            gradient of the micro-batch, later of the step
@@ -103,16 +104,34 @@ class DenseGradients:
                 at += p.numel()
 
     def zero_(self) -> None:
-        """Clear the micro-batch's gradient and make every `p.grad` a view of `flat` again."""
-        self.flat.zero_()
+        """Clear the micro-batch's gradient: every `p.grad` is a view of zeros again, on a GPU None."""
+        if self.flat.device.type == "cpu":
+            self.flat.zero_()
+            self._show()
+        else:
+            for p in self._parameters:
+                p.grad = None
+
+    def _show(self) -> None:
         for p, view in zip(self._parameters, self._views, strict=True):
             p.grad = view
 
+    def make_step_(self, scale: float) -> None:
+        """Make `total` times `scale` the gradient of all parameters, for their optimizer."""
+        torch.mul(self.total[: self.n], scale, out=self.flat)
+        self._show()
+
     def collect_(self) -> None:
         """Bring the micro-batch's gradient to `flat`, also where `p.grad` is None or a tensor of other code."""
-        for p, view in zip(self._parameters, self._views, strict=True):
-            if p.grad is not view:
-                view.zero_() if p.grad is None else view.copy_(p.grad)
+        found = list(zip(self._parameters, self._views, strict=True))
+        others = [(view, p.grad) for p, view in found if p.grad is not None and p.grad is not view]
+        for p, view in found:
+            if p.grad is None:
+                view.zero_()
+        if others:
+            torch._foreach_copy_([view for view, _ in others], [grad for _, grad in others])
+        if self.flat.device.type != "cpu":
+            self._show()
 
     @property
     def is_zero(self) -> bool:
@@ -125,14 +144,12 @@ class DenseGradients:
             raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says
         self.collect_()
         self.flat.mul_(factor)
-        for p, view in zip(self._parameters, self._views, strict=True):
-            p.grad = view
+        self._show()
 
     def take_over_(self, other: DenseGradients) -> None:
         """Make the gradient that another one collected, of parameters of the same sizes, that of these parameters."""
         self.flat.copy_(other.flat)
-        for p, view in zip(self._parameters, self._views, strict=True):
-            p.grad = view
+        self._show()
 
     def add_micro_batch_(self, weight: float) -> None:
         """total += weight * gradient of the micro-batch, which `collect_` brought to `flat`; then clear the latter."""

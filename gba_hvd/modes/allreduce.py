@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gba_hvd.embedding.on_device.row_gradients import RowGrads
@@ -250,7 +249,7 @@ class AllreduceMode:
             dense.clear_total_()
             raise self._non_finite(agreed)
         self._refuse_disagreement(agreed, n_samples, rates)
-        torch.mul(dense.total[: dense.n], scale, out=dense.flat)
+        dense.make_step_(scale)
         engine.reports.other_writers()
         factors = Factors(rows=SKIPPED) if overflowed else Factors()
         if not model.clip.is_none and not overflowed:

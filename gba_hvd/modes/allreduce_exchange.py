@@ -275,7 +275,8 @@ class AllreduceExchange:
             return
         for group, some in enumerate(rows):
             for grad in some:
-                if isinstance(grad, SparseRowGrad) and device.is_fused(group) and device.can_apply(group, of_tables):
+                can_apply = device.is_fused(group) and device.can_apply(group, of_tables)
+                if can_apply and isinstance(grad, SparseRowGrad) and grad.has_one_of_each:
                     device.apply_ahead(group, grad, of_tables, scale, lr, step - n_skipped)
 
     def _merged_parts(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:

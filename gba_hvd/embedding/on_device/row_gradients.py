@@ -92,15 +92,16 @@ class SortedKeys:
         return cls(*(keys.to(torch.int32) if n_rows < 2**31 else keys).sort())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SparseRowGrad(DeviceRowGrad):
     """A gradient for each lookup; those of a row are to be added up.
 
-    grad: sparse [rows, dim], not coalesced; counts_accesses: of each row, its lookups
-    known_order: the keys of the gradients, sorted, if that was done before
+    grad: sparse [rows, dim], not coalesced; looked_up: int64 [n], the keys; counts_accesses: of each row, its lookups
+    known_order: the keys in the order of the gradients, sorted, if that was done before
     """
 
     grad: Tensor
+    looked_up: Tensor
     counts_accesses: bool
     known_order: SortedKeys | None = None
 
@@ -110,7 +111,7 @@ class SparseRowGrad(DeviceRowGrad):
         grad, accesses = self.grad.coalesce(), None
         distinct = grad.indices()[0]
         if self.counts_accesses:
-            ordered = self.sorted.keys.long()
+            ordered = self.looked_up.sort().values
             first, end = (torch.searchsorted(ordered, distinct, right=right) for right in (False, True))
             accesses = (end - first).to(torch.int32)
         return MergedRowGrad(distinct, grad.values(), accesses)
@@ -122,9 +123,12 @@ class SparseRowGrad(DeviceRowGrad):
 
     @functools.cached_property
     def sorted(self) -> SortedKeys:
-        keys, known = self.grad._indices()[0], self.known_order
-        # A second backward pass would have added its gradients to those of the first.
-        return known if known is not None and len(known.keys) == len(keys) else SortedKeys.of(keys, len(self.grad))
+        return self.known_order or SortedKeys.of(self.grad._indices()[0], len(self.grad))
+
+    @property
+    def has_one_of_each(self) -> bool:
+        """Of each lookup; else a second backward pass has added its own."""
+        return len(self.values) == len(self.looked_up)
 
     @property
     def total(self) -> Tensor:

@@ -155,7 +155,7 @@ class DeviceRows:
         number, ahead = self._layout.groups[group].optimizer, self._ahead.pop(group, None)
         if ahead is not None and ahead != (grad, scale, lr, step):
             self.forget()
-        if isinstance(grad, SparseRowGrad) and (fused := self._fused(group)) is not None:
+        if isinstance(grad, SparseRowGrad) and grad.has_one_of_each and (fused := self._fused(group)) is not None:
             if ahead is None:
                 fused.update(grad, of_tables.of(number), scale, of_tables.rate(number, lr), step)
             fused.write(grad)

@@ -37,8 +37,10 @@ def gradient(device: torch.device, n: int, dim: int, step: int, counts: bool, kn
     rng = np.random.default_rng(step)
     keys = torch.from_numpy(np.where(rng.random(n) < 0.5, rng.integers(8, 10, n), rng.integers(0, N_ROWS, n)))
     values = torch.from_numpy(rng.normal(size=(n, dim)).astype(np.float32))
-    grad = torch.sparse_coo_tensor(keys[None], values, (N_ROWS, dim), check_invariants=False).to(device)
-    return SparseRowGrad(grad, counts, SortedKeys.of(keys.to(device), N_ROWS) if knows_order else None)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        grad = torch.sparse_coo_tensor(keys[None], values, (N_ROWS, dim)).to(device)
+    looked_up = keys.to(device)
+    return SparseRowGrad(grad, looked_up, counts, SortedKeys.of(looked_up, N_ROWS) if knows_order else None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
@@ -99,3 +101,30 @@ def test_gradients_that_cannot_be_fused_are_applied_between_those_that_are(
     assert of_all is not None and np.isfinite(got).all()
     np.testing.assert_array_equal(of_all[:N_ROWS].cpu().numpy(), got[:, :16])
     rows.close()
+
+
+@pytest.mark.parametrize("comes", ["the same", "another", "none"])
+def test_what_was_applied_ahead_counts_only_if_it_comes(
+    device: torch.device, make_tables: MakeTables, comes: str
+) -> None:
+    """none: the step was not applied, and the next lookup finds the rows as they were"""
+    ours, theirs = (make_tables({"a": (N_ROWS, 16)}, gba_hvd.Adagrad(lr=0.2)) for _ in range(2))
+    found = []
+    for tables in (ours, theirs):
+        assert tables.memory is not None
+        rows = DeviceRows(tables.memory.flat, tables.layout, device, N_ROWS)
+        rows.weights(0)
+        first, second = (gradient(device, 500, 16, step, True, False) for step in (1, 2))
+        if tables is ours:
+            rows.apply_ahead(0, first, tables.optimizers, 1.0, 0.2, 1)
+        if comes != "none":
+            rows.apply(0, first if comes == "the same" else second, tables.optimizers, 1.0, 0.2, 1)
+        rows.wait()
+        of_all = rows.weights(0)
+        assert of_all is not None
+        in_memory = np.empty((N_ROWS, tables.layout.groups[0].record), np.float32)
+        tables.memory.gather(np.arange(N_ROWS), tables.layout.groups[0], 0, in_memory)
+        np.testing.assert_array_equal(of_all[:N_ROWS].cpu().numpy(), in_memory[:, :16])
+        found.append(in_memory)
+        rows.close()
+    np.testing.assert_allclose(*found, rtol=1e-6, atol=1e-7)
