@@ -291,17 +291,21 @@ def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
     return -1
 
 
-@_compiled("int64(int64[:, ::1], int64[::1], int64[::1])")
-def keys_of_columns(ids: Any, first_key: Any, n_rows: Any) -> int:
-    """ids[f, b] += first_key[f]; returns the first f with an id outside 0 to n_rows[f] - 1, or -1."""
-    for f in range(ids.shape[0]):
-        base, last, signs = first_key[f], n_rows[f] - 1, 0
-        for b in range(ids.shape[1]):
-            row = ids[f, b]
-            signs |= row | (last - row)
-            ids[f, b] = base + row
-        if signs < 0:
-            return f
+@_compiled("int64(int64[:, ::1], int64[::1], int64[::1], int64[:, ::1])")
+def fill_keys_of_columns(ids: Any, first_key: Any, n_rows: Any, out: Any) -> int:
+    """out[b, f] = first_key[f] + ids[f, b]; returns the first f with an id outside 0 to n_rows[f] - 1, or -1."""
+    n_fields, n = ids.shape
+    at_once = 64  # samples, whose part of `out` stays in the cache meanwhile
+    for begin in range(0, n, at_once):
+        end = min(begin + at_once, n)
+        for f in range(n_fields):
+            base, last, signs = first_key[f], n_rows[f] - 1, 0
+            for b in range(begin, end):
+                row = ids[f, b]
+                signs |= row | (last - row)
+                out[b, f] = base + row
+            if signs < 0:
+                return f
     return -1
 
 

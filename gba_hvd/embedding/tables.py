@@ -490,10 +490,11 @@ class EmbeddingTables(FollowsModule):
         return rows, index, found is None
 
     def _stacked_on_device(
-        self, device: DeviceRows, group: int, keys: Tensor, n_fields: int, order: SortedKeys | None = None
+        self, device: DeviceRows, group: int, keys: Tensor, order: SortedKeys | None = None
     ) -> Tensor:
-        rows, index, is_sparse = self._fetch_on_device(device, group, keys, order=order)
-        return on_device.stack(rows, index, n_fields, is_sparse).to(self.dtype)
+        """keys: int64 [B, F]"""
+        rows, index, is_sparse = self._fetch_on_device(device, group, keys.reshape(-1), order=order)
+        return on_device.stack(rows, index.view(keys.shape), is_sparse).to(self.dtype)
 
     def prepare(self, batch: Any) -> Any:
         """The batch with its keys on the device, where `stacked` looks up what is in it; from a thread that reads."""
@@ -514,7 +515,7 @@ class EmbeddingTables(FollowsModule):
             return None
         self._n_unused = 0
         self.looked_up.update(source.table for source in self._sources_of(ids))
-        return self._stacked_on_device(device, found.group, found.keys, len(ids), found.order)
+        return self._stacked_on_device(device, found.group, found.keys, found.order)
 
     def _sources_of(self, features: Iterable[str]) -> list[Source]:
         return [self._sources[name] for name in features]
@@ -552,7 +553,7 @@ class EmbeddingTables(FollowsModule):
             return self._stacked_pooled(ids)
         device, group, batch = self._device_rows(), sources[0].group, len(columns[0])
         is_there = device is not None and device.has(group)
-        keys = pinned(batch * len(columns), self.device if is_there else torch.device("cpu"))
+        keys = pinned(self.device if is_there else torch.device("cpu"), batch * len(columns)).numpy()
         try:
             for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
                 fill_keys(source, column, keys[number * batch : (number + 1) * batch], int)
@@ -562,7 +563,7 @@ class EmbeddingTables(FollowsModule):
         self.looked_up.update(dims)
         if device is not None and is_there:
             self._stacked_names = tuple(ids)
-            return self._stacked_on_device(device, group, to_device(keys, device.device), len(columns))
+            return self._stacked_on_device(device, group, to_device(keys, device.device).view(len(columns), batch).t())
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
         rows, index = self._fetch(group, keys, ends, cuts, torch.is_grad_enabled())

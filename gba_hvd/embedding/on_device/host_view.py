@@ -131,10 +131,9 @@ def number_of(value: Tensor | float | None) -> Callable[[], float | None]:
     return lambda: None if value is None else float(value)
 
 
-def pinned(n: int, device: torch.device) -> np.ndarray:
-    """int64 [n], not initialised, that `to_device` copies from directly."""
-    numbers: np.ndarray = torch.empty(n, dtype=torch.int64, pin_memory=device.type == "cuda").numpy()
-    return numbers
+def pinned(device: torch.device, *shape: int) -> Tensor:
+    """int64, not initialised, in the host's memory, from where a copy to the device does not wait."""
+    return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -77,9 +77,9 @@ def _pooled(rows: Tensor, index: Tensor, lookups: Sequence[Lookup], sparse: bool
     return [found[number] for number in range(len(lookups))]
 
 
-def stack(rows: Tensor, index: Tensor, n_fields: int, sparse: bool = False) -> Tensor:
-    """rows float32 [d, dim], index int64 [F * B] -> float32 [B, F, dim], by autograd"""
-    return functional.embedding(index.view(n_fields, -1).t(), rows, sparse=sparse)
+def stack(rows: Tensor, index: Tensor, sparse: bool = False) -> Tensor:
+    """rows float32 [d, dim], index int64 [B, F] -> float32 [B, F, dim], by autograd"""
+    return functional.embedding(index, rows, sparse=sparse)
 
 
 def takes_maximum(lookups: Sequence[Lookup]) -> bool:

@@ -11,16 +11,16 @@ from torch import Tensor
 from gba_hvd import kernels
 from gba_hvd.batch import Bag
 from gba_hvd.embedding.lookups import Ids, PlainFields
-from gba_hvd.embedding.on_device.host_view import pinned, to_device
+from gba_hvd.embedding.on_device.host_view import pinned
 from gba_hvd.embedding.on_device.row_gradients import SortedKeys
 from gba_hvd.embedding.on_device.rows import DeviceRows
 
 
 @dataclass(frozen=True)
 class PreparedKeys:
-    """rows: that they are of. keys: int64 [F * B], on the device, column after column; is_there: when they are
+    """rows: that they are of. keys: int64 [B, F], on the device; is_there: when they are
 
-    order: of the keys sample after sample, as gradients of `pooling.stack` come; None: nothing uses it
+    order: of the keys, sample after sample; None: nothing uses it
     """
 
     rows: DeviceRows
@@ -64,7 +64,7 @@ def _version(one: Tensor | Bag) -> int:
 def prepare(ids: Ids, plain: PlainFields, device: DeviceRows) -> PreparedIds | None:
     """Of one id for each sample and feature, of the features in `plain`, in this order; None: they are other ids.
 
-    Called by a thread that reads ahead: what Python does here, the training waits for.
+    Called by a thread that reads ahead. Few operations: for each the thread takes the interpreter from the training.
     """
     columns = [one for one in ids.values() if isinstance(one, Tensor) and one.ndim == 1 and one.device.type == "cpu"]
     if not device.has(plain.group) or len(columns) < len(ids) or not all(map(_is_simple, columns)):
@@ -72,15 +72,14 @@ def prepare(ids: Ids, plain: PlainFields, device: DeviceRows) -> PreparedIds | N
     n_fields, batch = len(columns), len(columns[0])
     if any(len(column) != batch for column in columns):
         return None
+    stacked = torch.empty(n_fields, batch, dtype=torch.int64)
+    torch.stack(columns, out=stacked)
     with device.uploading() as is_there:
-        keys = pinned(batch * n_fields, device.device)
-        stacked = torch.from_numpy(keys).view(n_fields, batch)
-        torch.stack(columns, out=stacked)
-        if kernels.keys_of_columns(stacked.numpy(), plain.first_key, plain.n_rows) >= 0:
+        keys = pinned(device.device, batch, n_fields)
+        if kernels.fill_keys_of_columns(stacked.numpy(), plain.first_key, plain.n_rows, keys.numpy()) >= 0:
             return None  # (the lookup says which id it is)
-        there, order = to_device(keys, device.device), None
-        if device.is_fused(plain.group):
-            order = device.sorted(plain.group, there.view(n_fields, batch).t().reshape(-1))
+        there = keys.to(device.device, non_blocking=True)
+        order = SortedKeys.of(there.view(-1)) if device.is_fused(plain.group) else None
         if is_there is not None:
             is_there.record()
         return PreparedIds(ids, PreparedKeys(device, plain.group, there, order, is_there))

@@ -81,15 +81,14 @@ class MergedRowGrad(DeviceRowGrad):
 
 @dataclass(frozen=True)
 class SortedKeys:
-    """keys: int32 or int64 [n], ascending; order: int64 [n], where each of them was before"""
+    """keys: int64 [n], ascending; order: int64 [n], where each of them was before"""
 
     keys: Tensor
     order: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, n_rows: int) -> SortedKeys:
-        """keys: int64 [n], below n_rows"""
-        return cls(*(keys.to(torch.int32) if n_rows < 2**31 else keys).sort())
+    def of(cls, keys: Tensor) -> SortedKeys:
+        return cls(*keys.sort())
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +122,7 @@ class SparseRowGrad(DeviceRowGrad):
 
     @functools.cached_property
     def sorted(self) -> SortedKeys:
-        return self.known_order or SortedKeys.of(self.grad._indices()[0], len(self.grad))
+        return self.known_order or SortedKeys.of(self.grad._indices()[0])
 
     @property
     def has_one_of_each(self) -> bool:

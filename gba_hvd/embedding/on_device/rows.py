@@ -25,7 +25,7 @@ from gba_hvd.embedding.on_device.copies import AllRows, Copies, HotRows
 from gba_hvd.embedding.on_device.fused import FusedRows
 from gba_hvd.embedding.on_device.host_view import HostView, HostWrites
 from gba_hvd.embedding.on_device.records import Records
-from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, SortedKeys, SparseRowGrad
+from gba_hvd.embedding.on_device.row_gradients import DeviceRowGrad, Found, SparseRowGrad
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.shm.layout import FINISHED, Group, Layout
 
@@ -136,10 +136,6 @@ class DeviceRows:
         """Why gradients are applied by torch's operators where all rows have copies, in words; empty if not."""
         found = [copies.why_not_fused for copies in self._copies.values() if isinstance(copies, AllRows)]
         return found[0] if found and self.device.type == "cuda" else ""
-
-    def sorted(self, group: int, keys: Tensor) -> SortedKeys:
-        """keys: int64 [n], of the group, on the device"""
-        return SortedKeys.of(keys, self._records[group].n_rows)
 
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
         """Whether the device has all that is done to rows of the group."""

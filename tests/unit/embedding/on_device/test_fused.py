@@ -40,7 +40,7 @@ def gradient(device: torch.device, n: int, dim: int, step: int, counts: bool, kn
     with torch.sparse.check_sparse_tensor_invariants(False):
         grad = torch.sparse_coo_tensor(keys[None], values, (N_ROWS, dim)).to(device)
     looked_up = keys.to(device)
-    return SparseRowGrad(grad, looked_up, counts, SortedKeys.of(looked_up, N_ROWS) if knows_order else None)
+    return SparseRowGrad(grad, looked_up, counts, SortedKeys.of(looked_up) if knows_order else None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
@@ -127,4 +127,4 @@ def test_what_was_applied_ahead_counts_only_if_it_comes(
         np.testing.assert_array_equal(of_all[:N_ROWS].cpu().numpy(), in_memory[:, :16])
         found.append(in_memory)
         rows.close()
-    np.testing.assert_allclose(*found, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=2e-5)  # (other sums, where it was merged)
