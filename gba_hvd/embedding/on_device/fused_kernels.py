@@ -54,13 +54,13 @@ def update(  # type: ignore[no-untyped-def]
     grad = tl.load(sums + at[:, None] * DIM + columns[None, :], mask=is_number, other=0.0)
     count = tl.load(counts + at, mask=is_first, other=0)
     chunk = (at // CHUNK + 1) * CHUNK
-    goes_on = is_first & (tl.load(keys + chunk, mask=is_first & (chunk < n), other=-1) == key)
-    while tl.max(goes_on.to(tl.int32), 0) > 0:
-        here = goes_on[:, None] & (columns < DIM)[None, :]
+    continues = is_first & (tl.load(keys + chunk, mask=is_first & (chunk < n), other=-1) == key)
+    while tl.max(continues.to(tl.int32), 0) > 0:
+        here = continues[:, None] & (columns < DIM)[None, :]
         grad += tl.load(sums + chunk[:, None] * DIM + columns[None, :], mask=here, other=0.0)
-        count += tl.load(counts + chunk, mask=goes_on, other=0)
+        count += tl.load(counts + chunk, mask=continues, other=0)
         chunk += CHUNK
-        goes_on = goes_on & (tl.load(keys + chunk, mask=goes_on & (chunk < n), other=-1) == key)
+        continues = continues & (tl.load(keys + chunk, mask=continues & (chunk < n), other=-1) == key)
     row = key.to(tl.int64)
     of_weight = weights + row[:, None] * DIM + columns[None, :]
     weight = tl.load(of_weight, mask=is_number, other=0.0)
