@@ -270,7 +270,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
     """
     with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
         client = MlflowClient(tracking_uri=uri)
-        if (known := _known_run(client, job)) is not None:  # whatever experiment this launch asks for
+        if (known := _known_run(client, job)) is not None:  # also where this launch asks for another experiment
             return JobRun(client, known, job["stamp"], joined=True, uri=uri)
         experiment_id = _experiment(client, job["experiment"], may_create)
         if found := runs_of(client, experiment_id, job["job_id"]):
