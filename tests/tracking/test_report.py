@@ -252,13 +252,17 @@ def test_each_switch_of_auto_has_what_was_predicted_and_what_was_achieved():
     )  # fmt: skip
     name = g.RATES["gba_samples_per_s"]
     rates = [Point(name, value, 0, step) for step, value in ((20, 9.0), (30, 1800.0), (40, 1920.0), (50, 2000.0))]
-    story = RunHistory("one", "here", "j", "RUNNING", "", 0, None, {}, {name: rates}, events)
+    made = [
+        Point(plots.THROUGHPUT, value, 0, step) for step, value in ((50, 1.0), (70, 990.0), (80, 1010.0), (99, 1.0))
+    ]
+    history = {name: rates, plots.THROUGHPUT: made}
+    story = RunHistory("one", "here", "j", "RUNNING", "", 0, None, {}, history, events)
     shown = timeline.switches(story)
     assert shown is not None
     columns = [shown.headings.index(heading) for heading in ("predicted", "achieved")]
     assert [tuple(row[at].text for at in columns) for row in shown.rows] == [
         ("2,400", "1,920 (0.80x)"),
-        ("-", "-"),
+        ("-", "1,000"),  # asked for
         ("2,400", "-"),
     ]
 
