@@ -49,8 +49,8 @@ class CheckpointCallback:
         trained again; "auto" does what CPR's estimate says (`recovery.schedule.recovery_choice`), and plans the
         interval for it. The same on all workers.
     keep_best: name of a metric that the script reports, such as "valid_auc", the larger the better, or
-        "-valid_logloss", the smaller the better: the first checkpoint from the step on at which it was best stays, beside those that
-        `keep_last` keeps, and is due at once. The same on all workers.
+        "-valid_logloss", the smaller the better: the first checkpoint from the step on at which it was best stays,
+        beside those that `keep_last` keeps, and is due at once. The same on all workers.
     storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, ...). Where the
         interval is planned and no policy is named, a job saves by "mfu" while partial recovery is planned, and by
         "delta" while full recovery is, as on one host, whose loss is the job's. With every policy, saves that may be
