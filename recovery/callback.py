@@ -6,6 +6,7 @@ it went. For a training loop of your own there is `Checkpointer`.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from recovery.policies import is_lossless
 from recovery.redaction import redacted
 from recovery.schedule.adaptive import FIRST_INTERVAL_S, PLANNED_POLICY, Goals
 from recovery.schedule.costs import STRATEGIES
+
+log = logging.getLogger("recovery")
 
 
 @accepts(last_gasp_s="final_checkpoint_s", memory_share="retain_state_share")
@@ -45,6 +48,9 @@ class CheckpointCallback:
         "full" takes all workers back to the newest checkpoint that leaves out no change, and the samples since then are
         trained again; "auto" does what CPR's estimate says (`recovery.schedule.recovery_choice`), and plans the
         interval for it. The same on all workers.
+    keep_best: name of a metric that the script reports, such as "valid_auc", the larger the better, or
+        "-valid_logloss", the smaller the better: the first checkpoint from the step on at which it was best stays,
+        beside those that `keep_last` keeps, and is due at once. The same on all workers.
     storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, ...). Where the
         interval is planned and no policy is named, a job saves by "mfu" while partial recovery is planned, and by
         "delta" while full recovery is, as on one host, whose loss is the job's. With every policy, saves that may be
@@ -67,6 +73,7 @@ class CheckpointCallback:
         resume: bool = True,
         takeover: bool = False,
         recovery: str = "auto",
+        keep_best: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -116,7 +123,13 @@ class CheckpointCallback:
                 "save_bytes has no effect on an interval that is planned from what saves take: give every_s or "
                 "every_steps as well, or row_fraction in its place"
             )
-        self.recovery = recovery
+        self.recovery, self.keep_best = recovery, keep_best
+        if keep_best is not None and not keep_best.removeprefix("-"):
+            raise BadInput(
+                f"keep_best is the name of a metric, such as 'valid_auc' or '-valid_logloss', got {keep_best!r}"
+            )
+        self.best_step: int | None = None  # of the best value so far
+        self._best, self._is_best_due, self._is_chief = -math.inf, False, True
         goals = (mtbf_h, target_pls, longest_s, one_host, recovery)
         self.given = Goals(self.config.policy, self.config.row_fraction, *goals)
         self.planned_s = FIRST_INTERVAL_S
@@ -140,7 +153,7 @@ class CheckpointCallback:
     @property
     def compared(self) -> dict[str, Any]:
         """The settings that must be the same on all workers of a job, by the names of their arguments."""
-        names = ("every_s", "every_steps", "total_samples", "resume", "final_checkpoint_s")
+        names = ("every_s", "every_steps", "total_samples", "resume", "final_checkpoint_s", "keep_best")
         given = self.given
         return {
             "url": redacted(self.url),
@@ -166,7 +179,7 @@ class CheckpointCallback:
             return False
         by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
         every_s = self.planned_s if self.is_planned else self.every_s
-        return by_steps or (every_s is not None and now_s - self._last_s >= every_s)
+        return self._is_best_due or by_steps or (every_s is not None and now_s - self._last_s >= every_s)
 
     def intervals(self, age_steps: int, age_s: float) -> float:
         """How many intervals between checkpoints have passed since one that is so old; the first to come counts."""
@@ -181,7 +194,7 @@ class CheckpointCallback:
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""
-        self._last_step, self._last_s = step, now_s
+        self._last_step, self._last_s, self._is_best_due = step, now_s, False
 
     def done(self, step: int) -> None:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
@@ -190,7 +203,7 @@ class CheckpointCallback:
     # The hooks of a callback of a training loop; this one only answers calls.
 
     def on_job(self, job: Any) -> None:
-        pass
+        self._is_chief = job.is_chief
 
     def on_step(self, record: Any) -> None:
         pass
@@ -199,16 +212,27 @@ class CheckpointCallback:
         pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
+        if self.keep_best is None or (value := metrics.get(self.keep_best.removeprefix("-"))) is None:
+            return
+        value = -float(value) if self.keep_best.startswith("-") else float(value)
+        if value > self._best:  # (not so of a NaN; of equals the earlier stays)
+            self._best, self.best_step, self._is_best_due = value, step, step > self._last_step
 
     def on_event(self, event: Any) -> None:
         pass
 
     def on_end(self, status: str, error: BaseException | None) -> None:
-        pass
+        if self.keep_best is not None and self.best_step is None and self._is_chief and status == "FINISHED":
+            log.warning(
+                "keep_best=%r kept no checkpoint: no metric of this name was reported (`state.report`)", self.keep_best
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        if self.keep_best is None:
+            return {}
+        return {"best": [self.keep_best, 0.0 if self.best_step is None else self._best, self.best_step]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        name, value, step = state.get("best") or (None, 0.0, None)
+        if name == self.keep_best:  # else the script asks for another one now
+            self._best, self.best_step = -math.inf if step is None else value, step

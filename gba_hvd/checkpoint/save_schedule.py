@@ -295,6 +295,8 @@ class SaveSchedule:
             return
         if saved.number < self._asked_number and self._asked_s is not None:
             return  # a report of the save before
+        # A chief that took over asked for none yet: what it finds complete has probably been reported before.
+        is_known = self._asked_number < 0 and self._reported == SaveStatus() and not self._running_s
         began_s, step = self._asked_s or time.monotonic(), saved.number if self._asked_s is None else self._asked_step
         self._reported, self._asked_s, self._running_s = saved, None, 0.0
         if saved.state == "failed":
@@ -314,7 +316,7 @@ class SaveSchedule:
             chain = self._chain
             self._chain = planner.ChainSize(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {facts.saved_step} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
-        data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s}
+        data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s} | ({"found": True} if is_known else {})
         engine.emit(Event("checkpoint", engine.progress.step, text, data))
         self.plan_pace(self.n_hosts)
 

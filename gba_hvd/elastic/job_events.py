@@ -438,13 +438,14 @@ def _shape(table: TableSpec, n_shards: int) -> str:
 
 
 def _why_from_step_0(engine: Engine, joined: JoinResult) -> str:
-    """Why a job with checkpoints resumes from none, on the rank that looked; empty where it does, or has none.
+    """Why a job with checkpoints resumes from none; empty where it does, or has none. The same on all workers.
 
     Where there are some and none can be used, the job does not start.
     """
     checkpoints = checkpoints_of(engine)
-    resumes = joined.resumed is not None or joined.taken is not None
-    if checkpoints is None or resumes or engine.world.rank != joined.source:
+    resumes = joined.resumed is not None or joined.taken is not None  # known to the rank that looked
+    resumes = resumes or (engine.world.rank != joined.source and engine.progress.step > 0)
+    if checkpoints is None or resumes:
         return ""
     if not checkpoints.callback.resume:
         return "; resume=False: checkpoints that are there are not read, and training begins at step 0"

@@ -297,6 +297,7 @@ class TorchState:
             raise cause or endings.world_lost(engine)
         if endings.is_elastic() and engine.world.size > 1:
             job_events.worker_gone(engine)
+            engine.reports.worker_lost()
             if memory is not None:
                 memory.end_stopped(engine.host.neighbours.values())
         self._synced = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from gba_hvd.embedding.on_device.row_gradients import RowGrads
 from gba_hvd.embedding.row_gradients import merge, with_contributors
-from gba_hvd.epoch import EpochPlan
+from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients.clipping import Factors, squares
 from gba_hvd.gradients.dense_gradients import DenseGradients
@@ -38,6 +39,7 @@ from gba_hvd.training.mode import (
     Rejoin,
     RetrievalRun,
 )
+from gba_hvd.training.step_times import StepTimes
 
 _MEASURED_EVERY, _MEASURED_FIRST = 20, 4  # which steps are of single micro-batches in any case
 _OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
@@ -61,6 +63,7 @@ class AllreduceMode:
         self._cut, self._step_of_epoch, self._began_s = EpochPlan(1, 1, 1), 0, 0.0
         self._rows: list[list[Part]] = []
         self._not_finite, self._bad_micro = "", -1
+        self._times = StepTimes()
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self._traced: list[int] = []  # their indices, where they are traced
 
@@ -89,10 +92,11 @@ class AllreduceMode:
             epoch.expect(self._coming(cut, step))
             share = self._share(cut, step, self.together)
             self._begin_step(cut, at, step)
-            read: Iterator[Any] = (epoch.read(micros[0], len(micros)) for micros in share)
+            read = self._times.reading(epoch.read(micros[0], len(micros)) for micros in share)
             if self.exchange.several_hosts:
                 read = iter(loaded := list(read))
-                self.exchange.pull(epoch.keys(loaded), bags=epoch.bags(loaded))
+                with self._times.part("rows"):
+                    self.exchange.pull(epoch.keys(loaded), bags=epoch.bags(loaded))
             for micros, batch in zip(share, read, strict=True):
                 n_samples = sum(cut.samples_of_micro(index) for index in micros)
                 engine.begin_micro_batch(micros[0], n_samples, is_last=micros == share[-1], n_micro=len(micros))
@@ -209,6 +213,7 @@ class AllreduceMode:
         self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
         self._rows = [[] for _ in model.tables.layout.groups]
         self._not_finite, self._seconds, self._traced = "", [], []
+        self._times.begin_step()
         self._began_s = time.perf_counter() - self._engine.loop_time.pending_s
         self._engine.forget_micro_batch()
         model.dense.clear_total_()
@@ -228,6 +233,7 @@ class AllreduceMode:
             fields["n_bad"], fields["bad_micro"] = 1.0, self._bad_micro
         if self._seconds:
             fields["micro_batch_s"][engine.world.rank] = sum(self._seconds) / len(self._seconds)
+        fields["reading_s"][engine.world.rank] = self._times.reading_s
         for participant in engine.participants:
             participant.before_commit(fields[participant.name])
         if TRACE is not None:
@@ -236,10 +242,12 @@ class AllreduceMode:
             TRACE.write("attempt", **facts, micros=self._traced)
         n_micro = len(self._cut.micro_of_step(self._step_of_epoch))
         row_scale = scale if model.row_average == "global" else scale * n_micro
-        exchange.exchange(progress.step + 1, self._rows, row_scale, model.row_lr, progress.account.steps_skipped)
-        if not model.clip.is_none:
-            fields["row_squares"] = exchange.row_squares()
-        exchange.commit(dense, fields)
+        with self._times.part("rows") if exchange.several_hosts else nullcontext():
+            exchange.exchange(progress.step + 1, self._rows, row_scale, model.row_lr, progress.account.steps_skipped)
+        with self._times.part("sum"):
+            if not model.clip.is_none:
+                fields["row_squares"] = exchange.row_squares()
+            exchange.commit(dense, fields)
         if TRACE is not None:
             TRACE.write("commit", **facts, lrs=model.dense_lrs, row_lr=model.row_lr, order=self._step_of_epoch)
         agreed = fields.read()
@@ -318,9 +326,20 @@ class AllreduceMode:
         weight = agreed["loss_weight"][0]
         loss = agreed["loss"][0] / weight if weight else None
         seconds = time.perf_counter() - self._began_s
+        self._show_times(n_samples, agreed, seconds)
         reports.step(n_samples, loss, self.name, factors.norm, () if factors.norm is None else (factors.norm,))
         for participant in engine.participants:
             participant.after_step(agreed["micro_batch_s"], seconds, self._cut.n_micro, self.together)
+
+    def _show_times(self, n_samples: int, agreed: dict[str, list[float]], seconds: float) -> None:
+        """On each host's board. Not of steps that measure the pace of single micro-batches."""
+        engine, n_micro = self._engine, len(self._cut.micro_of_step(self._step_of_epoch))
+        if engine.host.board is None or self.together != engine.model.together:
+            return
+        of_each = shares(n_micro, engine.world.size, self.together)
+        times = agreed["micro_batch_s"], agreed["reading_s"]
+        if (found := self._times.ended(engine.world.rank, seconds, n_samples, of_each, *times)) is not None:
+            engine.host.board.show_times(found)
 
     def _non_finite(self, agreed: dict[str, list[float]]) -> NonFiniteGradient:
         progress, compression = self._engine.progress, self._engine.model.compression

@@ -511,7 +511,8 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
-    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`
+    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. best_step: see
+    `recovery.catalog.retention.BEST_STEP`
     """
 
     why: str = ""
@@ -528,6 +529,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
     hashed: dict[str, dict[str, Any]] = {}
+    best_step: int | None = None
 
     @property
     def is_compressed(self) -> bool:

@@ -3,8 +3,9 @@
 Two files in the job's folder, written by the host's leader, in every mode and with any callbacks:
 
     job.json   what the job is; replaced completely when a world has formed
-    progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system.
-               Its second half has, as JSON, what is known of the vocabularies of hashed tables
+    progress   where it stands; pages that are mapped, so a step costs one small copy and no call of the system.
+               Its second half has, as JSON, what is known of the vocabularies of hashed tables; the next two
+               pages, as JSON too, where the time of allreduce steps goes
 
 They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
@@ -28,6 +29,7 @@ from recovery.redaction import redacted
 from recovery.storage.rename import replace_file
 
 _PAGE = 4096
+_TIMES_AT, _SIZE = _PAGE, 3 * _PAGE
 _VOCABULARY_AT = 512
 _PROGRESS = struct.Struct("<4sqqqqqdd16s16s?")
 _MAGIC = b"gba2"
@@ -58,8 +60,8 @@ class Board:
         notice = Notice(command=redacted(" ".join(sys.argv)), started_unix_s=started_s, **facts)
         replace_file(folder / "job.json", json.dumps(asdict(notice)))
         with open(folder / "progress", "a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, _PAGE)
-            self._page = mmap.mmap(file.fileno(), _PAGE)
+            os.posix_fallocate(file.fileno(), 0, _SIZE)
+            self._page = mmap.mmap(file.fileno(), _SIZE)
         if before is None:
             self.show(step, -1, 0, 0, 0, None, mode)
 
@@ -86,9 +88,16 @@ class Board:
 
     def show_vocabulary(self, found: dict[str, Any]) -> None:
         """By hashed table, numbers; nothing is shown of more tables than there is room for."""
+        self._show(found, _VOCABULARY_AT, _PAGE)
+
+    def show_times(self, found: dict[str, Any]) -> None:
+        """What `StepTimes` has found."""
+        self._show(found, _TIMES_AT, _SIZE)
+
+    def _show(self, found: dict[str, Any], start: int, end: int) -> None:
         text = json.dumps(found).encode()
-        if len(text) <= _PAGE - _VOCABULARY_AT:
-            self._page[_VOCABULARY_AT:_PAGE] = text.ljust(_PAGE - _VOCABULARY_AT, b"\0")
+        if len(text) <= end - start:
+            self._page[start:end] = text.ljust(end - start, b"\0")
 
     def ends(self) -> None:
         """The training is over; what remains is to report it and to save."""
@@ -114,9 +123,10 @@ def read(folder: Path) -> dict[str, Any] | None:
                 report |= {"epoch": epoch, "steps_done": done, "steps_of_epoch": of_epoch, "samples_applied": samples}
             if not math.isnan(loss):
                 report["loss"] = loss
-            if text := page[_VOCABULARY_AT:].rstrip(b"\0"):
-                with contextlib.suppress(ValueError):  # it is being written
-                    report["vocabulary"] = json.loads(text)
+            for name, part in (("vocabulary", page[_VOCABULARY_AT:_PAGE]), ("step_times", page[_TIMES_AT:])):
+                if text := part.rstrip(b"\0"):
+                    with contextlib.suppress(ValueError):  # it is being written
+                        report[name] = json.loads(text)
     return report
 
 

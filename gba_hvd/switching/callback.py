@@ -182,6 +182,7 @@ class GBACallback(Callback):
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
+        self.decided_at_step = -1  # that one
         self._has_switched = False
         self.decisions = DecisionReports(patience)
         self._not_before, self._pause = 0, _PAUSE_STEPS
@@ -473,7 +474,7 @@ class GBACallback(Callback):
         ):
             self._stance = learned(self._stance, step, full, self.options)
         decision, stance = decide(self._stance, step, rates, self.options)
-        self.last = decision
+        self.last, self.decided_at_step = decision, step
         self.decisions.add(decision)
         if decision.mode != current:
             if self._request is None or self._request[0] != decision.mode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -71,10 +72,16 @@ class ModeRequests(StepParticipant):
     def missing_mode(self, mode: str) -> str:
         return self.callback.asked.missing(mode)
 
-    def for_people(self) -> dict[str, str]:
-        """What `gba-hvd status` shows of decisions: the mode that is set, which may be "auto", and the newest one."""
-        last = self.callback.last
-        return {"setting": self.callback.mode} | ({} if last is None else {"last_decision": last.reason})
+    def for_people(self) -> dict[str, Any]:
+        """What `gba-hvd status` shows of decisions: the mode that is set, which may be "auto", and the chief's newest.
+
+        Other workers' callbacks decide nothing, and in asynchronous modes measure nothing.
+        """
+        callback, last = self.callback, self.callback.last
+        if self._engine.world.rank != 0:
+            return {"setting": callback.mode, "decided_elsewhere": True}
+        decided = {} if last is None else {"last_decision": last.reason, "decided_at_step": callback.decided_at_step}
+        return {"setting": callback.mode, **decided}
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 

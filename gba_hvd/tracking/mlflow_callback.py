@@ -65,7 +65,7 @@ class MLflowCallback(Callback):
 
     run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script. Of the
         first launch; another one in a later launch of the job is warned of (`run_name_unused`).
-    experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
+    experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd". As `run_name`: `experiment_unused`.
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
     params: nested values, logged as parameters together with the job's settings and `config`.
     config, data: the model's configuration and the data's description, kept as config.json and data.json; the
@@ -99,6 +99,7 @@ class MLflowCallback(Callback):
             raise BadInput(f"MLflowCallback: log_every_steps must be at least 1, not {log_every_steps}")
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError("MLflowCallback needs mlflow: pip install 'mlflow>=3.7'", name="mlflow")
+        self._names_experiment = bool(experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME"))
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
         self._tracking_uri = tracking_uri
         self._run_name = run_name
@@ -165,6 +166,7 @@ class MLflowCallback(Callback):
                     "tracking_uri": self._tracking_uri,
                     "run_name": self._run_name or job.name or job_name(),
                     "names_run": self._run_name is not None,
+                    "names_experiment": self._names_experiment,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
                 **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},

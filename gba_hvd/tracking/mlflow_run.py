@@ -36,6 +36,7 @@ REASON_TAG = "gba_hvd.status_reason"
 CHANGED = "gba_hvd.now."  # tags gba_hvd.now.NAME: of parameters that this launch has with another value, or ...
 NOT_SET = "(not set)"  # ... does not have
 LOGGED_TAG = "gba_hvd.params."  # tags gba_hvd.params.N: names of parameters that launches of the job logged (JSON)
+EXPERIMENT_TAG = "gba_hvd.experiment"  # the same of the experiment
 RUN_NAME_TAG = "gba_hvd.run_name"  # as the first launch asked for it: a person may rename the run
 _MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
@@ -58,11 +59,17 @@ class JobRun:
         self.experiment_id: str = run.info.experiment_id
         self._client = client
         self.named: str = run.data.tags.get(RUN_NAME_TAG) or run.info.run_name or ""  # by its first launch
+        self._experiment = run.data.tags.get(EXPERIMENT_TAG)
         self._stamp = stamp
         self._params: dict[str, str] = dict(run.data.params)
         # Of points that were there before: metric -> step -> times. None in a run of our own.
         self._known: dict[str, dict[int, list[int]]] | None = {} if joined else None
         self._resumes: list[Resume] | None = None
+
+    def asked_experiment(self) -> str:
+        """The experiment that its first launch asked for; of a run of an older version, the one that it is in."""
+        name = self._experiment or self._client.get_experiment(self.experiment_id).name
+        return str(name)
 
     def is_active(self) -> bool | None:
         """False when the run was deleted, None when the server cannot be asked."""
@@ -263,14 +270,16 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
     """
     with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
         client = MlflowClient(tracking_uri=uri)
+        if (known := _known_run(client, job)) is not None:  # also where this launch asks for another experiment
+            return JobRun(client, known, job["stamp"], joined=True, uri=uri)
         experiment_id = _experiment(client, job["experiment"], may_create)
-        found = _find(client, experiment_id, job)
-        if found is not None:
-            return JobRun(client, found, job["stamp"], joined=True, uri=uri)
+        if found := runs_of(client, experiment_id, job["job_id"]):
+            return JobRun(client, found[0], job["stamp"], joined=True, uri=uri)
         if not may_create():
             raise RunNotThere(f"no run of job {job['job_id']} in experiment {job['experiment']!r} yet")
         tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
         tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL", RUN_NAME_TAG: job["run_name"]}
+        tags |= {EXPERIMENT_TAG: job["experiment"]}
         mine = client.create_run(experiment_id, start_time=job["ms"], tags=tags, run_name=job["run_name"])
         runs = runs_of(client, experiment_id, job["job_id"])
         if len(runs) > 1 and not (may_create() and runs[0].info.run_id == mine.info.run_id):
@@ -338,15 +347,15 @@ def runs_of(client: MlflowClient, experiment_id: str, job_id: str) -> list[Run]:
     return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
 
 
-def _find(client: MlflowClient, experiment_id: str, job: Mapping[str, Any]) -> Run | None:
+def _known_run(client: MlflowClient, job: Mapping[str, Any]) -> Run | None:
+    """The run that earlier launches or workers have reported to."""
     if job.get("run_id"):
         try:
             return client.get_run(job["run_id"])
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise  # the server is in trouble; the run may well be there
-    runs = runs_of(client, experiment_id, job["job_id"])
-    return runs[0] if runs else None
+    return None
 
 
 def _experiment(client: MlflowClient, name: str, may_create: Callable[[], bool]) -> str:

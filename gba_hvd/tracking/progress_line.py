@@ -21,7 +21,7 @@ from gba_hvd.tracking import gauges
 from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
-from gba_hvd.tracking.recovery_records import is_recovery, place_of
+from gba_hvd.tracking.recovery_records import CONTINUES, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -76,6 +76,7 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
+        self._pauses: list[str] = []  # after a worker was lost
         self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
@@ -147,6 +148,8 @@ class ProgressLine(Callback):
             self._continued_by = str(event.data["goes_on"])
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
+        if event.kind == CONTINUES:
+            self._pauses.append(f"{event.data['seconds']:.1f} s before step {event.step:,}")
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
@@ -161,7 +164,7 @@ class ProgressLine(Callback):
         if event.level == "warning":  # the log has its text
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
-        elif self._reports() and event.kind not in _NO_LINES:
+        elif self._reports() and event.kind not in _NO_LINES and not event.data.get("found"):
             self._print(_tagged(event))
 
     def on_end(self, status: str, error: BaseException | None) -> None:
@@ -224,6 +227,8 @@ class ProgressLine(Callback):
         lines += self._resumes
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
+        if self._pauses:
+            lines.append(f"pauses after a loss of workers: {', '.join(self._pauses)}")
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"

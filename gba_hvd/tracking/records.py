@@ -181,8 +181,18 @@ def merge_events(*logs: Iterable[Record]) -> list[Record]:
     resumed_s = sorted({float(event["unix_s"]) for event in merged if event.get("event") == "resumed"})
     kept: dict[tuple[Any, ...], Record] = {}
     for event in merged:
-        # Every worker reports a switch, each with the seconds it took there; not all know the reason.
-        reported = None if event.get("event") == "switch" else event.get("message")
         n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))
-        kept.setdefault((n_resumed, event.get("event"), event.get("step"), reported), event)
+        kept.setdefault((n_resumed, event.get("event"), *_same(event)), event)
     return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))
+
+
+def _same(event: Record) -> tuple[Any, ...]:
+    """What two events of a kind have in common where they report the same.
+
+    Every worker reports a switch, each with the seconds it took there; not all know the reason. A checkpoint is
+    reported again by a worker that takes over from rank 0.
+    """
+    kind, manifest = event.get("event"), event.get("data", {}).get("manifest")
+    if kind == "checkpoint" and manifest:
+        return (event["data"].get("saved_step"), manifest)
+    return (event.get("step"), None if kind == "switch" else event.get("message"))

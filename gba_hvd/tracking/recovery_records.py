@@ -22,6 +22,7 @@ from gba_hvd.tracking.records import Point, Record
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
+CONTINUES, PAUSE = "training_continues", "pause_after_loss_s"  # from the last step before the loss of a worker
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 _OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", "finished", "not_saved", "failed", "interrupted")
 _OF_CHECKPOINT = {
@@ -42,6 +43,8 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
         return int(data.get("saved_step", step)), found
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
+    if kind == CONTINUES:
+        return step, {PAUSE: float(data["seconds"])}
     if not is_recovery(kind, data):
         return step, {}
     found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}

@@ -270,20 +270,27 @@ class Sender:
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
-        self._compare_names(self._run.named, self.job)
+        self._compare_names(self._run, self.job)
         return self._run
 
-    def _compare_names(self, named: str, job: Record) -> None:
-        """Warn where this launch asks for another name than the run was given."""
-        if not (job["chief"] and job.get("names_run")) or job["run_name"] == named:
+    def _compare_names(self, run: JobRun, job: Record) -> None:
+        """Warn where this launch asks for another name or experiment than the first one, which the run has."""
+        if not job["chief"]:
             return
-        text = (
-            f"run_name={job['run_name']!r} is not used: all launches of a job are one run, which its first launch "
-            f"called {named!r}. Rename it in MLflow, or leave run_name out"
-        )
-        self._set(note=text)
-        self._own_events.append(self._event("run_name_unused", text, "warning", {"run_name": job["run_name"]}))
-        self._events_waiting = True
+        why, is_first = dict[str, str](), "all launches of a job are one run, which its first launch"
+        if job.get("names_run") and job["run_name"] != run.named:
+            why["run_name"] = f"{is_first} called {run.named!r}. Rename it in MLflow, or leave run_name out"
+        if job.get("names_experiment") and job["experiment"] != (put_into := run.asked_experiment()):
+            why["experiment"] = (
+                f"{is_first} put into the experiment {put_into!r}. For a run of its own give the job another name "
+                "(GBA_HVD_JOB_NAME) and place for checkpoints, else leave experiment out"
+            )
+        texts = {name: f"{name}={job[name]!r} is not used: {text}" for name, text in why.items()}
+        for name, text in texts.items():
+            self._own_events.append(self._event(f"{name}_unused", text, "warning", {name: job[name]}))
+            self._events_waiting = True
+        if texts:
+            self._set(note=". ".join(texts.values()))
 
     def _may_create(self) -> bool:
         """Only a chief, and not one that a survivor is just replacing."""

@@ -6,6 +6,7 @@ made once for each world:
     step            the eight of `STEP`, one number each
     participants    fields of the participants in the commit: requests of modes, checkpoints, bytes on the wires
     micro_batch_s   a number for each worker: its seconds per micro-batch
+    reading_s       the same: its seconds of waiting for batches in the step
     rows            of each worker, where rows travel compressed between hosts: see `compression.row_exchange`
     dense           of each worker, where dense gradients are compressed: see `compression.dense_exchange`
 """

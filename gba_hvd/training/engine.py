@@ -96,7 +96,7 @@ class Engine:
         size, model = self._world.size, self.model
         self.fields.lay_out({
             **{one.name: one.n_fields() for one in self._participants.values()},
-            "micro_batch_s": size,
+            **dict.fromkeys(("micro_batch_s", "reading_s"), size),
             "rows": 0 if model.row_coder is None else row_exchange.N_NUMBERS * size,
             "dense": 0 if model.compression is None else model.compression.n_numbers(size),
         })  # fmt: skip

@@ -26,7 +26,7 @@ log = logging.getLogger("gba_hvd")
 # start, or is started again.
 _LOGGED = frozenset({
     "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
-    "faults_lasting", "checkpoint_unchanged", "auto_stayed",
+    "faults_lasting", "checkpoint_unchanged", "auto_stayed", "training_continues",
 })  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class Reports:
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
         self._has_stepped = False
+        self.lost_since_unix_s: float | None = None  # a worker was lost; when the newest step before that ended
 
     def emit(self, event: Event, only_here: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
@@ -85,6 +86,11 @@ class Reports:
         """Since this worker saw a step end."""
         return time.perf_counter() - self._ended_s
 
+    def worker_lost(self) -> None:
+        """The next step ends the pause that the loss costs."""
+        if self.lost_since_unix_s is None and self._has_stepped:
+            self.lost_since_unix_s = time.time() - self.seconds_since_step
+
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def loop_begins(self) -> None:
@@ -109,6 +115,7 @@ class Reports:
         lr = max(self._model.dense_lrs, default=None)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
         self._ended_s, self._has_stepped = now, True
+        self._pause_ends(mode, workers)
         if self._host.board is not None:
             asked = next(filter(None, (one.missing_mode(mode) for one in self._participants)), "")
             waits = any(one.waits_to_enter for one in self._participants)
@@ -117,6 +124,18 @@ class Reports:
             callback.on_step(record)
         self.vocabularies()
         self.device_rows()
+
+    def _pause_ends(self, mode: str, workers: int) -> None:
+        if self.lost_since_unix_s is None:
+            return
+        pause_s, step = max(0.0, time.time() - self.lost_since_unix_s), self._progress.step
+        self.lost_since_unix_s = None
+        text = (
+            f"training continues {pause_s:.1f} s after the newest step before the loss of a worker: step {step} is "
+            f"done, by {workers} worker{'s' * (workers > 1)} in mode {mode}"
+        )
+        data = {"seconds": round(pause_s, 3), "workers": workers}
+        self.emit(Event("training_continues", step, text, data))
 
     def device_rows(self) -> None:
         """What was decided about a device that looks rows up, since this was called last."""

@@ -21,6 +21,7 @@ from recovery.format.manifest import Manifest, from_json
 from recovery.storage.store import Store, age_of, epoch_of, is_blob_name
 
 FIRST_EPOCH = "first_epoch"  # in what a manifest has about its job: of the run
+BEST_STEP = "best_step"  # there, too: at which the model was best when it was saved
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         wanted |= _first_of_each({m.name: m.step // keep.every_steps for m in own})
     if keep.every_s:
         wanted |= _first_of_each({m.name: int(m.saved_unix_s // keep.every_s) for m in own})
+    if (best := _of_the_best(own)) is not None:
+        wanted.add(best.name)
     needed = _with_parents(by_name, [*wanted, *(name for name in by_name if name not in mine)])
     gone = [manifest for manifest in reversed(own) if manifest.name not in needed]
     still = {name for manifest in manifests if manifest.name in needed for name in objects_of(manifest)}
@@ -81,8 +84,24 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         reason += f", one every {keep.every_steps} steps"
     if keep.every_s:
         reason += f", one every {keep.every_s:g} s"
+    if best is not None:
+        reason += ", the one of the best model"
     based_on = len([m for m in own if m.name in needed - wanted])
     return Expired(tuple(m.name for m in gone), tuple(blobs), reason + f", and {based_on} that these are based on")
+
+
+def _of_the_best(own: Sequence[Manifest]) -> Manifest | None:
+    """The first checkpoint from the best step on, which the newest one names. own: oldest first.
+
+    One that servers saved when all workers were gone has what was known when the world formed.
+    """
+    named = [manifest.about[BEST_STEP] for manifest in own if BEST_STEP in manifest.about and not _is_final(manifest)]
+    later = [manifest for manifest in own if named and manifest.step >= named[-1]]
+    return min(later, key=lambda manifest: manifest.step, default=None)
+
+
+def _is_final(manifest: Manifest) -> bool:
+    return bool(manifest.about.get("last_gasp"))
 
 
 def first_epoch_of(newest: Manifest, job: str) -> int:

@@ -110,6 +110,7 @@ def test_a_leader_killed_before_the_leaders_have_summed_changes_no_parameter(
         assert job.result()["shard_steps_missed"] == 0
         dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
         assert_same_parameters(job.arrays(), dense)
+        assert job.said().count("after the newest step before the loss of a worker") == 1, job.log()
 
 
 def test_a_leader_killed_before_it_hands_on_the_sum_costs_its_shards_that_step(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_a_worker_whose_server_others_still_need_says_what_it_waits_for(tmp_path
         wait_for(
             lambda: re.search(r"training is over .* waited \d+ s for rank 1: the server", job.said()), "the reason"
         )
+        assert not re.search(r"WARNING.*training is over", job.said()), "it is the usual end"
         (job.out / "go on").touch()
         assert job.wait() == 0, job.log()
         job.assert_every_sample_once(epochs=1)

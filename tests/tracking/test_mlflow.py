@@ -470,6 +470,36 @@ def test_another_name_for_the_run_in_a_later_launch_is_warned_of(
     assert "is not used" not in launch(None, "gba")
 
 
+def test_another_experiment_in_a_later_launch_of_the_job_is_warned_of(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It resumes: its checkpoint has the run that is continued."""
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    state: dict[str, Any] = {}
+
+    def launch(experiment: str | None) -> str:
+        callback = patient(experiment, tracking_uri=database, spool_dir=tmp_path / "spool")
+        callback.load_state_dict(state)
+        callback.on_job(job("resumes"))
+        callback.on_step(step(1))
+        callback.on_end("FINISHED", None)
+        state.update(callback.state_dict() | {"run_id": only_run(database, "resumes").info.run_id})
+        return capsys.readouterr().err
+
+    assert "is not used" not in launch("first")
+    assert (
+        "experiment='second' is not used: all launches of a job are one run, which its first launch put into the "
+        in (launch("second"))
+    )
+    run = only_run(database, "resumes")
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("experiment_unused", "warning")]
+    assert client(database).get_experiment_by_name("second") is None, "nor is an empty one made"
+    client(database).rename_experiment(run.info.experiment_id, "a better name")
+    assert "is not used" not in launch("first"), "a person has renamed it"
+    assert "is not used" not in launch(None)
+
+
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -235,6 +235,28 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
 
+def test_the_pause_after_a_loss_is_in_the_summary() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    line.on_event(Event("training_continues", 40, "training continues 12.3 s after", {"seconds": 12.34}))
+    line.on_end("FINISHED", None)
+    shown, *summary = out.getvalue().splitlines()
+    assert shown == "[training continues] step 40: training continues 12.3 s after"
+    assert "pauses after a loss of workers: 12.3 s before step 40" in summary
+
+
+def test_a_checkpoint_that_a_new_rank_0_finds_is_in_the_summary_only() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    line.on_event(
+        Event("checkpoint", 9, "step 4 saved", {"saved_step": 4, "url": "/c", "manifest": "m", "found": True})
+    )
+    line.on_end("FINISHED", None)
+    assert [text for text in out.getvalue().splitlines() if "checkpoint" in text] == [
+        "newest checkpoint: of step 4, /c/m"
+    ]
+
+
 def test_workers_that_hang_are_counted_until_they_work_again_or_the_world_changes() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)

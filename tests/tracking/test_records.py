@@ -103,6 +103,15 @@ def test_the_same_event_reported_by_two_workers_is_kept_once_in_order_of_time():
     assert merge_events([late, early], [{**early, "unix_s": 1.5}]) == [early, late]
 
 
+def test_a_checkpoint_that_the_next_rank_0_reports_again_is_kept_once() -> None:
+    data = {"manifest": "m-4", "saved_step": 4}
+    first = {"event": "checkpoint", "step": 5, "message": "m", "data": data, "unix_s": 1.0}
+    again = {**first, "step": 9, "message": "found", "unix_s": 2.0}
+    assert merge_events([first], [again]) == [first]
+    resumed = {"event": "resumed", "step": 0, "unix_s": 1.5}
+    assert merge_events([first], [resumed, again]) == [first, resumed, again], "saved again"
+
+
 class Refusal(Exception):
     def __init__(self, error_code: str) -> None:
         super().__init__(f"{error_code}: no")

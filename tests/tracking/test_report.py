@@ -25,6 +25,7 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
+from gba_hvd.tracking.recovery_records import metrics_of
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline, what_trained, what_went_wrong
@@ -251,13 +252,17 @@ def test_each_switch_of_auto_has_what_was_predicted_and_what_was_achieved():
     )  # fmt: skip
     name = g.RATES["gba_samples_per_s"]
     rates = [Point(name, value, 0, step) for step, value in ((20, 9.0), (30, 1800.0), (40, 1920.0), (50, 2000.0))]
-    story = RunHistory("one", "here", "j", "RUNNING", "", 0, None, {}, {name: rates}, events)
+    made = [
+        Point(plots.THROUGHPUT, value, 0, step) for step, value in ((50, 1.0), (70, 990.0), (80, 1010.0), (99, 1.0))
+    ]
+    history = {name: rates, plots.THROUGHPUT: made}
+    story = RunHistory("one", "here", "j", "RUNNING", "", 0, None, {}, history, events)
     shown = timeline.switches(story)
     assert shown is not None
     columns = [shown.headings.index(heading) for heading in ("predicted", "achieved")]
     assert [tuple(row[at].text for at in columns) for row in shown.rows] == [
         ("2,400", "1,920 (0.80x)"),
-        ("-", "-"),
+        ("-", "1,000"),  # asked for
         ("2,400", "-"),
     ]
 
@@ -808,6 +813,13 @@ def test_workers_that_are_fewer_without_a_reported_loss_are_a_fact_of_their_own(
     """As of one that died in an asynchronous mode."""
     facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
     assert facts.get("workers that left, or died in an asynchronous mode") == (str(n) if n else None)
+
+
+def test_pauses_after_a_loss_are_a_fact() -> None:
+    events = [{"event": "training_continues", "step": 1, "message": "", "data": {"seconds": s}} for s in (12.34, 70.0)]
+    facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
+    assert facts["pauses after a loss"] == "12.3 s, 1 min 10 s"
+    assert metrics_of("training_continues", 1, {"seconds": 12.34}) == (1, {"pause_after_loss_s": 12.34})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from ..running_jobs import (
     user_name,
     with_name,
 )
+from ..step_time_words import step_time_facts, times_of
 
 _LOOK_AGAIN_S = 0.2
 
@@ -208,6 +209,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("step", f"{report['step']:,}{epoch}{within}"))
     if "workers" in report:
         lines.append(("workers", str(report["workers"])))
+    lines += step_time_facts(report, time.time())
     if isinstance(report.get("loss"), float):
         lines.append(("loss", f"{report['loss']:.4f}"))
     if report.get("samples_applied") and "account" not in report:
@@ -229,9 +231,18 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if report.get("switchable") is False:
         lines.append(("switching", "none: the job has no gba_hvd.GBACallback"))
     if report.get("last_decision"):
-        lines.append(("last decision", str(report["last_decision"])))
-    lines += [("decided", text) for text in report.get("decisions") or ()]
-    return lines
+        at = f" (at step {report['decided_at_step']:,})" if "decided_at_step" in report else ""
+        lines.append(("last decision", f"{report['last_decision']}{at}"))
+    elif report.get("decided_elsewhere") and report.get("setting") == "auto":
+        lines.append(("last decision", "rank 0 decides: `gba-hvd status` on its host has the reason"))
+    return lines + _requests(report)
+
+
+def _requests(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What this host's server, or the coordinator, was asked for, and when."""
+    texts, moments = report.get("decisions") or (), report.get("decided_unix_s") or ()
+    when = [f" (at {_moment(unix_s)})" for unix_s in moments] if len(moments) == len(texts) else [""] * len(texts)
+    return [("decided", f"{text}{at}") for text, at in zip(texts, when, strict=True)]
 
 
 def _vocabulary_words(found: Mapping[str, Any]) -> str:
@@ -241,9 +252,14 @@ def _vocabulary_words(found: Mapping[str, Any]) -> str:
 
 
 def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """By rank: {"rank", "seconds", and in asynchronous modes "pid", "silent_s", "idle_s", "micro_batches"}."""
+    """By rank: {"rank", "seconds", and in asynchronous modes "pid", "silent_s", "idle_s", "micro_batches"}.
+
+    In allreduce mode as of `times_of`.
+    """
     if report.get("by_worker"):
         return [{**worker, "seconds": worker["seconds_per_micro_batch"]} for worker in report["by_worker"]]
+    if times := times_of(report):
+        return times
     return [{"rank": rank, "seconds": seconds} for rank, seconds in report.get("rates") or ()]
 
 
@@ -298,17 +314,33 @@ def print_report(report: Mapping[str, Any]) -> None:
     if not listed:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last active", "last seen", "process"):
+    rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in listed]
+    for heading in rows[0]:
         table.add_column(heading, justify="right")
-    for worker in listed:
-        seconds = worker["seconds"]
-        table.add_row(
-            str(worker["rank"]),
-            f"{1000 * seconds:,.1f}" if seconds else "-",
-            f"{1 / seconds:,.1f}" if seconds else "-",
-            f"{worker['micro_batches']:,}" if "micro_batches" in worker else "-",
-            f"{worker['idle_s']:.1f} s ago" if "idle_s" in worker else "-",
-            f"{worker['silent_s']:.1f} s ago" if "silent_s" in worker else "-",
-            str(worker.get("pid", "-")),
-        )  # fmt: skip
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
+
+
+def _of_leases(worker: Mapping[str, Any]) -> dict[str, str]:
+    seconds = worker["seconds"]
+    return {
+        "rank": str(worker["rank"]),
+        "ms per micro-batch": f"{1000 * seconds:,.1f}" if seconds else "-",
+        "micro-batches/s": f"{1 / seconds:,.1f}" if seconds else "-",
+        "done": f"{worker['micro_batches']:,}" if "micro_batches" in worker else "-",
+        "last active": f"{worker['idle_s']:.1f} s ago" if "idle_s" in worker else "-",
+        "last seen": f"{worker['silent_s']:.1f} s ago" if "silent_s" in worker else "-",
+        "process": str(worker.get("pid", "-")),
+    }
+
+
+def _of_a_step(worker: Mapping[str, Any]) -> dict[str, str]:
+    """Where workers step together."""
+    return {
+        "rank": str(worker["rank"]),
+        "ms per micro-batch": f"{1000 * worker['seconds']:,.1f}" if worker["seconds"] else "-",
+        "micro-batches of a step": f"{worker['micro_batches']:,.4g}",
+        "ms computing": f"{1000 * worker['computing_s']:,.1f}",
+        "ms waiting for batches": f"{1000 * worker['reading_s']:,.1f}",
+    }

@@ -39,7 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument(
         "--example",
         metavar="WHAT",
-        help="a callable as in --build that returns an input of the model; finds modules beside its file",
+        help="a callable as in --build that returns an input of the model; finds modules beside its file. Without it "
+        "the fields of a request are not stored, so `predict` and `serve` refuse the model",
     )
     names = "of the columns of Batch.dense, in their order: a request may give them by name; needs --example"
     export.add_argument("--dense-names", nargs="+", default=[], metavar="NAME", help=names)
@@ -146,6 +147,12 @@ def run_export(args: argparse.Namespace) -> int:
             dense_names=args.dense_names,
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
+    if example is None:
+        print(
+            "without --example the fields of a request are not stored: `gba-hvd model predict` and `serve` refuse "
+            "this model, and only code of your own can call what gba_hvd.load_for_inference returns",
+            file=sys.stderr,
+        )
     if args.json:
         print(json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step}, indent=2))
         return 0

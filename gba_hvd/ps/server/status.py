@@ -26,6 +26,7 @@ class StatusService:
         self.warming = False  # what an asynchronous mode needs is still being imported
         self._reported: dict[str, Any] = {}  # by the chief, in allreduce mode
         self._decisions: list[str] = []
+        self._decided_unix_s: list[float] = []
         self._leaving: set[int] = set()  # workers that wait for a checkpoint
 
     def beat(self, request: HeartbeatMsg) -> JobPosition:
@@ -58,6 +59,7 @@ class StatusService:
         decided = f"{request.mode}: {request.reason}"
         if self._decisions[-1:] != [decided]:  # it is asked again until the workers know
             self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], decided]
+            self._decided_unix_s = [*self._decided_unix_s[1 - _KEPT_DECISIONS :], time.time()]
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is not None:
             coordinator_service.request_mode(request)
@@ -66,11 +68,16 @@ class StatusService:
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self._job, "server": self._index, "decisions": self._decisions}
+        report["decided_unix_s"] = self._decided_unix_s
         report["checkpoints"] = redacted(self._saver.url)
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
             return {**report, "mode": "allreduce", **self._reported}
-        report |= {name: self._reported[name] for name in ("last_decision", "setting") if name in self._reported}
+        report |= {
+            name: self._reported[name]
+            for name in ("last_decision", "decided_at_step", "setting")
+            if name in self._reported
+        }
         return {**report, **_of_asynchronous(coordinator_service.coordinator)}
 
 

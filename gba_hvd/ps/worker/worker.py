@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from gba_hvd.comm.collectives import World, worker_lost
-from gba_hvd.comm.wait_notices import Patience
+from gba_hvd.comm.wait_notices import AGAIN_S, Patience
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
@@ -112,9 +112,11 @@ class PsWorker:
                     time.sleep(2 * _POLL_S)  # others must receive it, too
                     return
                 if (waited_s := notices.word(True, time.monotonic())) is not None:
-                    log.warning(
+                    log.log(
+                        logging.INFO if waited_s < AGAIN_S else logging.WARNING,
                         "training is over for this worker, which has waited %.0f s for rank %s: the server of its host "
-                        "ends with it, and others may still fetch rows there. It waits for %.0f s more at most",
+                        "ends with it, and others may still fetch rows there. Nothing need be done: it ends with the "
+                        "last of them, or after %.0f s more",
                         waited_s, ", ".join(str(one["rank"]) for one in others), deadline - time.monotonic(),
                     )  # fmt: skip
                 time.sleep(_POLL_S)

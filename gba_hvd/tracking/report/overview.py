@@ -15,7 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import lost_the_job
+from gba_hvd.tracking.recovery_records import CONTINUES, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 from recovery.units import size
@@ -171,6 +171,8 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
         facts.append(Fact("workers that left, or died in an asynchronous mode", f"{n_fewer:,}"))
     if n_changes:
         facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
+    if pauses := [float(event["data"]["seconds"]) for event in story.events_of(CONTINUES)]:
+        facts.append(Fact("pauses after a loss", ", ".join(duration(seconds) for seconds in pauses)))
     facts += _recovered(story)
     kinds = [str(event["event"]).replace("_", " ") for event in story.events_of(*_OTHER_FAILURES)]
     if kinds:

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from gba_hvd.tracking import gauges
+from gba_hvd.tracking.plots import THROUGHPUT
 from gba_hvd.tracking.recovery_records import is_event_superseded, is_failure, lost_the_job, place_of
 from gba_hvd.tracking.report.tables import Table, duration, figure, table
 from recovery.units import size
@@ -39,21 +40,20 @@ def switches(story: RunHistory) -> Table | None:
             (_SUPERSEDED if is_event_superseded(event, story.resumes) else "")
             + (str(data.get("reason") or event.get("message", "")) if done else f"failed: {event.get('message', '')}"),
         ])  # fmt: skip
-    note = "Predicted by the decision to switch; achieved: the median from there to the next switch, samples/s."
+    note = 'Predicted by the decision of mode "auto" to switch, "-" for switches that were asked for; '
+    note += "achieved: the median from there to the next switch, samples/s."
     headings = ["step", "from", "to", "seconds", "predicted", "achieved", "reason"]
     return table("Switches", headings, rows, "rllrrrl", note=note)
 
 
 def _predicted_and_achieved(story: RunHistory, switch: Record, done_at: Sequence[int]) -> tuple[str, str]:
-    """Samples/s of the mode that mode "auto" entered; "-" where it was not it that decided, or too little was seen."""
+    """Samples/s of the mode that was entered; "-" where mode "auto" did not decide it, or too little was seen."""
     step, data = int(switch.get("step", 0)), switch.get("data", {})
     to, reason = str(data.get("to", "")), str(data.get("reason", ""))
     decided = [event for event in story.events_of("decision") if _asks_for(event, to, reason, step)]
-    if not decided or f"{to}_samples_per_s" not in gauges.RATES:
-        return "-", "-"
-    predicted = decided[-1].get("data", {}).get(f"{to}_samples_per_s")
+    predicted = decided[-1].get("data", {}).get(f"{to}_samples_per_s") if decided else None
     end = min((at for at in done_at if at > step), default=math.inf)
-    points = story.history.get(gauges.RATES[f"{to}_samples_per_s"], ())
+    points = story.history.get(gauges.RATES.get(f"{to}_samples_per_s", "") if decided else THROUGHPUT, ())
     seen = [point.value for point in points if step < point.step <= end]
     achieved = figure(median(seen), ",.0f") if seen else "-"
     if seen and isinstance(predicted, int | float) and predicted > 0:

@@ -76,6 +76,19 @@ def test_the_first_of_every_period_is_kept_for_good(keep: Keep) -> None:
     assert kept(later, expired(later, names(later), keep)) == [0, 3, 6, 9, 10]
 
 
+def test_the_first_one_from_the_best_step_on_is_kept_with_what_it_is_based_on() -> None:
+    manifests = chain(0, 1, 2) + chain(3, 4, 5)
+    best = [replace(manifest, about={"best_step": 50 if manifest.number < 5 else 130}) for manifest in manifests]
+    found = expired(best, names(best), Keep(last=1))
+    assert kept(best, found) == [0, 1, 2, 3, 4, 5] and "the one of the best model" in found.reason
+    earlier = expired(best[:5], names(best[:5]), Keep(last=1))
+    assert kept(best[:5], earlier) == [0, 1, 3, 4]
+    final = replace(best[5], about={"best_step": 0, "last_gasp": True})
+    assert kept([*best[:5], final], expired([*best[:5], final], names(best), Keep(last=1))) == [0, 1, 3, 4, 5]
+    ahead = [replace(manifest, about={"best_step": 501}) for manifest in manifests]
+    assert kept(ahead, expired(ahead, names(ahead), Keep(last=1))) == [3, 4, 5], "it is yet to be saved"
+
+
 def test_what_another_run_wrote_is_never_touched_nor_what_it_is_based_on() -> None:
     theirs = chain(0, 1)
     mine = chain(0, 1, epoch=2, base=theirs[1]) + [saved(number, epoch=2) for number in range(2, 6)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gba_hvd_tools import cli, running_jobs
 from gba_hvd_tools.commands import job
+from gba_hvd_tools.step_time_words import step_time_facts
 
 import gba_hvd
 from gba_hvd.callbacks import Event, StepRecord
@@ -213,6 +214,84 @@ def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "10.0", "100.0", "900", "0.2", "s", "ago", "0.1", "s", "ago", "41"] in rows
     assert ["1", "-", "-", "0", "-", "7.0", "s", "ago", "42"] in rows
+
+
+STEPPING: dict[str, Any] = {
+    "job": "ctr", "mode": "allreduce", "step": 90, "workers": 3, "step_unix_s": 1000.0,
+    "step_times": {
+        "rank": 0, "steps": 17, "samples_per_s": 4000.0, "step_s": 0.12, "slowest_s": 0.1, "waiting_s": 0.06,
+        "reading_s": 0.01, "rows_s": 0.05, "sum_s": 0.02,
+        "by_rank": [[2, 2.0, 0.08, 0.018], [0, 2.0, 0.03, 0.01], [1, 2.0, 0.03, 0.0]],
+    },
+}  # fmt: skip
+
+
+def test_in_allreduce_the_slowest_worker_and_the_waits_are_shown() -> None:
+    assert step_time_facts(STEPPING, 1001.0) == [
+        ("step time", "120.0 ms, the mean of 17; 4,000 samples/s while steps are made"),
+        (
+            "waits for",
+            "100.0 ms the slowest worker of each step, most of all rank 2 (98.0 ms, of which 18.0 ms waiting for "
+            "batches; the median worker 40.0 ms), 20.0 ms the exchange and the update",
+        ),
+        (
+            "rank 0",
+            "30.0 ms computing, 10.0 ms waiting for batches, 60.0 ms waiting for slower workers, 10.0 ms the sum of "
+            "dense gradients",
+        ),
+    ]
+
+
+def test_without_slower_workers_the_exchange_is_what_a_step_waits_for() -> None:
+    times = {**STEPPING["step_times"], "slowest_s": 0.04, "waiting_s": 0.0}
+    assert dict(step_time_facts({**STEPPING, "step_times": times}, 1001.0))["waits for"].startswith("80.0 ms the exch")
+    assert "50.0 ms rows of other hosts" in dict(step_time_facts({**STEPPING, "step_times": times}, 1001.0))["rank 0"]
+
+
+def test_a_step_that_takes_many_times_as_long_is_shown() -> None:
+    assert "last step" not in dict(step_time_facts(STEPPING, 1009.0))
+    assert dict(step_time_facts(STEPPING, 1047.0))["last step"].startswith("47 s ago: ")
+
+
+def test_times_of_steps_in_allreduce_are_not_shown_in_another_mode() -> None:
+    assert step_time_facts({**STEPPING, "mode": "gba"}, 1047.0) == []
+
+
+def test_in_allreduce_workers_are_listed_with_their_part_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    job.print_report(STEPPING)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "15.0", "2", "30.0", "10.0"] in rows and ["2", "40.0", "2", "80.0", "18.0"] in rows
+
+
+def test_another_host_than_rank_0_s_shows_no_decision_of_its_own() -> None:
+    report = {"job": "ctr", "mode": "allreduce", "setting": "auto", "decided_elsewhere": True}
+    assert dict(job.facts(report))["last decision"].startswith("rank 0 decides")
+
+
+def test_decisions_have_their_step_and_requests_their_time() -> None:
+    report = {"job": "ctr", "mode": "gba", "last_decision": "stay", "decided_at_step": 1234}
+    assert dict(job.facts(report))["last decision"] == "stay (at step 1,234)"
+    report = {"job": "ctr", "mode": "gba", "decisions": ["gba: slow"], "decided_unix_s": [0.0]}
+    assert dict(job.facts(report))["decided"].startswith("gba: slow (at 19")  # 1970, or 1969
+
+
+@pytest.mark.processes
+def test_a_running_job_in_allreduce_shows_where_its_time_goes(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    class Look(gba_hvd.Callback):
+        def on_step(self, record: StepRecord) -> None:
+            found.append(running_jobs.report_of(running_jobs.find_job([tmp_path], None), 10.0))
+
+    training = Training(tmp_path)
+    training.state.register_callbacks([Look()])
+    training.epoch(Clicks(32))
+    (worker,) = job.workers(found[-1])
+    assert worker["rank"] == 0 and worker["micro_batches"] == 4 and worker["seconds"] > 0
+    assert [word for word, _ in step_time_facts(found[-1], found[-1]["step_unix_s"])] == [
+        "step time", "waits for", "rank 0",
+    ]  # fmt: skip
+    training.state.close()
 
 
 # --- asking for a mode -----------------------------------------------------------------------------------------------

@@ -66,6 +66,21 @@ def test_an_export_has_the_dense_program_that_is_asked_for(
     assert len(list((tmp_path / "m").rglob("*.pt2"))) == 1
 
 
+def test_an_export_without_an_example_says_what_refuses_it(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    checkpoint(model, model.tables, tmp_path / "c")
+    how = ["model", "export", str(tmp_path / "c"), str(tmp_path / "m"), "--build", CODE]
+    assert main(how) == 0
+    assert "`gba-hvd model predict` and `serve` refuse this model" in capsys.readouterr().err
+    frame_of(batch(3)).to_parquet(tmp_path / "in.parquet")
+    predict = ("predict", tmp_path / "m", tmp_path / "in.parquet", "--out", tmp_path / "out.parquet")
+    assert "saved without input_example" in said(capsys, *predict, status=1)
+    assert main([*how, "--example", EXAMPLE]) == 0
+    assert "without --example" not in capsys.readouterr().err
+
+
 def test_an_example_may_import_what_is_beside_its_file(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,20 @@ def test_a_coordinator_that_is_ahead_of_the_chief_has_numbers_after_the_chief_s_
     assert chief.schedule.next_number(6) == 9
 
 
+def test_a_chief_that_took_over_marks_the_checkpoint_that_it_finds() -> None:
+    chief = Chief()
+    chief.schedule.poll(saved(5, "full"))
+    assert chief.saves("delta", "done", step=9) == 9
+    assert [event.data.get("found", False) for event in chief.events if event.kind == "checkpoint"] == [True, False]
+
+
+def test_a_checkpoint_that_is_in_flight_when_a_chief_takes_over_is_a_new_one() -> None:
+    chief = Chief()
+    chief.schedule.poll(saved(5, "full", "running"))
+    chief.schedule.poll(saved(5, "full"))
+    assert [event.data.get("found", False) for event in chief.events if event.kind == "checkpoint"] == [False]
+
+
 def test_the_failure_of_an_earlier_save_is_not_that_of_the_one_that_is_waited_for() -> None:
     chief = Chief()
     assert chief.saves("mfu", "failed", why="the store is away") == 5

@@ -48,9 +48,10 @@ def reported(
     rollback: Rollback | None = None,
     hashed: Any = None,
     callbacks: Sequence[Any] = (),
+    step: int = 7,
     **how: Any,
 ) -> tuple[list[str], list[Event]]:
-    """What callbacks got, in its order, and the events among it. At step 7, 400 of 500 samples applied."""
+    """What callbacks got, in its order, and the events among it; 400 of 500 samples applied."""
     received: list[str] = []
     events: list[Event] = []
 
@@ -66,7 +67,7 @@ def reported(
         job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit, faults=None,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),
         progress=SimpleNamespace(
-            step=7, account=SampleAccount(total=500, applied=400), staleness={1: 3, 0: 8}, lags={2: 11},
+            step=step, account=SampleAccount(total=500, applied=400), staleness={1: 3, 0: 8}, lags={2: 11},
             gaps={1: (11, 0.5, 5.5, 42)},
         ),
         model=SimpleNamespace(
@@ -127,7 +128,17 @@ def test_a_start_without_a_checkpoint_says_why_training_begins_at_step_0() -> No
     assert said(STARTED, resume=False).startswith("; resume=False: checkpoints that are there are not read")
     assert said(replace(STARTED, resumed=RESUMED)) == ""
     assert said(replace(STARTED, taken=ResumedFromMemory(7, 0, "all is there", None))) == ""
-    assert said(replace(STARTED, source=1)) == "", "another rank has looked"
+    assert said(replace(STARTED, source=1)) == "", "another rank has looked, and the job is at step 7"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_all_workers_report_a_start_in_the_same_words(resume: bool) -> None:
+    """So what a worker recorded that is rank 0 later counts as no other launch."""
+    looked, other = (
+        reported(joined, checkpoints=SimpleNamespace(resume=resume), step=0)[1][0]
+        for joined in (STARTED, replace(STARTED, source=1))
+    )
+    assert looked.message == other.message and "training begins at step 0" in other.message
 
 
 HASHED = {"capacity": 64, "admit_after": 3, "evict": "lfu", "init": 0.01, "seed": 0, "fallback_hashes": 2}

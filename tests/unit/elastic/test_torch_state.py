@@ -23,6 +23,7 @@ from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
 from recovery.catalog.rollback import plan_rollback, roll_back
+from recovery.format.manifest import from_json
 from recovery.storage.open import open_store
 from recovery.storage.store import manifest_names
 
@@ -163,6 +164,28 @@ def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clic
 
     train(job.state)
     assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said
+
+
+@pytest.mark.parametrize("keep_best", [None, "auc"])
+def test_the_checkpoint_of_the_best_night_stays(
+    training: Any, clicks: Any, tmp_path: Path, keep_best: str | None
+) -> None:
+    url = tmp_path / "saved"
+    for night, auc in enumerate((0.9, 0.5, 0.6)):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(url), keep_last=1, policy="full", keep_best=keep_best)])
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, night: int = night, auc: float = auc) -> None:
+            state.epoch = night
+            job.epoch(clicks(20))
+            state.report(auc=auc)
+
+        train(job.state)
+    steps = sorted(
+        from_json(path.read_bytes(), f"manifests/{path.name}").step for path in (url / "manifests").iterdir()
+    )
+    assert steps == ([6] if keep_best is None else [2, 6])
 
 
 class LogsTheModel(gba_hvd.Callback):

@@ -681,7 +681,7 @@ class GbaChief:
             world=SimpleNamespace(rank=0, size=2), progress=self.progress, elp=12, emit=lambda event: None,
             model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
         )  # fmt: skip
-        self.requests = requests.ModeRequests(engine, self.callback)
+        self.engine, self.requests = engine, requests.ModeRequests(engine, self.callback)
         self.requests.mode_entered()
 
     def step(self, seconds: float) -> None:
@@ -704,7 +704,10 @@ def test_the_chief_measures_in_gba_what_all_workers_have_pushed(monkeypatch: pyt
     assert chief.callback.state_dict()["trained_s"] == pytest.approx(10 * 0.5)
     last = chief.callback.last
     assert last is not None
-    assert chief.contact.report == {"setting": "auto", "last_decision": last.reason}, "for people, with heartbeats"
+    shown = {"setting": "auto", "last_decision": last.reason, "decided_at_step": chief.progress.step}
+    assert chief.contact.report == shown, "for people, with heartbeats"
+    chief.engine.world.rank = 1
+    assert chief.requests.for_people() == {"setting": "auto", "decided_elsewhere": True}, "its callback decides nothing"
     assert last.gba == pytest.approx(4 / 0.5), "four in each step after the first look"
     allreduce = 4 / (2 * 0.3)
     assert last.allreduce == pytest.approx(allreduce, rel=0.01), "by the newest times, not by their means"

@@ -17,6 +17,7 @@ def test_a_request_that_is_repeated_is_shown_once_and_the_newest_are_kept() -> N
     for reason in ("first", "first", "second", "first"):
         service.switch(SwitchTo("gba", reason))
     assert service.status()["decisions"] == ["gba: first", "gba: second", "gba: first"]
+    assert len(service.status()["decided_unix_s"]) == 3
 
 
 def test_the_status_shows_no_credentials_of_the_place_for_checkpoints() -> None:

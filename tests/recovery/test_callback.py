@@ -1,0 +1,68 @@
+"""`CheckpointCallback(keep_best=...)`: the step of the best model, and that its checkpoint is due."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from recovery.callback import CheckpointCallback
+from recovery.errors import BadInput
+
+
+def test_the_best_step_is_that_of_the_largest_value_and_of_equals_the_first() -> None:
+    callback = CheckpointCallback("memory://x", every_steps=100, keep_best="valid_auc")
+    for step, value in ((10, 0.7), (20, math.nan), (30, 0.8), (40, 0.8), (50, 0.6)):
+        callback.on_metrics(step, {"valid_auc": value, "loss": 9.0})
+    assert callback.best_step == 30
+    callback = CheckpointCallback("memory://x", every_steps=100, keep_best="-valid_logloss")
+    for step, value in ((10, 0.7), (20, 0.5), (30, 0.6)):
+        callback.on_metrics(step, {"valid_logloss": value})
+    assert callback.best_step == 20
+
+
+def test_its_checkpoint_is_due_at_once_and_once() -> None:
+    callback = CheckpointCallback("memory://x", every_steps=100, keep_best="valid_auc")
+    callback.count_from(0, 0.0)
+    callback.on_metrics(10, {"valid_auc": 0.7})
+    assert callback.due(11, 1.0)
+    callback.began(11, 1.0)
+    assert not callback.due(12, 2.0)
+    callback.on_metrics(20, {"valid_auc": 0.6})
+    assert not callback.due(21, 3.0), "no better"
+    callback.began(30, 4.0)
+    callback.on_metrics(30, {"valid_auc": 0.9})
+    assert not callback.due(31, 5.0) and callback.best_step == 30, "it was saved just before it was measured"
+
+
+def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_metric() -> None:
+    before = CheckpointCallback("memory://x", keep_best="valid_auc")
+    before.on_metrics(10, {"valid_auc": 0.7})
+    after = CheckpointCallback("memory://x", keep_best="valid_auc")
+    after.load_state_dict(before.state_dict())
+    after.on_metrics(20, {"valid_auc": 0.6})
+    assert after.best_step == 10
+    other = CheckpointCallback("memory://x", keep_best="test_auc")
+    other.load_state_dict(before.state_dict())
+    assert other.best_step is None
+    other.load_state_dict({})
+    before.load_state_dict(CheckpointCallback("memory://x", keep_best="valid_auc").state_dict())
+    assert before.best_step is None, "the job rolled back to a step before the first evaluation"
+    before.on_metrics(20, {"valid_auc": 0.1})
+    assert before.best_step == 20
+
+
+def test_a_metric_that_nobody_reports_is_a_warning_of_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    for is_chief in (False, True):
+        callback = CheckpointCallback("memory://x", keep_best="vaild_auc")
+        callback.on_job(SimpleNamespace(is_chief=is_chief))
+        callback.on_metrics(10, {"valid_auc": 0.7})
+        callback.on_end("FINISHED", None)
+    (record,) = caplog.records
+    assert "keep_best='vaild_auc' kept no checkpoint" in record.getMessage()
+
+
+def test_a_metric_without_a_name_is_refused() -> None:
+    with pytest.raises(BadInput, match="keep_best is the name of a metric"):
+        CheckpointCallback("memory://x", keep_best="-")
