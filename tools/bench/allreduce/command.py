@@ -190,7 +190,8 @@ class Launches:
         arguments = ["--shape", self._name, "--clicks", self._folder / "batches", "--result", self._folder]
         arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps]
         log = self._folder / "log"
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir=Config().shard_dir) as memory:
+        # Not `gba-hvd-`: a job that starts meanwhile would take it for the memory of a dead one, and remove it.
+        with tempfile.TemporaryDirectory(prefix="bench-gba-hvd-", dir=Config().shard_dir) as memory:
             if peer in OF_OURS and self._hosts > 1:
                 arguments += ["--memory", memory]
             started = measure.launch(variant, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
