@@ -31,7 +31,7 @@ FRAME, WORKER, MEMORY, SERVER = "#f4f6f9", "#dbe7fb", "#fdf0d0", "#dcefdc"
 def diagram() -> str:
     """Two hosts with their workers, shard memory and servers, as SVG."""
     parts = [
-        _arrow(362, 98, 538, 98, "allreduce: dense gradients", "alltoall: rows (Horovod)", both=True),
+        _arrow(362, 98, 538, 98, "allreduce: dense gradients", "all-to-all: rows (Gloo)", both=True),
         _arrow(362, 318, 538, 318, "leases, rows, pushes, steps", "(ZeroMQ, CURVE)", both=True),
     ]
     for name, left, server, reaper in (("host A", 20, 110, 40), ("host B", 540, 560, 810)):

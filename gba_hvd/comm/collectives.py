@@ -36,6 +36,14 @@ T = TypeVar("T")
 log = logging.getLogger("gba_hvd")
 
 
+class Alltoall(Protocol):
+    """`World.alltoall`, wherever it goes through."""
+
+    def __call__(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
 class WorldLeft(GbaError):
     """An operation was cancelled, because its world is about to be left."""
 
@@ -54,8 +62,13 @@ class World(Protocol):
     def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
         """The root's bytes, on every rank."""
 
-    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each).
+
+        expected: how many words come from each, where that is known here; on all ranks, or on none
+        """
 
     def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
         """Every rank's bytes, uint8 [n] of its own length each, in rank order."""
@@ -86,7 +99,9 @@ class SoloWorld:
         assert data is not None
         return data
 
-    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         return words, splits
 
     def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
@@ -127,7 +142,9 @@ class HorovodWorld:
         result: bytes = buffer.numpy().tobytes()
         return result
 
-    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         if len(words) >= 2**31:
             raise BadInput(f"{len(words):,} words are too many for one exchange: use a smaller micro_batch")
         counts = torch.from_numpy(splits.astype(np.int32))

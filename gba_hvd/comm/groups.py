@@ -1,17 +1,19 @@
-"""Sums among some of the workers, one of each host, say, over Gloo connections of their own.
+"""Operations of some of the workers, one of each host, say, or of all, over Gloo connections of their own.
 
-Horovod's own way is a process set. An operation of one waits for a round of the background threads of *all* workers,
-as any operation of Horovod's does, and in Horovod 0.28.1 a set that lost a worker ends its other processes when they
-leave the world. So these workers are connected directly, by the Gloo that torch has, and a sum begins when it is
-called.
+An operation of Horovod's waits for a round of the background threads of all workers, and rounds take processor time
+also while there is nothing to do. Its own way for some of the workers is a process set, whose operations wait for
+rounds of *all* as well, and in Horovod 0.28.1 a set that lost a worker ends its other processes when they leave the
+world. So these workers are connected directly, by the Gloo that torch has, and an operation begins when it is called.
 
 Gloo has one time limit for an operation, and what it interrupts cannot be continued; a worker may be late for any time,
-so no limit is set. A worker whose sum fails, since a peer died or closed the group, closes its own connections, so that
-all of the group learn of it. One that was cut off closes none: TCP's keep-alive probes find that it does not answer, as
-Horovod's background thread does. Processes that a worker forked hold its connections open, too, until they end.
+so no limit is set. A worker whose operation fails, since a peer died or closed the group, closes its own connections,
+so that all of the group learn of it. One that was cut off closes none: TCP's keep-alive probes find that it does not
+answer, as Horovod's background thread does. Processes that a worker forked hold its connections open, too, until they
+end.
 
-What a failure leaves: a sum that Gloo still waits in, which cannot be cancelled. Its thread, its buffer and its
-connections stay until it ends or this process does; should its peers come after all, they have its result.
+What a failure leaves: an operation that Gloo still waits in, which cannot be cancelled. Its thread, its buffers and its
+connections stay until it ends or this process does; should its peers come after all, they have its result. Its buffers
+are memory of torch's, which Gloo's thread can free without Python.
 """
 
 from __future__ import annotations
@@ -21,12 +23,18 @@ import ctypes
 import datetime
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.own_address import own_address
@@ -43,29 +51,57 @@ class NotConnected(GbaError):
 
 
 class Group:
-    """One worker's part. All workers of the group make the same sums in the same order. A new one for every world."""
+    """One worker's part. All workers of the group call the same methods in the same order. A new one for every world.
+
+    Where a worker of the world is lost, they raise what Horovod raises; the group is closed then.
+    """
 
     def __init__(self, name: str, world: World, ranks: Sequence[int], connections: Any) -> None:
         """name: of its sums, for what is logged of a long wait; connections: a ProcessGroupGloo of these ranks"""
         self._name, self._world, self._ranks, self._connections = name, world, ranks, connections
         self._buffer = torch.empty(0)
+        self._sent = torch.empty(0)
 
     def sum_(self, values: Tensor) -> None:
-        """Sum over the ranks of the group, in place. values: [n], n > 0, on the CPU.
-
-        Raises what Horovod raises where a worker of the world is lost; the group is closed then.
-        """
-        if self._connections is None:
-            raise worker_lost("this worker has left the group")
+        """Sum over the ranks of the group, in place. values: [n], n > 0, on the CPU."""
         if self._buffer.shape != values.shape or self._buffer.dtype != values.dtype:
             self._buffer = torch.empty_like(values)
         self._buffer.copy_(values)  # a sum that failed may still be written to
         options = AllreduceOptions()
         options.timeout = _UNLIMITED
+        self._wait(self._name, lambda connections: connections.allreduce([self._buffer], options))
+        values.copy_(self._buffer)
+
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `World.alltoall`; ranks are those within the group. Without `expected` the counts go ahead."""
+        options = AllToAllOptions()
+        options.timeout = _UNLIMITED
+        if expected is None:
+            ours, theirs = torch.tensor(splits, dtype=torch.int64), torch.empty(len(splits), dtype=torch.int64)
+            self._wait(name, lambda connections: connections.alltoall_base(theirs, ours, [], [], options))
+            expected = theirs.numpy()
+        if len(self._sent) < len(words):
+            self._sent = torch.empty(len(words))
+        sent, received = self._sent[: len(words)], torch.empty(int(expected.sum()))
+        np.copyto(sent.numpy(), words)
+        n_sent, n_received = splits.tolist(), expected.tolist()
+        self._wait(name, lambda connections: connections.alltoall_base(received, sent, n_received, n_sent, options))
+        return received.numpy(), expected
+
+    def close(self) -> None:
+        """Close the connections. May be called twice, not while an operation is waited for."""
+        self._connections = None
+
+    def _wait(self, name: str, begin: Callable[[Any], Any]) -> None:
+        """begin: begins the operation with the connections it is called with; it keeps none"""
+        if self._connections is None:
+            raise worker_lost("this worker has left the group")
         work = None
         try:
-            work = self._connections.allreduce([self._buffer], options)
-            self._world.wait_until(self._name, work.is_completed, self._ranks)
+            work = begin(self._connections)
+            self._world.wait_until(name, work.is_completed, self._ranks)
         except BaseException:
             if work is None or not work.is_completed():  # to free the connections would wait for it
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
@@ -77,12 +113,7 @@ class Group:
         except RuntimeError as error:
             work = None
             self.close()
-            raise worker_lost(f"a worker of another host is gone: {_first_sentence(error)}") from None
-        values.copy_(self._buffer)
-
-    def close(self) -> None:
-        """Close the connections. May be called twice, not while a sum is waited for."""
-        self._connections = None
+            raise worker_lost(f"a worker is gone: {_first_sentence(error)}") from None
 
 
 def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
@@ -98,9 +129,9 @@ def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
             store = _store_at(mine)
     except (RuntimeError, OSError, GbaError) as error:
         failure = str(error) or type(error).__name__
-    _refuse_failed(world, "leaders", failure)
+    _refuse_failed(world, "group", failure)
     place = b"" if store is None else f"{mine}:{store.port}".encode()
-    host, _, port = world.broadcast("leaders.place", place, ranks[0]).decode().rpartition(":")
+    host, _, port = world.broadcast("group.place", place, ranks[0]).decode().rpartition(":")
     try:
         if world.rank in ranks:
             store = store or TCPStore(host, int(port), is_master=False, timeout=_TO_CONNECT)
@@ -109,7 +140,7 @@ def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
             _keep_alive(_descriptors() - before)
     except (RuntimeError, OSError) as error:
         failure = str(error) or type(error).__name__
-    _refuse_failed(world, "leaders connected", failure)
+    _refuse_failed(world, "group connected", failure)
     return None if connections is None else Group(name, world, ranks, connections)
 
 

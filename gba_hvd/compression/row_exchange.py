@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor
 
-from gba_hvd.comm.collectives import World
+from gba_hvd.comm.collectives import Alltoall, World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Bypass, StepTiming
@@ -40,15 +40,17 @@ N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the w
 class RowExchange:
     """One worker's part in one world.
 
+    alltoall: of all ranks of the world, see `World.alltoall`
     server: int32 [S], the rank that serves each shard. here: the ranks of this host.
     compresses: how this step's rows go; where they go as they are, the caller carries them.
     Owns what is lent and borrowed, by rank and group; uses the world, the tables and the worker's coder.
     """
 
     def __init__(
-        self, coder: RowCoder, world: World, tables: EmbeddingTables, server: np.ndarray, here: Sequence[int],
-        traffic: Traffic,
+        self, coder: RowCoder, world: World, alltoall: Alltoall, tables: EmbeddingTables, server: np.ndarray,
+        here: Sequence[int], traffic: Traffic,
     ) -> None:  # fmt: skip
+        self._alltoall = alltoall
         self._world, self._tables, self._server, self._traffic = world, tables, server, traffic
         self._remote = [rank for rank in range(world.size) if rank not in here]
         self.coder = coder
@@ -121,10 +123,12 @@ class RowExchange:
         yield
         self._rows_s += time.perf_counter() - began_s
 
-    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The world's, timed: while `measured`."""
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """That of all ranks, timed: while `measured`."""
         began_s = time.perf_counter()
-        received = self._world.alltoall(name, words, splits)
+        received = self._alltoall(name, words, splits, expected)
         self._wire_s += time.perf_counter() - began_s
         return received
 

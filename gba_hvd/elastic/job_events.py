@@ -61,9 +61,10 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     engine.rollback.unreported = None
     if joined.leaders_apart:
         text = (
-            "the leaders of the hosts could not be connected, so Horovod sums the dense gradients over all workers: "
-            f"the same sum, with more bytes between hosts. {joined.leaders_apart}. They listen on ports that the "
-            "system gives them, on Horovod's network interface: see what blocks these"
+            "the workers could not be connected, so Horovod carries rows between hosts and sums the dense gradients "
+            f"over all workers: the same model, in slower steps. {joined.leaders_apart}. Workers listen on ports that "
+            "the system gives them, on Horovod's network interface: see what blocks these. Until then, "
+            "HOROVOD_CYCLE_TIME=1 makes steps faster"
         )
         data = {"why": joined.leaders_apart}
         engine.emit(Event("leaders_not_connected", engine.progress.step, text, data, level="warning"))

@@ -53,7 +53,7 @@ class JoinResult:
     checkpoints that could not be used, and why.
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
     decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
-    leaders_apart: why the leaders of the hosts could not be connected, if so
+    leaders_apart: why the workers of several hosts could not be connected, if so
     """
 
     job_id: str
@@ -136,7 +136,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
         refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
         shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
-    outboxes, host_sum, apart = shard_transfer.open_outboxes(world, agreed, members, facts, memory, engine.model.dense)
+    carriers = shard_transfer.open_carriers(world, agreed, members, facts, memory, engine.model.dense)
     if is_leader:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
             if host == here:
@@ -146,8 +146,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     engine.traffic.mode = AllreduceMode.name
     model = engine.model
     exchange = AllreduceExchange(
-        world, members, placement, model.tables, outboxes, model.row_average, model.compression, model.row_coder,
-        engine.traffic, host_sum,
+        world, members, placement, model.tables, carriers.outboxes, model.row_average, model.compression,
+        model.row_coder, engine.traffic, carriers.host_sum, carriers.workers,
     )  # fmt: skip
     engine.mode = AllreduceMode(engine, exchange)
     if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
@@ -163,7 +163,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
-        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=apart,
+        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=carriers.apart,
     )  # fmt: skip
 
 

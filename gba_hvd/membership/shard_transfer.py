@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from gba_hvd.comm.collectives import World, all_or_none
-from gba_hvd.comm.groups import NotConnected, form_group
+from gba_hvd.comm.groups import Group, NotConnected, form_group
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.membership.agreement import Agreement, RankState
@@ -131,19 +132,31 @@ def move_shards(
             memory.set_ready(shard, newest[shard])
 
 
-def open_outboxes(
+@dataclass(frozen=True)
+class Carriers:
+    """What carries gradients, and rows between hosts, in one world. Owned by the exchange that is made with it.
+
+    outboxes: of this host's ranks, this rank's newly made; host_sum: adds up dense gradients
+    workers: connects those of several hosts; apart: why they are not, so that Horovod does it all
+    """
+
+    outboxes: Mapping[int, Outbox] = field(default_factory=dict)
+    host_sum: HostSum | None = None
+    workers: Group | None = None
+    apart: str = ""
+
+
+def open_carriers(
     world: World,
     agreed: Agreement,
     members: WorkerTopology,
     facts: Sequence[RankState],
     memory: ShardMemory,
     dense: DenseGradients,
-) -> tuple[dict[int, Outbox], HostSum | None, str]:
-    """The outboxes of this host's ranks, this rank's newly made, what adds up dense gradients, and if that is left to
-    Horovod: why. A collective.
-    """
+) -> Carriers:
+    """A collective."""
     if world.size == 1:
-        return {}, None, ""
+        return Carriers()
     folder, layout = memory.folder, memory.layout
     # Every row: its key and gradient, and a word each for contributors and accesses. Ids of a hashed table may be more
     # than its rows.
@@ -167,13 +180,29 @@ def open_outboxes(
     if here[0] == world.rank:
         remove_others(folder, {box.path for boxes in (messages, sums) for box in boxes.values()})
     if len(members.order) == 1:
-        return messages, HostSum(world.rank, sums), ""
-    leaders = [members.leader_of(host) for host in members.order]
+        return Carriers(messages, HostSum(world.rank, sums))
     try:
-        return messages, SumThroughLeaders(world.rank, sums, form_group("commit", world, leaders)), ""
+        leaders, workers = _connect(world, [members.leader_of(host) for host in members.order])
     except NotConnected as error:
         sums[world.rank].close()
-        return messages, None, str(error)
+        return Carriers(messages, apart=str(error))
+    return Carriers(messages, SumThroughLeaders(world.rank, sums, leaders), workers)
+
+
+def _connect(world: World, leaders: Sequence[int]) -> tuple[Group | None, Group]:
+    """The group of the hosts' leaders, and that of all workers. A collective. Raises NotConnected, on all."""
+    of_leaders = form_group("commit", world, leaders)
+    if len(leaders) == world.size:
+        assert of_leaders is not None
+        return of_leaders, of_leaders
+    try:
+        workers = form_group("rows", world, range(world.size))
+    except NotConnected:
+        if of_leaders is not None:
+            of_leaders.close()
+        raise
+    assert workers is not None
+    return of_leaders, workers
 
 
 def rows_in(layout: Layout, shard: int) -> int:

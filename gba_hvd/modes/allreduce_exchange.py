@@ -20,7 +20,7 @@ as soon as it learns that the step was decided, and with which factor (`elastic`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from gba_hvd import kernels
-from gba_hvd.comm.collectives import World, worker_lost
+from gba_hvd.comm.collectives import Alltoall, World, worker_lost
+from gba_hvd.comm.groups import Group
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
@@ -66,7 +67,6 @@ from gba_hvd.training.commit_fields import CommitFields
 
 _LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that returned to this host
 Part = tuple[RowGrad | DeviceRowGrad, float]  # of a step's gradient, and its weight
-Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class AllreduceExchange:
     Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
     not own, the world, the tables' memory and the dense gradients.
 
-    host_sum: owned as well; without it Horovod sums the dense gradients of several hosts
+    host_sum, workers: owned as well; without them Horovod sums the dense gradients of several hosts, and carries rows
+    between these
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class AllreduceExchange:
         row_coder: RowCoder | None = None,
         traffic: Traffic | None = None,
         host_sum: HostSum | None = None,
+        workers: Group | None = None,
     ) -> None:
         assert tables.memory is not None
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self.members, self.placement = members, placement
         self._dense_exchange, self._traffic, self._host_sum = dense_exchange, traffic or Traffic(), host_sum
+        self._workers, self._alltoall = workers, world.alltoall if workers is None else workers.alltoall
         self._server = placement.rank
         self._by_contributors = row_average != "global"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
@@ -131,7 +134,9 @@ class AllreduceExchange:
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
             kind = ActivationExchange if row_coder.spec.pools else RowExchange
-            self.row_exchange = kind(row_coder, world, tables, self._server, list(outboxes), self._traffic)
+            self.row_exchange = kind(
+                row_coder, world, self._alltoall, tables, self._server, list(outboxes), self._traffic
+            )
         self.held: HeldRows | None = None
         self.is_in_epoch = False  # a worker without a share of a step closes it as well, and does not leave the loop
         self.resume()
@@ -194,7 +199,7 @@ class AllreduceExchange:
             return
         exchange = self.row_exchange
         if exchange is None or whole:
-            self._pull_whole(keys, self._world.alltoall)
+            self._pull_whole(keys, self._alltoall)
             return
         with exchange.measured():
             if exchange.compresses:
@@ -218,7 +223,8 @@ class AllreduceExchange:
             self._traffic.count("received", "header", 8 * len(asked_keys))
             self._traffic.count("sent", "rows", rows.nbytes)
             self._traffic.count("received", "rows", 4 * group.dim * len(wanted))
-            got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
+            n_lent, n_borrowed = n_asked // 2 * group.dim, np.diff(start) * group.dim
+            got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), n_lent, n_borrowed)
             values = np.empty((len(wanted), group.dim), dtype=np.float32)
             values[order] = got.reshape(-1, group.dim)
             self._tables.remote[number] = PulledRows(wanted, slots, values)
@@ -262,7 +268,7 @@ class AllreduceExchange:
                 else:
                     remote = self._send_whole(by_rank, exchange.alltoall)
         elif self.several_hosts:
-            remote = self._send_whole(by_rank, self._world.alltoall)
+            remote = self._send_whole(by_rank, self._alltoall)
         self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
 
     def apply_ahead(self, rows: RowGrads, step: int, scale: float, lr: float, n_skipped: int) -> None:
@@ -411,13 +417,19 @@ class AllreduceExchange:
         self._memory.release(self._mine)
         if self._host_sum is not None:
             self._host_sum.leave()
+        self._leave_workers()
 
     def close(self) -> None:
         """Let go of the outboxes. May be called twice."""
         if self._host_sum is not None:
             self._host_sum.close()
+        self._leave_workers()
         for outbox in self._outboxes.values():
             outbox.close()
+
+    def _leave_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
 
     def _merged(self, held: HeldRows) -> tuple[Sequence[RowGrad | DeviceRowGrad], float]:
         """Per group, the gradients for this rank's rows, and what they are to be multiplied by."""

@@ -86,6 +86,47 @@ def test_a_worker_killed_before_the_commit_of_two_hosts_changes_no_parameter(
         assert_same_parameters(job.arrays(), dense)
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("pull.keys.0 begins", marks=pytest.mark.variant),
+        "pull.keys.0 waited",
+        pytest.param("pull.rows.0 waited", marks=pytest.mark.variant),
+        pytest.param("rows begins", marks=pytest.mark.variant),
+        "rows waited",
+    ],
+)
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.variant)])
+def test_a_worker_killed_while_two_hosts_exchange_rows_changes_no_parameter(
+    reference: dict[str, np.ndarray], tmp_path: Path, point: str, rank: int
+) -> None:
+    """Of keys and of gradients, when it has waited, it has sent how many, and not what."""
+    with cluster(tmp_path, faults=[fault(point, rank=rank)], own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
+        assert_same_parameters(job.arrays(), dense)
+
+
+def test_a_worker_that_stays_stopped_while_two_hosts_exchange_rows_is_ended(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Its connections stay open: the others learn of it from Horovod, which leaves the world."""
+    environ, faults = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}, [fault("rows begins", "stop")]
+    with cluster(tmp_path, environ, faults=faults, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
+        assert job.fired() == 1
+        assert "Horovod has left the world" in job.said() and "it is killed" in job.said(), job.log()
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
+        assert_same_parameters(job.arrays(), dense)
+
+
 @pytest.mark.parametrize("point", ["after commit", pytest.param("in apply", marks=pytest.mark.variant)])
 def test_a_worker_killed_after_the_commit_of_two_hosts_costs_its_shards_that_step(tmp_path: Path, point: str) -> None:
     # A worker that dies before another has the result may take it along: then the step is computed again.

@@ -181,6 +181,17 @@ around(HostSum, "_await", lambda _: die("posted", state.step + 1), None)
 around(
     Group, "sum_", lambda _: die("leaders sum", state.step + 1), lambda _: die("leaders have summed", state.step + 1)
 )
+_wait_in_group = Group._wait
+
+
+def wait_in_group(self: Group, name: str, begin: Any) -> None:
+    """An all-to-all without known counts waits twice; to die at is the first, for the counts."""
+    die(f"{name} begins", state.step + 1)
+    _wait_in_group(self, name, begin)
+    die(f"{name} waited", state.step + 1)
+
+
+setattr(Group, "_wait", wait_in_group)  # noqa: B010
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(Vocabulary, "looked_up", None, lambda _: die("in vocabulary", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))

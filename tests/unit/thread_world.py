@@ -49,7 +49,9 @@ class ThreadWorld:
         assert isinstance(result, bytes)
         return result
 
-    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def alltoall(
+        self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         assert splits.sum() == len(words)
         parts = np.split(words.copy(), np.cumsum(splits)[:-1])
         mine = [sent[self.rank] for sent in self.meeting.exchange(self.rank, name, parts)]
@@ -97,6 +99,12 @@ class Workers:
                 self._here.world.before_result()
 
         monkeypatch.setattr(HostSum, "sum_", sum_before_result)
+
+    @property
+    def rank(self) -> int:
+        """Of the thread that asks."""
+        rank: int = self._here.world.rank
+        return rank
 
     def together(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
         """What `act` returned on each rank; every rank must succeed."""

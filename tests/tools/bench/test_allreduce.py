@@ -6,6 +6,8 @@ import argparse
 import mmap
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from gba_hvd_tools.bench.allreduce.command import row_of
 from gba_hvd_tools.bench.allreduce.shape import dense_dlrm
 from gba_hvd_tools.bench.harness import dlrm, measure, peer_worker
 from gba_hvd_tools.bench.reader import command as reader
+
+from gba_hvd.shm.sweep import orphaned_memory
 
 SMAPS = """\
 7f0000000000-7f0000004000 rw-s 00000000 00:19 7                          /dev/shm/job/shards
@@ -135,3 +139,21 @@ def test_the_reader_benchmark_alternates_its_runs_and_wants_three_of_each(tmp_pa
     args.rounds, args.out = 2, tmp_path / "out.json"
     assert reader.run(args) == 1
     assert not args.out.exists()
+
+
+def test_a_job_that_starts_meanwhile_does_not_remove_the_memory_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+
+    def launch(_: Any, more: list[str], **__: Any) -> float:
+        memory = Path(more[more.index("--memory") + 1])
+        assert memory.is_dir() and memory.parent == tmp_path
+        found.append(orphaned_memory(tmp_path, semaphores=tmp_path))
+        raise measure.RunFailed("as planned")
+
+    monkeypatch.setattr(allreduce, "Config", lambda: SimpleNamespace(shard_dir=tmp_path))
+    monkeypatch.setattr(measure, "launch", launch)
+    with pytest.raises(measure.RunFailed, match="as planned"):
+        allreduce.Launches(tmp_path / "scratch", "dlrm", 8, steps=1, hosts=2, timeout_s=1.0).run("ours")
+    assert found == [[]]

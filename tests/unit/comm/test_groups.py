@@ -1,4 +1,4 @@
-"""Sums among some workers, over real connections; workers are threads, or processes where one hangs."""
+"""Operations of some workers, over real connections; workers are threads, or processes where one hangs."""
 
 from __future__ import annotations
 
@@ -67,6 +67,72 @@ def test_the_ranks_of_a_group_sum_and_all_have_the_same_bits(dtype: torch.dtype)
         assert all(torch.equal(values, one) for one in more)
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["counts go ahead", "counts are known"])
+def test_every_rank_gets_what_each_sends_it_bit_for_bit(is_known: bool) -> None:
+    sizes = np.array([[[0, 3, 1], [2, 0, 0], [0, 0, 7]], [[0] * 3] * 3, [[9, 0, 4000], [1, 1, 1], [0, 100_000, 0]]])
+    rng = np.random.default_rng(0)
+    sent = [[[rng.bytes(4 * n) for n in of] for of in step] for step in sizes]
+
+    def work(world: ThreadWorld) -> list[list[bytes]]:
+        group, me = form_group("rows", world, range(3)), world.rank
+        assert group is not None
+        found = []
+        for step, n in zip(sent, sizes, strict=True):
+            words = np.frombuffer(b"".join(step[me]), np.float32)
+            received, counts = group.alltoall("rows", words, n[me], n[:, me] if is_known else None)
+            assert counts.tolist() == n[:, me].tolist()
+            found.append([part.tobytes() for part in np.split(received, np.cumsum(counts)[:-1])])
+        group.close()
+        return found
+
+    for rank, found in enumerate(on_all(3, work)):
+        assert found == [[of[rank] for of in step] for step in sent]
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int) -> None:
+    """`row_squares` counts on it."""
+    others_wait, has_come = threading.Barrier(3), threading.Event()
+
+    def work(world: ThreadWorld) -> bool:
+        group = form_group("rows", world, range(3))
+        assert group is not None
+        if world.rank == late:
+            others_wait.wait(TIMEOUT_S)
+            has_come.set()
+        else:
+            wait_until = world.wait_until
+
+            def wait(name: str, is_done: Callable[[], bool], ranks: Any) -> None:
+                if not has_come.is_set():
+                    assert not is_done()
+                    others_wait.wait(TIMEOUT_S)
+                wait_until(name, is_done, ranks)
+
+            world.wait_until = wait  # type: ignore[method-assign]
+        group.alltoall("rows", np.empty(0, np.float32), np.zeros(3, np.int64))
+        return has_come.is_set()
+
+    assert on_all(3, work) == [True] * 3
+
+
+def test_a_worker_that_leaves_ends_the_all_to_all_of_all_others() -> None:
+    def work(world: ThreadWorld) -> None:
+        group = form_group("rows", world, range(world.size))
+        assert group is not None
+        words, splits = np.ones(8, np.float32), np.full(4, 2)
+        group.alltoall("rows", words, splits)
+        if world.rank == 0:
+            group.close()
+            return
+        with pytest.raises(GbaError, match=r"a worker is gone: [A-Z].* by peer"):
+            group.alltoall("rows", words, splits)
+        with pytest.raises(GbaError, match="has left the group"):
+            group.alltoall("rows", words, splits)
+
+    assert on_all(4, work) == [None] * 4
+
+
 def test_a_worker_that_leaves_ends_the_sum_of_all_others() -> None:
     """Also of those that share no connection with it in the sum, while others still hold the error they got."""
     kept = []
@@ -80,7 +146,7 @@ def test_a_worker_that_leaves_ends_the_sum_of_all_others() -> None:
         if world.rank == 0:
             group.close()
             return
-        with pytest.raises(GbaError, match=r"a worker of another host is gone: [A-Z].* by peer") as caught:
+        with pytest.raises(GbaError, match=r"a worker is gone: [A-Z].* by peer") as caught:
             group.sum_(values)
         kept.append(caught)
         with pytest.raises(GbaError, match="has left the group"):

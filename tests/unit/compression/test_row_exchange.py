@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd import Compression
+from gba_hvd.comm.groups import Group
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
@@ -21,7 +22,7 @@ from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from tests.unit.thread_world import EventLog, ThreadWorld, Workers, miss_a_result, rows_of
+from tests.unit.thread_world import EventLog, Workers, miss_a_result, rows_of
 
 SPECS = [
     Compression.none,
@@ -260,15 +261,15 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
     gone, arrived = dict[Any, float](), dict[Any, float]()
     alltoall, exchange, read_timings, lend = (
-        ThreadWorld.alltoall,
+        Group.alltoall,
         AllreduceExchange.exchange,
         RowExchange.read_timings,
         coding.encode_rows,
     )
 
-    def slow_link(self: ThreadWorld, name: str, words: np.ndarray, splits: np.ndarray) -> Any:
+    def slow_link(self: Group, name: str, *message: Any) -> Any:
         time.sleep(0.03 * name.startswith("pull.rows."))  # whole rows of one group
-        return alltoall(self, name, words, splits)
+        return alltoall(self, name, *message)
 
     def slow_coder(rows: np.ndarray, of: Any) -> bytes:
         time.sleep(0.03)
@@ -292,7 +293,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
         read_timings(self, numbers)
 
     if pays:
-        monkeypatch.setattr(ThreadWorld, "alltoall", slow_link)
+        monkeypatch.setattr(Group, "alltoall", slow_link)
     else:
         monkeypatch.setattr(coding, "encode_rows", slow_coder)
     monkeypatch.setattr(RowExchange, "read_timings", noting_way)

@@ -66,13 +66,17 @@ def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
     assert len({job.state.job_id for job in jobs}) == 1
 
 
-def test_leaders_that_cannot_be_connected_are_a_warning_and_horovod_sums(
-    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", [0, 3], ids=["a leader", "another worker"])
+def test_workers_that_cannot_be_connected_are_a_warning_and_horovod_carries_all(
+    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     def no_address() -> str:
-        raise GbaError("this host has only IPv6 addresses")
+        if workers.rank == rank:
+            raise GbaError("this host has only IPv6 addresses")
+        return "127.0.0.1"
 
     monkeypatch.setattr(groups, "own_address", no_address)
+    monkeypatch.setattr(groups.Group, "alltoall", None)  # is not called
     jobs, logs = [on_host(host) for host in "abba"], [EventLog() for _ in range(4)]
     for job, log in zip(jobs, logs, strict=True):
         job.state.register_callbacks([log])
@@ -82,7 +86,7 @@ def test_leaders_that_cannot_be_connected_are_a_warning_and_horovod_sums(
     check_same(jobs, alone)
     (warning,) = logs[0].of("leaders_not_connected")
     assert warning.level == "warning" and "this host has only IPv6 addresses" in warning.message
-    assert "rank 0 could not be connected" in warning.data["why"]
+    assert f"rank {rank} could not be connected" in warning.data["why"]
 
 
 @pytest.mark.parametrize("at_step", [1, 2])

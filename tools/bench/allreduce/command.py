@@ -40,7 +40,7 @@ PEERS = {
     "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
-    "ours_all": "ours on several hosts, with Horovod's sum of the dense gradients over all workers",
+    "ours_all": "ours on several hosts, without connections of their own: Horovod carries rows and sums",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
@@ -190,7 +190,8 @@ class Launches:
         arguments = ["--shape", self._name, "--clicks", self._folder / "batches", "--result", self._folder]
         arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps]
         log = self._folder / "log"
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir=Config().shard_dir) as memory:
+        # Not `gba-hvd-`: a job that starts meanwhile would take it for the memory of a dead one, and remove it.
+        with tempfile.TemporaryDirectory(prefix="bench-gba-hvd-", dir=Config().shard_dir) as memory:
             if peer in OF_OURS and self._hosts > 1:
                 arguments += ["--memory", memory]
             started = measure.launch(variant, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
@@ -222,14 +223,13 @@ def row_of(ranks: Sequence[Row], started: float, batch: int, steps: int) -> Row:
 def variant_of(peer: str, hosts: int = 1) -> tuple[Variant, int]:
     """The launch of a peer, and its processes."""
     workers = WORKERS * hosts
-    as_run = measure.AS_RUN if hosts == 1 else {"HOROVOD_CYCLE_TIME": "1"}  # what `gba-hvd run` sets, or leaves
     if peer in OF_OURS:
         ours = (f"{_MODULES}.ours", *OF_OURS[peer])
-        return measure.horovodrun(peer, workers, *ours, hosts=hosts, **as_run), workers
+        return measure.horovodrun(peer, workers, *ours, hosts=hosts, **measure.AS_RUN), workers
     if peer == "horovod":
         return measure.horovodrun(peer, workers, f"{_MODULES}.torch_tables", hosts=hosts), workers
     if peer == DENSE:
-        return measure.horovodrun(peer, workers, f"{_MODULES}.dense_only", hosts=hosts, **as_run), workers
+        return measure.horovodrun(peer, workers, f"{_MODULES}.dense_only", hosts=hosts, **measure.AS_RUN), workers
     python = (sys.executable, "-m")
     command: tuple[str, ...]
     if peer == "torch":

@@ -78,7 +78,7 @@ def tables_of(shape: Shape) -> gba_hvd.EmbeddingTables:
 
 
 def not_connected(name: str, world: World, ranks: Sequence[int]) -> None:
-    """In place of `form_group`: leaders that cannot be connected. A collective."""
+    """In place of `form_group`: workers that cannot be connected. A collective."""
     world.gather(name, np.zeros(1, dtype=np.int64))
     raise NotConnected("as the benchmark asks")
 
@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=Path, metavar="FOLDER", help="each name of a host has a folder of its own in it"
     )
-    parser.add_argument("--no-leaders", action="store_true", help="leave the sum of dense gradients to Horovod")
+    parser.add_argument(
+        "--no-leaders", action="store_true", help="leave rows and the sum of dense gradients to Horovod"
+    )
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     if args.memory is not None:

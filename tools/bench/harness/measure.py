@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ...launch.command_line import ONE_HOST_CYCLE_MS
+from ...launch.command_line import CYCLE_MS
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -34,7 +34,7 @@ else:
 
 Row = dict[str, Any]
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # of this machine: Horovod counts them as different hosts
-AS_RUN = {"HOROVOD_CYCLE_TIME": str(ONE_HOST_CYCLE_MS)}  # what `gba-hvd run` sets for a job on one host
+AS_RUN = {"HOROVOD_CYCLE_TIME": str(CYCLE_MS)}  # what `gba-hvd run` sets
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
