@@ -129,7 +129,8 @@ class DenseGradients:
             if p.grad is None:
                 view.zero_()
         if others:
-            torch._foreach_copy_([view for view, _ in others], [grad for _, grad in others])
+            grads = [grad.to_dense() if grad.is_sparse else grad for _, grad in others]
+            torch._foreach_copy_([view for view, _ in others], grads)
         if self.flat.device.type != "cpu":
             self._show()
 

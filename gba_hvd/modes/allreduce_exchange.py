@@ -279,11 +279,14 @@ class AllreduceExchange:
         device, of_tables = self._tables.on_device.current, self._tables.optimizers
         if not self.keeps_on_device or device is None or any(len(some) > 1 for some in rows):
             return
-        for group, some in enumerate(rows):
-            for grad in some:
-                can_apply = device.is_fused(group) and device.can_apply(group, of_tables)
-                if can_apply and isinstance(grad, SparseRowGrad) and grad.has_one_of_each:
-                    device.apply_ahead(group, grad, of_tables, scale, lr, step - n_skipped)
+        ahead: list[tuple[int, SparseRowGrad]] = []
+        for group, grad in ((group, grad) for group, some in enumerate(rows) for grad in some):
+            is_fused = device.is_fused(group) and device.can_apply(group, of_tables)
+            if not (is_fused and isinstance(grad, SparseRowGrad) and grad.has_one_of_each):
+                return  # its rows are read when it is applied, by when no others may be changed
+            ahead.append((group, grad))
+        for group, grad in ahead:
+            device.apply_ahead(group, grad, of_tables, scale, lr, step - n_skipped)
 
     def _merged_parts(self, parts: Sequence[Part], dim: int) -> RowGrad | DeviceRowGrad:
         """One gradient of a group, on the device if all parts are there."""

@@ -81,6 +81,8 @@ class DeviceAccess:
     def hit_share(self) -> float | None:
         """Of the distinct rows looked up so far, how many were read from the device's own memory; None: none are."""
         rows = self._rows
+        if rows is not None and rows.keeps_copies and rows.copies_all:
+            return 1.0
         return None if rows is None or not self._hot_rows or not rows.lookups else rows.hits / rows.lookups
 
     @torch.inference_mode(False)  # what is made here is written by later steps
@@ -112,7 +114,7 @@ class DeviceAccess:
             copies += f"; hashed tables ({', '.join(hashed)}) are looked up by the CPU"
         took_s = time.perf_counter() - began_s
         text = f"{device} reads the rows in the host's memory ({memory.flat.nbytes / 2**30:.2f} GiB"
-        self._decide(f"{text}, registered in {took_s:.1f} s){copies}", by_device=True, is_hot=self._rows.keeps_copies)
+        self._decide(f"{text}, ready after {took_s:.1f} s){copies}", by_device=True, is_hot=self._rows.keeps_copies)
 
     def _decide(self, text: str, *, by_device: bool, is_hot: bool = False) -> None:
         if text in self._reported:

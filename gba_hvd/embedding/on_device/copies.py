@@ -47,7 +47,7 @@ class AllRows:
         self._host, self._is_read = host, False
         self._weights = torch.empty(host.n_rows, dim, device=device)
         self._rest = torch.empty(host.n_rows, host.width - dim, device=device)
-        self.why_not_fused = fused.obstacle(device)
+        self.why_not_fused = fused.obstacle(device, dim)
         self._fused = None if self.why_not_fused else fused.FusedRows(self._weights, self._rest, host)
 
     @property
@@ -73,7 +73,7 @@ class AllRows:
     def renew(self, keys: Tensor, records: Tensor) -> None:
         dim = self._weights.shape[1]
         if self._fused is not None:
-            self._host.await_writes()  # they read the copies
+            self._host.writes.before_reading()  # they read the copies
         self._weights.index_copy_(0, keys, records[:, :dim])
         self._rest.index_copy_(0, keys, records[:, dim:])
 

@@ -28,6 +28,7 @@ def sum_chunks(keys, order, grads, sums, counts, n, DIM: tl.constexpr, WIDE: tl.
     is_number = is_there[:, None] & (columns < DIM)[None, :]
     grad = tl.load(grads + row[:, None] * DIM + columns[None, :], mask=is_number, other=0.0)
     same = key[:, None] == key[None, :]
+    # (A gradient that is not finite spoils its chunk: such a step is not applied.)
     total = tl.dot(same.to(tl.float32), grad, input_precision="ieee")
     is_first = is_there & ((tl.load(keys + at - 1, mask=is_there & (at > 0), other=-1) != key) | (at % CHUNK == 0))
     tl.store(sums + at[:, None] * DIM + columns[None, :], total, mask=is_number & is_first[:, None])
@@ -53,14 +54,22 @@ def update(  # type: ignore[no-untyped-def]
     is_number = is_first[:, None] & (columns < DIM)[None, :]
     grad = tl.load(sums + at[:, None] * DIM + columns[None, :], mask=is_number, other=0.0)
     count = tl.load(counts + at, mask=is_first, other=0)
-    chunk = (at // CHUNK + 1) * CHUNK
-    continues = is_first & (tl.load(keys + chunk, mask=is_first & (chunk < n), other=-1) == key)
-    while tl.max(continues.to(tl.int32), 0) > 0:
-        here = continues[:, None] & (columns < DIM)[None, :]
-        grad += tl.load(sums + chunk[:, None] * DIM + columns[None, :], mask=here, other=0.0)
-        count += tl.load(counts + chunk, mask=continues, other=0)
-        chunk += CHUNK
-        continues = continues & (tl.load(keys + chunk, mask=continues & (chunk < n), other=-1) == key)
+    # The run at the end may have more chunks after this one, of which CHUNK are read at once.
+    last = tl.max(tl.where(at % CHUNK == CHUNK - 1, key, -1), 0)
+    is_last = is_first & (key == last)
+    chunk = (tl.program_id(0).to(tl.int64) + 1 + tl.arange(0, CHUNK)) * CHUNK
+    is_more = (chunk < n) & (tl.zeros([CHUNK], tl.int32) + tl.max(is_last.to(tl.int32), 0) > 0)
+    is_more = is_more & (tl.load(keys + chunk, mask=is_more, other=-1) == last)
+    more, n_more = tl.zeros([WIDE], tl.float32), tl.sum(tl.zeros([CHUNK], tl.int32), 0)
+    while tl.max(is_more.to(tl.int32), 0) > 0:
+        here = is_more[:, None] & (columns < DIM)[None, :]
+        more += tl.sum(tl.load(sums + chunk[:, None] * DIM + columns[None, :], mask=here, other=0.0), 0)
+        n_more += tl.sum(tl.load(counts + chunk, mask=is_more, other=0), 0)
+        chunk += CHUNK * CHUNK
+        is_more = is_more & (chunk < n)
+        is_more = is_more & (tl.load(keys + chunk, mask=is_more, other=-1) == last)
+    grad += tl.where(is_last[:, None], more[None, :], 0.0)
+    count += tl.where(is_last, n_more, 0)
     row = key.to(tl.int64)
     of_weight = weights + row[:, None] * DIM + columns[None, :]
     weight = tl.load(of_weight, mask=is_number, other=0.0)

@@ -108,10 +108,11 @@ class HostWrites:
 
 
 class NumberOnItsWay:
-    """A number of a device, as soon as it is computed: what is asked of the device after it is not waited for."""
+    """A copy of a device's number to the host, which has begun: `get` waits for it, and for nothing asked for later."""
 
     def __init__(self, number: Tensor) -> None:
-        """number: a scalar"""
+        """number: of one element"""
+        number = number.reshape(())
         self._number, self._is_there = number, None
         if number.device.type == "cuda":
             self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)

@@ -87,4 +87,4 @@ def prepare(ids: Ids, plain: PlainFields, device: DeviceRows) -> PreparedIds | N
 
 def _is_simple(column: Tensor) -> bool:
     """Its ids are numbers as keys are, and whether it is changed is known."""
-    return column.dtype == torch.int64 and column.layout == torch.strided and not column.is_inference()
+    return column.dtype in (torch.int64, torch.int32) and column.layout == torch.strided and not column.is_inference()

@@ -67,7 +67,7 @@ class DeviceRows:
             self._view.close()
             raise
         self.keeps_copies = bool(self._copies)
-        self._ahead: dict[int, tuple[SparseRowGrad, float, float, int]] = {}  # what copies have, and the memory has not
+        self._ahead: dict[int, tuple[SparseRowGrad, float, float, int]] = {}  # by group, what `apply_ahead` was given
         self.hits, self.lookups = 0, 0
 
     def _made_copies(self, hot_rows: int) -> dict[int, Copies]:
@@ -207,6 +207,7 @@ class DeviceRows:
         self.wait()
         self._records.clear()
         self._copies.clear()
+        self._ahead.clear()
         self._finished = torch.empty(0)
         self._view.close()
 

@@ -165,7 +165,7 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     )
     model = Model(tables).to(device)
     optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=0.1), tables, global_batch=16, micro_batch=4, **more
+        torch.optim.Adagrad(model.parameters(), lr=0.1), tables, **({"global_batch": 16, "micro_batch": 4} | more)
     )
     state = gba_hvd.elastic.TorchState(model, optimizer)
     events: list[Any] = []
@@ -216,6 +216,8 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
         {"hot_rows": "all", "scores": True},
         {"hot_rows": "all", "more": {"max_norm": 0.05}},
         {"hot_rows": "all", "hashed": True},
+        {"hot_rows": "all", "more": {"micro_batch": 16}},
+        {"hot_rows": "all", "scores": True, "more": {"micro_batch": 10, "global_batch": 10}},
         {"hot_rows": 16, "more": {"row_average": "contributors"}},
         {"more": {"max_norm": 0.05}},
         {"more": {"row_average": "contributors"}},
@@ -231,6 +233,8 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
         "all, scores",
         "all, clip",
         "all, hashed",
+        "all, at once",
+        "all, at once, scores",
         "outdated copies",
         "clip",
         "contributors",
@@ -300,13 +304,14 @@ def test_keys_of_batches_that_are_read_ahead_are_on_the_device(
     np.testing.assert_array_equal(found[False], found[True])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_prepared_ids_that_were_changed_are_looked_up_as_they_are(
-    device: torch.device, make_tables: MakeTables
+    device: torch.device, make_tables: MakeTables, dtype: torch.dtype
 ) -> None:
     tables = make_tables({"user": (50, 4), "item": (90, 4)}).to(device)
 
     def batch() -> gba_hvd.Batch:
-        ids = {"user": torch.tensor([3, 3, 9]), "item": torch.tensor([1, 0, 1])}
+        ids = {"user": torch.tensor([3, 3, 9], dtype=dtype), "item": torch.tensor([1, 0, 1], dtype=dtype)}
         return gba_hvd.Batch(ids, torch.zeros(3, 0), torch.zeros(3))
 
     expected = tables.stacked(batch().ids).detach()
