@@ -134,8 +134,8 @@ class DeviceRows:
     @property
     def why_not_fused(self) -> str:
         """Why gradients are applied by torch's operators where all rows have copies, in words; empty if not."""
-        found = [copies.why_not_fused for copies in self._copies.values() if isinstance(copies, AllRows)]
-        return found[0] if found and self.device.type == "cuda" else ""
+        found = (copies.why_not_fused for copies in self._copies.values() if isinstance(copies, AllRows))
+        return next(filter(None, found), "") if self.device.type == "cuda" else ""
 
     def can_apply(self, group: int, of_tables: TableOptimizers) -> bool:
         """Whether the device has all that is done to rows of the group."""
