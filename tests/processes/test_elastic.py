@@ -73,17 +73,22 @@ def test_a_worker_killed_when_it_has_posted_costs_its_shards_that_step_and_it_is
         assert died in job.said() or "left, or died, before it finished step" in job.said(), job.log()
 
 
+def assert_the_step_was_computed_again(job: Cluster, reference: dict[str, np.ndarray]) -> None:
+    """The planned fault happened, and left no trace in the samples and the parameters."""
+    assert job.fired() == 1
+    job.assert_every_sample_once(epochs=2)
+    assert_nobody_went_back(job)
+    assert job.result()["shard_steps_missed"] == 0
+    dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
+    assert_same_parameters(job.arrays(), dense)
+
+
 def test_a_worker_killed_before_the_commit_of_two_hosts_changes_no_parameter(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     with cluster(tmp_path, faults=[fault("after exchange")], own_memory_per_name=True) as job:
         job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
-        assert job.fired() == 1
-        job.assert_every_sample_once(epochs=2)
-        assert_nobody_went_back(job)
-        assert job.result()["shard_steps_missed"] == 0
-        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
-        assert_same_parameters(job.arrays(), dense)
+        assert_the_step_was_computed_again(job, reference)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +108,7 @@ def test_a_worker_killed_while_two_hosts_exchange_rows_changes_no_parameter(
     """Of keys and of gradients, when it has waited, it has sent how many, and not what."""
     with cluster(tmp_path, faults=[fault(point, rank=rank)], own_memory_per_name=True) as job:
         job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
-        assert job.fired() == 1
-        job.assert_every_sample_once(epochs=2)
-        assert_nobody_went_back(job)
-        assert job.result()["shard_steps_missed"] == 0
-        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
-        assert_same_parameters(job.arrays(), dense)
+        assert_the_step_was_computed_again(job, reference)
 
 
 def test_a_worker_that_stays_stopped_while_two_hosts_exchange_rows_is_ended(
@@ -145,12 +145,7 @@ def test_a_leader_killed_before_the_leaders_have_summed_changes_no_parameter(
 ) -> None:
     with cluster(tmp_path, faults=[fault("leaders sum", rank=rank)], own_memory_per_name=True) as job:
         job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
-        assert job.fired() == 1
-        job.assert_every_sample_once(epochs=2)
-        assert_nobody_went_back(job)
-        assert job.result()["shard_steps_missed"] == 0
-        dense = {name: values for name, values in reference.items() if name.startswith("dense.")}
-        assert_same_parameters(job.arrays(), dense)
+        assert_the_step_was_computed_again(job, reference)
         assert job.said().count("after the newest step before the loss of a worker") == 1, job.log()
 
 
