@@ -45,6 +45,8 @@ class Browser:
         self._events: list[Message] = []
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
+        self._from_is_ready = select.poll()  # takes descriptors over 1023, too
+        self._from_is_ready.register(self._from, select.POLLIN)
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # chromium refuses to have one as root
         command = [program, "--headless", "--remote-debugging-pipe", f"--user-data-dir={folder}", *sandbox]
         command += ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"]
@@ -152,7 +154,7 @@ class Browser:
 
     def _read(self, timeout_s: float) -> bool:
         """Whether something came."""
-        if not select.select([self._from], [], [], timeout_s)[0]:
+        if not self._from_is_ready.poll(1000 * timeout_s):
             return False
         data = os.read(self._from, 1 << 20)
         assert data, f"the browser ended with status {self._process.wait(30)}"

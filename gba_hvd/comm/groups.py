@@ -23,6 +23,7 @@ import ctypes
 import datetime
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -160,11 +161,14 @@ def _descriptors() -> set[int]:
 def _keep_alive(descriptors: Iterable[int]) -> None:
     """Gloo has no option for it; a socket that another thread opened meanwhile comes to no harm."""
     for descriptor in descriptors:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # a file is no socket
-            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in _PROBES.items():
-                    one.setsockopt(socket.IPPROTO_TCP, option, value)
+        with contextlib.suppress(OSError):  # a file is no socket, another thread may have closed it
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in _PROBES.items():
+                        one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refuse_failed(world: World, name: str, failure: str) -> None:

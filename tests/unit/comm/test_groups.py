@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def on_all(size: int, work: Callable[[ThreadWorld], Any]) -> list[Any]:
         thread.join(2 * TIMEOUT_S)
         assert not thread.is_alive()
     return found
+
+
+def meet(world: ThreadWorld) -> None:
+    """Returns when all workers have come."""
+    world.gather("meet", np.zeros(1, dtype=np.int64))
 
 
 def vector(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,6 +128,7 @@ def test_a_worker_that_leaves_ends_the_all_to_all_of_all_others() -> None:
         assert group is not None
         words, splits = np.ones(8, np.float32), np.full(4, 2)
         group.alltoall("rows", words, splits)
+        meet(world)
         if world.rank == 0:
             group.close()
             return
@@ -143,6 +150,7 @@ def test_a_worker_that_leaves_ends_the_sum_of_all_others() -> None:
         values = torch.ones(1000)
         group.sum_(values)
         assert torch.equal(values, torch.full((1000,), 5.0))
+        meet(world)
         if world.rank == 0:
             group.close()
             return
@@ -247,10 +255,10 @@ def test_connections_are_at_one_address_and_are_probed() -> None:
     def work(world: ThreadWorld) -> None:
         group = form_group("commit", world, range(world.size))
         assert group is not None
-        world.gather("formed", np.zeros(1, dtype=np.int64))
+        meet(world)
         if world.rank == 0:
             found.extend(sockets_of_this_process())
-        world.gather("looked", np.zeros(1, dtype=np.int64))
+        meet(world)
         group.close()
 
     before = set(sockets_of_this_process())
@@ -260,6 +268,21 @@ def test_connections_are_at_one_address_and_are_probed() -> None:
     assert listening and all(fields[1].startswith("0100007F:") for fields in listening)
     connected = [fields for fields in fresh if fields[3] == "01"]
     assert sum(fields[5].startswith("02:") for fields in connected) >= 2  # the timer of probes
+
+
+def test_what_a_group_opened_is_closed_with_it() -> None:
+    def work(world: ThreadWorld) -> None:
+        group = form_group("commit", world, range(world.size))
+        assert group is not None
+        group.sum_(torch.ones(3))
+        meet(world)
+        group.close()
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert on_all(3, work) == [None] * 3
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def sockets_of_this_process() -> list[str]:
