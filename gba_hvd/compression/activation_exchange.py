@@ -14,7 +14,7 @@ from gba_hvd.compression.row_codec import sections, split
 from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.embedding import bags as pooling
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest
-from gba_hvd.embedding.row_gradients import RowGrad, distinct, pack_by_owner
+from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.tables import PulledRows
 
 
@@ -65,7 +65,7 @@ class ActivationExchange(RowExchange):
             self.coder.received(number, n_sent, all_values.size)
             self._tables.remote[number] = PulledRows(all_keys, distinct(all_keys)[2], all_values, pooled)
 
-    def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
+    def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, list[RowGrad]]:
         """As `RowExchange.send`: of what was borrowed, the elements that were sent."""
         remote, groups = {}, self._tables.layout.groups
         counted = any(grad.accesses is not None for grad in grads)
@@ -80,8 +80,7 @@ class ActivationExchange(RowExchange):
         }
         for rank, data in self._swap("rows", "rows", given_back).items():
             parts = zip(split(data, len(groups)), self._given.pop(rank), groups, strict=True)
-            back = [coding.read_back(part, lent, group.dim, extra, counted) for part, lent, group in parts]
-            remote[rank], _ = pack_by_owner(back, np.zeros(len(self._server), dtype=np.int32), 1)
+            remote[rank] = [coding.read_back(part, lent, group.dim, extra, counted) for part, lent, group in parts]
         return remote
 
     def _lend(self, questions: dict[int, np.ndarray]) -> dict[int, bytes]:

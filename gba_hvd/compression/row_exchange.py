@@ -1,5 +1,4 @@
-"""Rows and their gradients between the hosts of an allreduce step, compressed. Replaces exchanges of
-`allreduce_exchange`.
+"""Rows and their gradients between the hosts of an allreduce step, compressed. In place of `modes.whole_rows`.
 
     pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
     send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
@@ -28,7 +27,6 @@ from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import (
     RowGrad,
     distinct,
-    pack_by_owner,
     with_access_column,
     without_access_column,
 )
@@ -93,12 +91,11 @@ class RowExchange:
             _, _, slots = distinct(mine)
             tables.remote[number] = PulledRows(mine, slots, rows)
 
-    def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
-        """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
+    def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, list[RowGrad]]:
+        """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back: by rank, per group.
 
         grads: by group. extra: columns of them beyond a row's dimension; accesses, where they are counted, come on top.
-        After the coder's `begin`.
-        The result is as from `row_gradients.pack_by_owner`. A collective.
+        After the coder's `begin`. A collective.
         """
         remote, dims = {}, [group.dim for group in self._tables.layout.groups]
         counted = any(grad.accesses is not None for grad in grads)
@@ -108,10 +105,7 @@ class RowExchange:
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
             back = [coding.decode_row_gradients(*one, extra + counted) for one in zip(parts, lent, dims, strict=True)]
-            if counted:
-                back = [without_access_column(grad) for grad in back]
-            everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
-            remote[rank], _ = pack_by_owner(back, everything, 1)
+            remote[rank] = [without_access_column(grad) for grad in back] if counted else back
         return remote
 
     # --- whether it pays ---------------------------------------------------------------------------------------------

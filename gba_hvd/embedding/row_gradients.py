@@ -202,18 +202,20 @@ class Packed:
 
     words: int64 [owners], float32 words of each message. A message is, for each group of tables: the number of rows
     (int64), their keys (int64), their values (float32), and their accesses (uint32) where they are counted.
-    kept: the owner that gets none, since it reads `picked`; None: all get one
+    Owners that are not written to get none: their rows are those of `picked`.
     """
 
     words: np.ndarray
     _grads: Sequence[RowGrad]
     _starts: Sequence[np.ndarray]
     _orders: Sequence[np.ndarray]
-    kept: int | None = None
+    _written: np.ndarray
 
     @classmethod
-    def of(cls, grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int, kept: int | None = None) -> Packed:
-        """owner: int32 [S], of each shard."""
+    def of(
+        cls, grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int, written: Sequence[int] | None = None
+    ) -> Packed:
+        """owner: int32 [S], of each shard; written: the owners that get a message, in ascending order, or all."""
         starts, orders, words = [], [], np.zeros(n_owners, dtype=np.int64)
         for grad in grads:
             start, order = np.empty(n_owners + 1, dtype=np.int64), np.empty(len(grad.keys), dtype=np.int32)
@@ -221,9 +223,9 @@ class Packed:
             words += 2 + np.diff(start) * (2 + grad.values.shape[1] + (grad.accesses is not None))
             starts.append(start)
             orders.append(order)
-        if kept is not None:
-            words[kept] = 0
-        return cls(words, grads, starts, orders, kept)
+        to = np.arange(n_owners) if written is None else np.array(written, dtype=np.int64)
+        words[np.setdiff1d(np.arange(n_owners), to)] = 0
+        return cls(words, grads, starts, orders, to)
 
     def picked(self, rank: int) -> list[PickedRows]:
         """Per group of tables, the rows of one owner. They are those of the gradients that this was made of."""
@@ -245,9 +247,9 @@ class Packed:
     def write(self, message: np.ndarray) -> None:
         """All messages, in the order of the owners. message: float32 [sum of words]"""
         at = 0
-        for rank, words in enumerate(self.words.tolist()):
-            if rank != self.kept:
-                self._write_one(rank, message[at : at + words])
+        for rank in self._written.tolist():
+            words = int(self.words[rank])
+            self._write_one(rank, message[at : at + words])
             at += words
 
     def _write_one(self, rank: int, message: np.ndarray) -> None:

@@ -4,9 +4,10 @@ One step, on every rank:
 
     1. pull    rows that live on other hosts, for all micro-batches of the step (only with several hosts)
     2. compute the worker's micro-batches, summing gradients
-    3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
-               what arrives is *held*. Where the step is to be clipped, each rank then measures what it holds: the
-               squares travel with the commit, so its result has the norm, and all ranks find the same factor
+    3. send    row gradients to the ranks that serve the shards, through memory on a host, and between hosts as they are
+               (`whole_rows`) or compressed (`compression.row_exchange`); what arrives is *held*. Where the step is to
+               be clipped, each rank then measures what it holds: the squares travel with the commit, so its result has
+               the norm, and all ranks find the same factor
     4. commit  one sum of the dense gradients: through memory on a host, and among the leaders of several hosts
                (`shm.host_sum`). It ends only when every rank has entered it, so a rank with its result knows that
                every rank holds its row gradients: from here on the step is decided. Compressed dense gradients go round
@@ -30,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd import kernels
-from gba_hvd.comm.collectives import Alltoall, World, worker_lost
+from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.groups import Group
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.activation_exchange import ActivationExchange
@@ -52,14 +52,14 @@ from gba_hvd.embedding.row_gradients import (
     add_in_order,
     average_over_contributors,
     copied,
-    distinct,
     merge,
     unpack,
 )
-from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import GbaError
 from gba_hvd.gradients import clipping
 from gba_hvd.gradients.dense_gradients import AllSum, DenseGradients
+from gba_hvd.modes.whole_rows import WholeRows
 from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
@@ -81,7 +81,7 @@ class HeldRows:
 
     step: int
     own: Sequence[RowGrad | PickedRows | DeviceRowGrad]
-    remote: dict[int, np.ndarray]
+    remote: Mapping[int, Sequence[RowGrad]]
     scale: float
     lr: float
     n_skipped: int = 0
@@ -131,6 +131,7 @@ class AllreduceExchange:
         self._row_coder = row_coder
         # Row gradients stay where the model's device has them: no other worker gets or applies any.
         self.keeps_on_device = world.size == 1 and row_coder is None and not self._by_contributors
+        self._whole_rows = WholeRows(tables, self._server, world.size, outboxes, self._dims, self._traffic)
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
             kind = ActivationExchange if row_coder.spec.pools else RowExchange
@@ -199,35 +200,13 @@ class AllreduceExchange:
             return
         exchange = self.row_exchange
         if exchange is None or whole:
-            self._pull_whole(keys, self._alltoall)
+            self._whole_rows.pull(keys, self._alltoall, returns=not whole)
             return
         with exchange.measured():
             if exchange.compresses:
                 exchange.pull(keys, bags)
             else:
-                self._pull_whole(keys, exchange.alltoall)
-
-    def _pull_whole(self, keys: Sequence[np.ndarray], alltoall: Alltoall) -> None:
-        assert self._tables.local is not None
-        layout, size = self._tables.layout, self._world.size
-        for number, group in enumerate(layout.groups):
-            remote = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
-            wanted, _, slots = distinct(remote)
-            start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
-            kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
-            asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
-            asked_keys = np.ascontiguousarray(asked).view(np.int64)
-            rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
-            self._memory.gather(asked_keys, group, 0, rows)
-            self._traffic.count("sent", "header", 8 * len(wanted))
-            self._traffic.count("received", "header", 8 * len(asked_keys))
-            self._traffic.count("sent", "rows", rows.nbytes)
-            self._traffic.count("received", "rows", 4 * group.dim * len(wanted))
-            n_lent, n_borrowed = n_asked // 2 * group.dim, np.diff(start) * group.dim
-            got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), n_lent, n_borrowed)
-            values = np.empty((len(wanted), group.dim), dtype=np.float32)
-            values[order] = got.reshape(-1, group.dim)
-            self._tables.remote[number] = PulledRows(wanted, slots, values)
+                self._whole_rows.pull(keys, exchange.alltoall, returns=True)
 
     def exchange(self, step: int, parts: Sequence[Sequence[Part]], scale: float, lr: float, n_skipped: int = 0) -> None:
         """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes.
@@ -250,25 +229,18 @@ class AllreduceExchange:
         if self._world.size == 1:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
-        packed = Packed.of(grads, self._server, self._world.size, kept=self._world.rank)
-        outbox, by_rank = self._outboxes[self._world.rank], []
-        if not self.several_hosts:
-            outbox.post(step, packed.words, packed.write)
-        else:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
-            message = np.empty(int(packed.words.sum()), np.float32)
-            packed.write(message)
-            by_rank = np.split(message, np.cumsum(packed.words)[:-1])
-            here, words = _joined([part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)])
-            outbox.post(step, words, lambda memory: np.copyto(memory, here))
-        remote: dict[int, np.ndarray] = {}
+        here = sorted(set(self._outboxes) - {self._world.rank})
+        packed = Packed.of(grads, self._server, self._world.size, here)
+        self._outboxes[self._world.rank].post(step, packed.words, packed.write)
+        remote: dict[int, list[RowGrad]] = {}
         if exchange is not None:
             with exchange.measured():
                 if exchange.compresses:
                     remote = exchange.send(grads, int(self._by_contributors))
                 else:
-                    remote = self._send_whole(by_rank, exchange.alltoall)
+                    remote = self._whole_rows.send(packed, exchange.alltoall)
         elif self.several_hosts:
-            remote = self._send_whole(by_rank, self._alltoall)
+            remote = self._whole_rows.send(packed, self._alltoall)
         self.held = HeldRows(step, packed.picked(self._world.rank), remote, scale, lr, n_skipped)
 
     def apply_ahead(self, rows: RowGrads, step: int, scale: float, lr: float, n_skipped: int) -> None:
@@ -296,15 +268,6 @@ class AllreduceExchange:
         if len(on_device) == len(parts):
             return merge_on_device(on_device)
         return merge([(on_host(grad), weight) for grad, weight in parts])
-
-    def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
-        """parts: by rank; those of this host stay."""
-        message, words = _joined([part[:0] if rank in self._outboxes else part for rank, part in enumerate(parts)])
-        received, n_received = alltoall("rows", message, words)
-        self._traffic.count("sent", "rows", message.nbytes)
-        self._traffic.count("received", "rows", received.nbytes)
-        by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
-        return {rank: part for rank, part in by_rank if rank not in self._outboxes}
 
     def row_squares(self) -> float:
         """The sum of the squares of the gradients of this rank's rows in the step that is held, over all workers.
@@ -447,17 +410,10 @@ class AllreduceExchange:
     def _arrived(self, held: HeldRows) -> list[list[RowGrad | PickedRows]]:
         """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
         me, counted = self._world.rank, self._tables.counts_accesses
-        messages = {rank: outbox.message(held.step, me) for rank, outbox in self._outboxes.items() if rank != me}
-        messages |= held.remote
-        grads: list[Sequence[RowGrad | PickedRows]] = [
-            cast(Sequence[RowGrad | PickedRows], held.own)
-            if rank == me
-            else unpack(messages[rank], self._dims, counted)
-            for rank in range(self._world.size)
-        ]
-        return [list(by_group) for by_group in zip(*grads, strict=True)]
-
-
-def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """One message, float32 words, and how many words each part has, int64 [parts]."""
-    return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
+        by_rank: dict[int, Sequence[RowGrad | PickedRows]] = {
+            rank: unpack(outbox.message(held.step, me), self._dims, counted)
+            for rank, outbox in self._outboxes.items()
+            if rank != me
+        }
+        by_rank |= {me: cast(Sequence[RowGrad | PickedRows], held.own), **held.remote}
+        return [list(by_group) for by_group in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]

@@ -95,9 +95,10 @@ def test_every_rank_gets_what_each_sends_it_bit_for_bit(is_known: bool) -> None:
         assert found == [[of[rank] for of in step] for step in sent]
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["counts go ahead", "counts are known"])
 @pytest.mark.parametrize("late", range(3))
-def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int) -> None:
-    """`row_squares` counts on it."""
+def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int, is_known: bool) -> None:
+    """`row_squares` counts on it, and that messages of the ranks of one host are empty."""
     others_wait, has_come = threading.Barrier(3), threading.Event()
 
     def work(world: ThreadWorld) -> bool:
@@ -116,7 +117,8 @@ def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int) -> None:
                 wait_until(name, is_done, ranks)
 
             world.wait_until = wait  # type: ignore[method-assign]
-        group.alltoall("rows", np.empty(0, np.float32), np.zeros(3, np.int64))
+        nothing = np.zeros(3, np.int64)
+        group.alltoall("rows", np.empty(0, np.float32), nothing, nothing if is_known else None)
         return has_come.is_set()
 
     assert on_all(3, work) == [True] * 3

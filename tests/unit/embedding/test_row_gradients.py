@@ -131,9 +131,9 @@ def test_an_addition_does_not_wait_where_a_row_comes_twice(order: int) -> None:
     assert np.array_equal(found.values, merge([(part, 1.0) for part in parts]).values)
 
 
-def test_what_an_owner_keeps_is_in_no_message() -> None:
+def test_owners_that_are_not_written_to_get_no_message() -> None:
     grads, owner = [row_grad([0, 1, 2, 3, 4, 5], 3), row_grad([6, 1], 2)], np.array([0, 1, 1], np.int32)
-    every, packed = Packed.of(grads, owner, 2), Packed.of(grads, owner, 2, kept=1)
+    every, packed = Packed.of(grads, owner, 2), Packed.of(grads, owner, 2, written=[0])
     assert packed.words.tolist() == [every.words[0], 0]
     messages = [np.empty(int(of.words.sum()), np.float32) for of in (every, packed)]
     for of, message in zip((every, packed), messages, strict=True):
