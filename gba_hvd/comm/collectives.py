@@ -27,6 +27,7 @@ from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError,
 
 _POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
 _PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
+_DOZE_S = 0.1  # of a wait that ends by itself: then whether the world is whole
 _WATCHED_S = 1.0  # a sum of some workers that takes longer is watched
 _ASK_AGAIN_S = 0.5
 _LENGTH = 8
@@ -80,8 +81,13 @@ class World(Protocol):
         before an operation of this name comes again.
         """
 
-    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
-        """Wait for what some ranks, this one among them, do together elsewhere. Raises where the world has broken."""
+    def wait_until(
+        self, name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Sequence[int]
+    ) -> None:
+        """Wait for what some ranks, this one among them, do together elsewhere. Raises where the world has broken.
+
+        doze: returns when it is done, or after so many seconds
+        """
 
 
 class SoloWorld:
@@ -110,7 +116,9 @@ class SoloWorld:
     def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         pass
 
-    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+    def wait_until(
+        self, name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Sequence[int]
+    ) -> None:
         raise NotImplementedError("one worker is in no group")
 
 
@@ -170,8 +178,10 @@ class HorovodWorld:
         if local is not values:
             values.copy_(local)
 
-    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
-        self._wait_until(name, is_done, self._refuse_broken, ranks)
+    def wait_until(
+        self, name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Sequence[int]
+    ) -> None:
+        self._wait_until(name, is_done, self._refuse_broken, ranks, doze=doze)
 
     def _wait(self, name: str, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Training does not wait for those that may be cancelled."""
@@ -191,10 +201,12 @@ class HorovodWorld:
         refuse: Callable[[float], None],
         ranks: Sequence[int],
         in_background: bool = False,
+        doze: Callable[[float], None] | None = None,
     ) -> None:
         """Horovod's own wait spins: it takes the core from whom it waits for.
 
         refuse: called with the seconds waited so far, may raise; ranks: of all that take part
+        doze: see `wait_until`; without it, `is_done` is asked again and again
         """
         asked_s, long_wait = time.perf_counter(), None
         try:
@@ -204,6 +216,9 @@ class HorovodWorld:
                 if waited_s > collective_waits.MARKED_S:
                     long_wait = long_wait or LongWait(name, self.rank, ranks, LauncherStore.of(), in_background)
                     long_wait.report(waited_s)
+                if doze is not None:
+                    doze(_DOZE_S)
+                    continue
                 time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if not in_background else _PATIENT_POLL_S)
         finally:
             if long_wait is not None:

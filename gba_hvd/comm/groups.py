@@ -25,6 +25,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Group:
         work = None
         try:
             work = begin(self._connections)
-            self._world.wait_until(name, work.is_completed, self._ranks)
+            self._world.wait_until(name, work.is_completed, partial(_doze, work), self._ranks)
         except BaseException:
             if work is None or not work.is_completed():  # to free the connections would wait for it
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
@@ -115,6 +116,12 @@ class Group:
             work = None
             self.close()
             raise worker_lost(f"a worker is gone: {_first_sentence(error)}") from None
+
+
+def _doze(work: Any, most_s: float) -> None:
+    """Sleep until the operation ends, or for so long. What it ends with is not looked at."""
+    with contextlib.suppress(RuntimeError):  # also that of the time-out, which ends nothing else
+        work.wait(datetime.timedelta(seconds=most_s))
 
 
 def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:

@@ -41,8 +41,8 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shm import futex, reaper, sweep
 from gba_hvd.shm import job_folder as folders
-from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.host_identity import Host, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
@@ -54,6 +54,7 @@ _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
+_LOOK_AT_WRITER_S = 0.02  # whether it lives, while a step of its shards is waited for
 _NO_PROCESS = -1
 _STOPPED_S = 1.0
 _BYTES_OF_A_THREAD = 64 << 20  # that it initialises in about a quarter of a second
@@ -410,6 +411,8 @@ class ShardMemory:
 
     def finish(self, shards: np.ndarray, step: int) -> None:
         self._finished[shards] = step
+        for shard in shards.tolist():
+            futex.wake(self._mark_address(shard))
 
     def wait_finished(self, shards: np.ndarray, step: int, timeout_s: float) -> None:
         """Wait until `step` is finished on all these shards; TimeoutError names the shard and its writer."""
@@ -421,13 +424,19 @@ class ShardMemory:
                 return
             now = time.monotonic()
             deadline = deadline or now + timeout_s
-            shard, writer = int(behind[0]), int(self._writer[behind[0]])
+            shard, writer, found = int(behind[0]), int(self._writer[behind[0]]), int(self._finished[behind[0]])
+            if found >= step:
+                continue
             if now > deadline or (writer and not is_alive(writer)):
                 why = "did not finish" if now > deadline else "left, or died, before it finished"
                 raise TimeoutError(
                     f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})"
                 )
-            time.sleep(20e-6)
+            futex.wait(self._mark_address(shard), found, min(_LOOK_AT_WRITER_S, deadline - now))
+
+    def _mark_address(self, shard: int) -> int:
+        """Of the low half of the newest step that is finished on the shard."""
+        return int(self._finished[shard:].ctypes.data)
 
     def claim(self, shards: np.ndarray) -> None:
         """This process serves these shards from now on."""

@@ -65,12 +65,14 @@ class ThreadWorld:
         self.before_result()
         values.copy_(total)
 
-    def wait_until(self, name: str, is_done: Callable[[], bool], ranks: Sequence[int]) -> None:
+    def wait_until(
+        self, name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Sequence[int]
+    ) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not is_done():
             if self.meeting.barrier.broken or time.monotonic() > deadline:
                 raise threading.BrokenBarrierError
-            time.sleep(0.0002)
+            doze(0.01)
 
 
 class EventLog(gba_hvd.Callback):

@@ -110,11 +110,11 @@ def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int, is_known: b
         else:
             wait_until = world.wait_until
 
-            def wait(name: str, is_done: Callable[[], bool], ranks: Any) -> None:
+            def wait(name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Any) -> None:
                 if not has_come.is_set():
                     assert not is_done()
                     others_wait.wait(TIMEOUT_S)
-                wait_until(name, is_done, ranks)
+                wait_until(name, is_done, doze, ranks)
 
             world.wait_until = wait  # type: ignore[method-assign]
         nothing = np.zeros(3, np.int64)
@@ -122,6 +122,31 @@ def test_an_all_to_all_of_nothing_ends_when_all_have_come(late: int, is_known: b
         return has_come.is_set()
 
     assert on_all(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["the other one comes", "the other one leaves"])
+def test_a_wait_ends_with_the_operation_and_not_when_it_is_looked_at_again(comes: bool) -> None:
+    dozes = threading.Event()
+
+    def wait(name: str, is_done: Callable[[], bool], doze: Callable[[float], None], ranks: Any) -> None:
+        while not is_done():
+            dozes.set()
+            doze(10 * TIMEOUT_S)
+
+    def work(world: ThreadWorld) -> None:
+        group = form_group("rows", world, range(2))
+        assert group is not None
+        if world.rank == 0:
+            world.wait_until = wait  # type: ignore[method-assign]
+        elif not (dozes.wait(TIMEOUT_S) and comes):
+            group.close()
+            return
+        words = np.ones(2, np.float32)
+        with contextlib.nullcontext() if comes else pytest.raises(GbaError, match="a worker is gone"):
+            group.alltoall("rows", words, words.astype(np.int64), words.astype(np.int64))
+
+    assert on_all(2, work) == [None] * 2
+    assert dozes.is_set()
 
 
 def test_a_worker_that_leaves_ends_the_all_to_all_of_all_others() -> None:

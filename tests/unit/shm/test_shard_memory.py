@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import reaper, shard_memory
+from gba_hvd.shm import futex, reaper, shard_memory
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
 from gba_hvd.shm.shard_memory import ShardMemory, difference, remove_orphaned_memory
@@ -331,6 +332,28 @@ def test_waiting_ends_when_the_step_is_finished(open_memory: Open) -> None:
     memory.finish(np.arange(4), 3)
     memory.wait_finished(np.arange(4), 3, timeout_s=0.001)
     memory.wait_finished(np.empty(0, dtype=np.int64), 9, timeout_s=0.001)
+
+
+@pytest.mark.parametrize("order", [[1, 2], [2, 1]])
+def test_a_writer_wakes_who_waits_for_its_shards(
+    open_memory: Open, monkeypatch: pytest.MonkeyPatch, order: list[int]
+) -> None:
+    memory, due = open_memory(), list(order)
+    slept: list[int] = []
+    woken: list[int] = []
+
+    def sleep(address: int, value: int, timeout_s: float) -> None:
+        assert ctypes.c_uint32.from_address(address).value == value
+        slept.append(address)
+        memory.finish(np.array([due.pop(0)]), 7)
+        if not due:
+            assert ctypes.c_uint32.from_address(address).value == 7
+
+    monkeypatch.setattr(futex, "wait", sleep)
+    monkeypatch.setattr(futex, "wake", woken.append)
+    memory.wait_finished(np.array([1, 2]), 7, timeout_s=100.0)
+    assert len(slept) == len(woken) == 2
+    assert woken[-1] == slept[-1]
 
 
 def test_waiting_for_a_writer_that_is_stuck_times_out(open_memory: Open) -> None:
