@@ -12,7 +12,8 @@ worker is a process of its own session with its own pid; `/proc` shows the comma
 started with. It ends without taking the interpreter apart, see `_run`.
 
 A worker's `sys.executable` is a script that starts a companion server in the same way, benchmarks' modules (`-m`) and
-`train_ctr.py` too, and everything else by the real interpreter.
+`train_ctr.py` too, and everything else by the real interpreter. What sends to MLflow is forked from a second process,
+which has imported MLflow (1.8 s) and its SQLite store (1.5 s), and which workers have not.
 
 Of this package one module reads the environment when it is imported, `gba_hvd.trace`: a worker that is to write a trace
 imports the package again.
@@ -25,6 +26,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -55,6 +57,7 @@ case "$1 $2 $3 $4" in
     "-c "*"from gba_hvd.ps.server"*) exec {client} "$@" ;;
     "-m gba_hvd_tools.bench."* | "-W ignore -m gba_hvd_tools.bench."*) exec {client} "$@" ;;
     */train_ctr.py" "*) exec {client} "$@" ;;
+    "-P -c "*"from gba_hvd.tracking.sender_process"*) exec {sender} "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -67,30 +70,36 @@ def python() -> list[str]:
     That process ends with this one.
     """
     folder = Path(tempfile.mkdtemp(prefix="prefork-"))
-    path = str(folder / "socket")
-    client = [sys.executable, "-I", "-S", str(CLIENT), path]
-    script = _INTERPRETER.format(client=shlex.join(client), python=shlex.quote(sys.executable))
-    interpreter = Path(_interpreter(path))
-    interpreter.write_text(script)
+    worker, sender = [[sys.executable, "-I", "-S", str(CLIENT), str(folder / name)] for name in ("socket", "senders")]
+    interpreter = Path(_interpreter(worker[-1]))
+    interpreter.write_text(_INTERPRETER.format(
+        client=shlex.join(worker), sender=shlex.join(sender), python=shlex.quote(sys.executable)
+    ))  # fmt: skip
     interpreter.chmod(0o700)
     for command in ("horovodrun", "gba-hvd"):  # looked for beside the interpreter
         interpreter.with_name(command).symlink_to(Path(sys.executable).with_name(command))
+    for client, what in ((worker, "workers"), (sender, "senders")):
+        _start(client[-1], what)
+    return worker
+
+
+def _start(path: str, what: str) -> None:
+    """The process to fork "workers" or "senders" from. It ends with this one."""
     ready, ready_there = os.pipe()
     alive_there, alive = os.pipe()
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD", "TEST_PLAN"))}
     environ |= {"OMP_NUM_THREADS": "1", "PREFORK_ROOM": " " * _ROOM}
     server = subprocess.Popen(
-        [sys.executable, __file__, path, str(ready_there), str(alive_there), " " * _ROOM],
+        [sys.executable, __file__, path, what, str(ready_there), str(alive_there), " " * _ROOM],
         env=environ, stdin=subprocess.DEVNULL, pass_fds=[ready_there, alive_there], start_new_session=True,
     )  # fmt: skip
     os.close(ready_there)
     os.close(alive_there)
     with selectors.DefaultSelector() as selector:
         selector.register(ready, selectors.EVENT_READ)
-        assert selector.select(_START_S) and os.read(ready, 1), "the process to fork workers from did not start"
+        assert selector.select(_START_S) and os.read(ready, 1), f"the process to fork {what} from did not start"
     os.close(ready)
     atexit.register(lambda: (os.close(alive), server.wait(_START_S)))  # if this process is killed, `alive` closes, too
-    return client
 
 
 def interpreter() -> str:
@@ -102,8 +111,16 @@ def _interpreter(socket_path: str) -> str:
     return str(Path(socket_path).with_name("python"))
 
 
-def _import() -> None:
-    """What workers and servers need."""
+def _import_for_senders() -> None:
+    import gba_hvd.tracking.sender_process
+
+    gba_hvd.tracking.sender_process.prepare_process()  # MLflow reads some settings when it is imported
+    for name in ("tracking.rest_store", "tracking.sqlalchemy_store", "artifact.artifact_repository_registry"):
+        importlib.import_module(f"mlflow.store.{name}")
+
+
+def _import_for_workers() -> None:
+    """And for servers."""
     import gba_hvd_tools.chaos.data  # noqa: F401
     import horovod.torch  # noqa: F401
     import pyarrow.parquet  # noqa: F401
@@ -192,7 +209,7 @@ class _Server:
         """The tests are over."""
         for _, end in self._workers.values():
             signal.pidfd_send_signal(end, signal.SIGKILL)
-        shutil.rmtree(os.path.dirname(path))
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)  # both servers do it
         os._exit(0)
 
     def _close(self) -> None:
@@ -228,11 +245,9 @@ def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
             del sys.modules[module]
     main, code = _main_module(request["arguments"])
     random.seed()
-    import numpy as np
-    import torch
-
-    np.random.seed()
-    torch.seed()
+    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)()
     sys.modules["__main__"] = main
     return code
 
@@ -242,9 +257,10 @@ def _main_module(arguments: list[str]) -> tuple[types.ModuleType, types.CodeType
     if arguments[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
         del arguments[:2]
-    kind, *more = arguments
-    folder = "" if kind in ("-c", "-m") else str(Path(kind).parent)
-    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    is_safe = arguments[0] == "-P"  # the script's folder is not on `sys.path`
+    kind, *more = arguments[is_safe:]
+    folder = [] if is_safe else [""] if kind in ("-c", "-m") else [str(Path(kind).parent)]
+    sys.path[:1] = [*folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     main = types.ModuleType("__main__")
     code: types.CodeType | None
     if kind == "-c":
@@ -279,11 +295,11 @@ def _show(text: bytes, place: tuple[int, int]) -> None:
 
 
 def _main() -> types.CodeType:
-    path, ready, alive, _ = sys.argv[1:]
-    _import()
+    path, what, ready, alive, _ = sys.argv[1:]
     server = _Server(path, int(alive))
     os.write(int(ready), b"1")
     os.close(int(ready))
+    _import_for_senders() if what == "senders" else _import_for_workers()
     gc.collect()
     gc.freeze()  # what was imported stays shared
     return _become(server.requests(), _interpreter(path))

@@ -93,6 +93,15 @@ def test_a_worker_starts_servers_by_a_fork_and_everything_else_by_the_interprete
     assert client.returncode == 0
 
 
+def test_what_sends_to_mlflow_is_forked_from_a_process_that_has_imported_it_and_not_torch(tmp_path: Path) -> None:
+    code = """if 0:
+    from gba_hvd.tracking.sender_process import main
+import sys; print(sys.argv, sys.path[0] == "", [name in sys.modules for name in ("mlflow", "torch")])"""
+    command = [prefork.interpreter(), "-P", "-c", code, "1"]
+    forked = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert forked.stdout == "['-c', '1'] False [True, False]\n"
+
+
 @pytest.mark.parametrize("how", [(), ("-W", "ignore")])
 def test_a_module_runs_as_with_the_interpreter(tmp_path: Path, how: tuple[str, ...]) -> None:
     (tmp_path / "job").mkdir()

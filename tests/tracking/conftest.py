@@ -22,6 +22,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from gba_hvd.callbacks import Event, Job, StepRecord
+from tests.processes import prefork
 
 WORKER = Path(__file__).with_name("worker.py")
 FLUSH_S = 300.0  # at the end of a job; starting the sender takes tens of seconds on a machine that trains meanwhile
@@ -136,6 +137,15 @@ class Server:
             return False
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_senders(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What sends to MLflow is forked from a process that has imported it, see `prefork`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("processes") is not None:
+            patch.setattr(sys, "executable", prefork.interpreter())
+        yield
+
+
 @pytest.fixture(scope="session")
 def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("mlflow-server"))
@@ -154,7 +164,11 @@ def server(_server: Server) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A SQLite file the tests share: making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    client(uri).search_experiments(
+        max_results=1
+    )  # makes the tables; two processes that do so at once disturb each other
+    return uri
 
 
 class Worker:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -195,7 +196,7 @@ def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_p
     (logged,) = logged_models(database, "served")
     port = port_of_our_own()
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", logged.model_uri, "--env-manager", "local"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by its name
+    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"  # it starts uvicorn by its name
     settings = {"MLFLOW_TRACKING_URI": database, "MLFLOW_DISABLE_TELEMETRY": "true", "PATH": path}
     with (tmp_path / "log").open("wb") as log:
         served = subprocess.Popen(

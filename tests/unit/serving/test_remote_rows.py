@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,33 @@ class Rows:
     initial: Initial | None = None
     shared_hashes: int = 1
     shared_in: int = 1
-    values: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        rng = np.random.default_rng(self.dim)
-        self.capacity, self._keys = self.ids, np.unique(rng.integers(-(2**63) + 1, 2**63 - 1, self.ids))
-        self.values = rng.normal(size=(self.n_rows + self.ids, self.dim)).astype(np.float32)
-        self._shared = rng.normal(size=(5000, self.dim)).astype(np.float32)
+        self.capacity = self.ids
         if self.trained:
+            self.initial = Initial(3, 0.5)
+
+    # Random numbers are drawn when a test needs them: every process collects all tests.
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """[rows, dim], float32"""
+        rng = np.random.default_rng(self.dim)
+        values = rng.normal(size=(self.n_rows + self.ids, self.dim)).astype(np.float32)
+        if self.initial is not None and self.trained:
             from gba_hvd.serving.row_shards import initial_rows
 
-            self.initial = Initial(3, 0.5)
             kept = rng.choice(self.n_rows, self.n_rows - self.trained, replace=False)
-            self.values[kept] = initial_rows(self.initial, np.sort(kept), self.dim)[np.argsort(np.argsort(kept))]
+            values[kept] = initial_rows(self.initial, np.sort(kept), self.dim)[np.argsort(np.argsort(kept))]
+        return values
+
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        return np.unique(np.random.default_rng([self.dim, 1]).integers(-(2**63) + 1, 2**63 - 1, self.ids))
+
+    @cached_property
+    def _shared(self) -> np.ndarray:
+        return np.random.default_rng([self.dim, 2]).normal(size=(5000, self.dim)).astype(np.float32)
 
     def numbered(self, start: int, stop: int) -> np.ndarray:
         return self.values[start:stop]
