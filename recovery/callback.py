@@ -190,7 +190,9 @@ class CheckpointCallback:
     def count_from(self, step: int, now_s: float) -> None:
         """The job starts at `step`: its first checkpoint is due an interval later, unless it resumed from one."""
         if math.isnan(self._last_s):
+            is_best_due = self._is_best_due  # measured while another worker, which is gone, was to save it
             self.began(step, now_s)
+            self._is_best_due = is_best_due
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""
@@ -199,6 +201,8 @@ class CheckpointCallback:
     def done(self, step: int) -> None:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
+        if self.best_step is not None and step >= self.best_step:
+            self._is_best_due = False
 
     # The hooks of a callback of a training loop; this one only answers calls.
 

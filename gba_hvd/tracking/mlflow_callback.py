@@ -128,7 +128,9 @@ class MLflowCallback(Callback):
         self._seen_step: int | None = None
         self._since = _Interval()
         self._readings = gauges.Readings()
+        # Of a worker that is not the chief, since the newest world: what it reports where the chief has died meanwhile.
         self._unreported: deque[Event] = deque(maxlen=64)
+        self._unreported_metrics: deque[dict[str, Any]] = deque(maxlen=64)
         self._ended = False
         self._reported_left_behind = False
         self._n_warnings = 0
@@ -153,6 +155,7 @@ class MLflowCallback(Callback):
         self._job = job
         self._since = _Interval()
         if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
+            self._forget_unreported()
             return
         if job.is_chief and not was_chief:
             self._stamp = f"{_now_ms()}:{job.host}:{os.getpid()}"
@@ -188,8 +191,14 @@ class MLflowCallback(Callback):
                     self._write({"kind": "artifact", "path": path, "text": text})
             while self._unreported:  # what the previous chief may not have reported
                 self._write_event(self._unreported.popleft())
-        self._unreported.clear()
+            for record in self._unreported_metrics:  # the sender leaves out those that the run has
+                self._write(record)
+        self._forget_unreported()
         self._look_after_sender()
+
+    def _forget_unreported(self) -> None:
+        self._unreported.clear()
+        self._unreported_metrics.clear()
 
     def on_step(self, record: StepRecord) -> None:
         self._epoch, self._step = record.epoch, record.step
@@ -229,7 +238,7 @@ class MLflowCallback(Callback):
         self._epoch = epoch
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._job is None or not self._job.is_chief:
+        if self._job is None:
             return
         values = {}
         self._script_logs_lr = self._script_logs_lr or any(name in metrics for name in SCRIPT_LRS)
@@ -237,11 +246,15 @@ class MLflowCallback(Callback):
             try:
                 values[key] = float(value)
             except (TypeError, ValueError):
-                _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+                if self._job.is_chief:
+                    _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         for record in metrics_records(step, _now_ms(), values):
-            self._write(record)
+            if self._job.is_chief:
+                self._write(record)
+            else:
+                self._unreported_metrics.append(record)
 
     def on_event(self, event: Event) -> None:
         if event.kind == gauges.EVENT:  # reported with the next point

@@ -36,6 +36,15 @@ def test_its_checkpoint_is_due_at_once_and_once() -> None:
     assert not callback.due(31, 5.0) and callback.best_step == 30, "it was saved just before it was measured"
 
 
+def test_a_worker_that_becomes_rank_0_saves_the_best_model_unless_that_was_done() -> None:
+    for saved_step, is_due in ((471, False), (314, True)):
+        callback = CheckpointCallback("memory://x", every_steps=1000, keep_best="valid_auc")
+        callback.on_metrics(471, {"valid_auc": 0.7})  # while rank 0 died, or before
+        callback.count_from(500, 1.0)
+        callback.done(saved_step)  # of the newest checkpoint that it finds
+        assert callback.due(501, 2.0) == is_due
+
+
 def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_metric() -> None:
     before = CheckpointCallback("memory://x", keep_best="valid_auc")
     before.on_metrics(10, {"valid_auc": 0.7})

@@ -253,6 +253,37 @@ def test_a_story_has_checkpoints_and_recoveries_in_figures(reported: RunHistory)
     assert reported.history["pls"][0].value == 0.0025
 
 
+def test_scores_that_were_measured_while_rank_0_died_are_reported_by_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = itertools.count(1_000_000, 5)
+    monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
+    chief, survivor = callback_in(tmp_path, monkeypatch), callback_in(tmp_path, monkeypatch)
+    chief.on_job(job("j", rank=0, size=2))
+    survivor.on_job(job("j", rank=1, size=2, is_host_leader=False))
+    for callback in (chief, survivor):
+        callback.on_epoch(1)
+        callback.on_metrics(10, {"valid_auc": 0.7})
+    assert survivor.spool is None, "the chief alone reports"
+    survivor.on_epoch(2)
+    survivor.on_metrics(20, {"valid_auc": 0.8})  # the chief died in this evaluation
+    survivor.on_job(job("j", rank=0, size=1))
+    story = from_files(tmp_path)
+    assert [(one.step, one.epoch, one.values) for one in story.measured] == [
+        (10, 1, {"valid_auc": 0.7}), (20, 2, {"valid_auc": 0.8})
+    ]  # fmt: skip
+    assert story.best is not None and story.best.epoch == 2
+
+
+def test_scores_of_an_earlier_world_are_its_rank_0_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    survivor = callback_in(tmp_path, monkeypatch)
+    survivor.on_job(job("j", rank=1, size=3, is_host_leader=False))
+    survivor.on_metrics(10, {"valid_auc": 0.7})
+    survivor.on_job(job("j", rank=1, size=2, is_host_leader=False))  # rank 0 is still there
+    survivor.on_job(job("j", rank=0, size=1))
+    assert from_files(tmp_path).measured == []
+
+
 def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     callback = callback_in(tmp_path, monkeypatch)
     callback.on_job(job("j"))
