@@ -167,6 +167,15 @@ class CheckpointCallback:
             "recovery": given.strategy,
         }
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best value so far, as a checkpoint has it: best_step, best_metric, best_value; empty: none so far."""
+        if self.keep_best is None or self.best_step is None:
+            return {}
+        value = -self._best if self.keep_best.startswith("-") else self._best
+        metric = self.keep_best.removeprefix("-")
+        return {"best_step": self.best_step, "best_metric": metric, "best_value": value}
+
     def given_interval_s(self, step_s: float) -> float | None:
         """The interval that the user gave, in seconds, for steps of `step_s`; None: it is planned."""
         by_steps = None if self.every_steps is None else self.every_steps * step_s

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gba_hvd.callbacks import Event, Job
+from gba_hvd.callbacks import KEEP_BEST, Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
@@ -304,6 +304,7 @@ def _checkpoint_settings(callback: CheckpointCallback) -> dict[str, Any]:
     found = {"recovery": callback.recovery, "policy": given.policy, "target_pls": given.target_pls}
     found |= {"row_fraction": given.r, "total_samples": callback.total_samples}
     found |= {"checkpoint_every_s": callback.every_s, "checkpoint_every_steps": callback.every_steps}
+    found |= {KEEP_BEST: callback.keep_best}
     if callback.is_planned:
         found |= {"mtbf_h": given.mtbf_h, "longest_s": given.longest_s}
     return {name: value for name, value in found.items() if value is not None}

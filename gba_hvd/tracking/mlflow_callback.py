@@ -53,8 +53,15 @@ _numbers = itertools.count()
 class ModelLogger(Protocol):
     """Writes the trained model for the sender: `gba_hvd.LogModel`."""
 
+    @property
+    def of(self) -> str:
+        """Which model: "last" or "best"."""
+
     def check(self, model: Any) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
+
+    def check_job(self, settings: Mapping[str, Any]) -> None:
+        """Raises BadInput for what a job with these settings (`Job.settings`) cannot log."""
 
     def write(self, model: Any, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
         """Write what `mlflow_model` reads into a new folder; returns its bytes."""
@@ -113,6 +120,7 @@ class MLflowCallback(Callback):
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
+        self._best_checkpoint: Mapping[str, Any] | None = None  # the same of the first one of the best model
         self._step = 0
 
         self._job: Job | None = None
@@ -151,6 +159,8 @@ class MLflowCallback(Callback):
             self._model = model
 
     def on_job(self, job: Job) -> None:
+        if self._log_model is not None:
+            self._log_model.check_job(job.settings)
         was_chief = self._job is not None and self._job.is_chief
         self._job = job
         self._since = _Interval()
@@ -261,7 +271,7 @@ class MLflowCallback(Callback):
             self._since.read(self._readings.take(event.data))
             return
         if event.kind == "checkpoint":
-            self._checkpoint = event.data
+            self._note_checkpoint(event.data)
         if event.kind == "resumed":
             self._readings.begin(event.data)
         if event.kind == "resumed" and event.step < self._logged_step:  # these steps come again (full recovery)
@@ -271,6 +281,13 @@ class MLflowCallback(Callback):
             self._write_event(event)
         else:
             self._unreported.append(event)
+
+    def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
+        self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint
+        if best_step is None or int(data.get("saved_step", 0)) < best_step:
+            self._best_checkpoint = None
+        elif known is None or known["best_step"] != best_step:
+            self._best_checkpoint = data
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """Waits until everything is sent, at most `flush_timeout_s`; what is left then stays on disk."""
@@ -307,7 +324,25 @@ class MLflowCallback(Callback):
             _log(message)
             return False
         self._flush_timeout_s += n_bytes / _MODEL_BYTES_S
+        self._report_better_model()
         return True
+
+    def _report_better_model(self) -> None:
+        """The model that is logged may not be the best one."""
+        best = self._best_checkpoint
+        if (
+            best is None
+            or best.get("saved_step") == self._step
+            or self._log_model is None
+            or self._log_model.of != "last"
+        ):
+            return
+        url = shlex.quote(str(best.get("url") or "URL"))
+        _log(
+            f"the logged model is of step {self._step:,}, the last one. {best.get('best_metric')} was best at step "
+            f"{best['best_step']:,} ({best.get('best_value')}): LogModel(of='best') logs that one. To make a model "
+            f"of it now: gba-hvd model export {url} MODEL_URL --best --build FILE.py:CALLABLE"
+        )
 
     # These travel with the elastic state.
 
@@ -431,7 +466,8 @@ class MLflowCallback(Callback):
             remove(path)
         if delivered.done or delivered.recorded:
             if self._job.is_chief:
-                drawn = f"The model is {delivered.served_as}. " if delivered.served_as else ""
+                of_step = "" if delivered.model_step is None else f", of step {delivered.model_step:,}"
+                drawn = f"The model is {delivered.served_as}{of_step}. " if delivered.served_as else ""
                 drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
                 if not delivered.done and model_path(path).exists():
                     drawn = "Everything else is recorded. "

@@ -157,6 +157,39 @@ def pointers(events: Iterable[Record]) -> list[Record]:
     return found
 
 
+@dataclass(frozen=True)
+class KeptBest:
+    """The checkpoint that `keep_best` keeps. best_step: at which `value` of `metric` was measured; saved_step: its own.
+
+    place: its address
+    """
+
+    metric: str
+    value: float | None
+    best_step: int
+    saved_step: int
+    place: str
+
+    @property
+    def words(self) -> str:
+        value = "" if self.value is None else f" {self.value:.4f}"
+        return f"{self.metric}{value} of step {self.best_step:,}"
+
+
+def kept_best(events: Iterable[Record]) -> KeptBest | None:
+    """By the rule of `recovery.catalog.best`, which has the manifests; None where the records name none."""
+    saved = [(int(e["data"].get("saved_step", e.get("step", 0))), e["data"]) for e in events_in_force(events)
+             if e.get("event") == "checkpoint" and e.get("data")]  # fmt: skip
+    named = [data for _, data in saved if data.get("best_step") is not None]
+    later = [one for one in saved if named and one[0] >= int(named[-1]["best_step"])]
+    if not later:
+        return None
+    step, data = min(later, key=lambda one: one[0])
+    best = named[-1]
+    return KeptBest(str(best.get("best_metric", "")), best.get("best_value"), int(best["best_step"]), step,
+                    place_of(data))  # fmt: skip
+
+
 def recoveries(events: Iterable[Record]) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
     one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,

@@ -197,6 +197,23 @@ class RunHistory:
         logged = [data for data in reported if data.get("model_uri")]
         return logged[-1] if logged else None
 
+    @property
+    def kept_best(self) -> recovery_records.KeptBest | None:
+        return recovery_records.kept_best(self.events)
+
+    @property
+    def better_than_logged(self) -> str:
+        """What was better than the logged model, in words; empty: nothing that the records tell of, or none is logged.
+
+        By the checkpoint that was kept as the best one; without such, by the best epoch.
+        """
+        step, kept, best = (self.logged_model or {}).get("model_step"), self.kept_best, self.best
+        if step is None:
+            return ""
+        if kept is not None:
+            return f"{kept.words}, in the checkpoint of step {kept.saved_step:,}" if kept.saved_step != step else ""
+        return f"{best.name}, at step {best.step:,}" if best is not None and int(step) > best.step else ""
+
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
 
@@ -422,6 +439,7 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "row_density": traffic_summary.row_density(story.events),
         "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
+        "kept_best": None if story.kept_best is None else vars(story.kept_best),
         "model": None if story.logged_model is None else dict(story.logged_model),
         "data": dict(story.data),
         "params": dict(story.params),

@@ -231,11 +231,17 @@ class Sender:
             return
         facts = read_facts(folder)
         served_as = f"models:/{facts['registered_model_name']}/{version}" if version else uri
-        self._set(model_problem=None, served_as=served_as)
+        step = int(facts["step"])
+        self._set(model_problem=None, served_as=served_as, model_step=step)
         as_version = f", version {version}" if version else ""
         name = facts["registered_model_name"] if version else facts["name"]
         self._report_event(
-            "model_logged", f"the model is logged as {uri}{as_version}", "info", name=name, version=version
+            "model_logged",
+            f"the model of step {step:,} is logged as {uri}{as_version}",
+            "info",
+            name=name,
+            version=version,
+            model_step=step,
         )
 
     def _model_failed(self, message: str) -> None:
@@ -243,7 +249,7 @@ class Sender:
         say(message)
         self._report_event("model_not_logged", message, "warning")
 
-    def _report_event(self, kind: str, message: str, level: str, **about: str) -> None:
+    def _report_event(self, kind: str, message: str, level: str, **about: Any) -> None:
         data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool)), **about}
         self._own_events.append(self._event(kind, message, level, data))
         self._put_events()

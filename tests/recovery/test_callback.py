@@ -19,7 +19,8 @@ def test_the_best_step_is_that_of_the_largest_value_and_of_equals_the_first() ->
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="-valid_logloss")
     for step, value in ((10, 0.7), (20, 0.5), (30, 0.6)):
         callback.on_metrics(step, {"valid_logloss": value})
-    assert callback.best_step == 20
+    assert callback.best == {"best_step": 20, "best_metric": "valid_logloss", "best_value": 0.5}
+    assert CheckpointCallback("memory://x", keep_best="valid_auc").best == {}
 
 
 def test_its_checkpoint_is_due_at_once_and_once() -> None:

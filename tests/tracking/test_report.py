@@ -28,10 +28,10 @@ from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import metrics_of
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline, what_trained, what_went_wrong
+from gba_hvd.tracking.report.overview import headline, how_well, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
-from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
+from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, as_json, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import DECISIONS, SWITCHES, report_job
@@ -470,6 +470,29 @@ def test_the_saved_model_and_its_version_are_on_the_page():
     story = story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}})
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story)))
     assert (facts["saved model"], facts["its address"]) == ("ctr, version 3", "models:/m-1")
+
+
+def test_a_logged_model_that_is_not_the_best_one_is_named_with_the_checkpoint_of_that():
+    best = {"best_step": 18, "best_metric": "valid_auc", "best_value": 0.8}
+    saved = [
+        {**SAVED, "step": k, "data": {**SAVED["data"], "saved_step": k, "manifest": f"m{k}", **best}}
+        for k in (15, 20, 40)
+    ]
+    logged = {**LOGGED, "data": {**LOGGED["data"], "version": "3", "model_step": 40}}
+    story = story_of(*saved, logged, history=scored(0.7, 0.8, 0.6, 0.5))
+    facts = {fact.name: fact.value for fact in [*what_trained(story), *how_well(story)]}
+    assert facts["saved model"] == "ctr, version 3, of step 40"
+    assert facts["better than the saved model"] == "valid_auc 0.8000 of step 18, in the checkpoint of step 20"
+    assert facts["best checkpoint"] == "valid_auc 0.8000 of step 18, saved at step 20: s3://b/job/m20"
+    first = next_steps(story)[0]
+    assert "LogModel(of='best') logs and registers it in the next job" in first.text
+    assert first.command == "gba-hvd model export s3://b/job MODEL_URL --step 20 --build FILE.py:CALLABLE"
+    assert as_json(story)["kept_best"]["saved_step"] == 20
+    of_the_best = {**logged, "data": {**logged["data"], "model_step": 20}}
+    assert story_of(*saved, of_the_best, history=scored(0.7, 0.8, 0.6)).better_than_logged == ""
+    assert "--step 20 is, with valid_auc 0.8000" in next_steps(story_of(*saved))[0].text
+    none_kept = story_of(logged, history=scored(0.7, 0.8, 0.6, 0.5))
+    assert "no checkpoint was kept of it" in next_steps(none_kept)[0].text
 
 
 def test_failures_are_counted_with_their_pls():

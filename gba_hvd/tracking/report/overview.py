@@ -87,14 +87,18 @@ def what_trained(story: RunHistory) -> list[Fact]:
     elif stayed := story.events_of("auto_stayed"):
         facts.append(Fact("changes of mode", f"none: {stayed[-1].get('message', '')}"))
     if (logged := story.logged_model) is not None:
-        facts.append(Fact("saved model", _name_of(logged), "good"))
+        better = story.better_than_logged
+        facts.append(Fact("saved model", _name_of(logged), "" if better else "good"))
+        facts.append(Fact("better than the saved model", better))
         facts.append(Fact("its address", str(logged["model_uri"])))
     return [fact for fact in facts if fact.value]
 
 
 def _name_of(logged: Mapping[str, object]) -> str:
     version = logged.get("version")
-    return f"{logged.get('name') or 'model'}, version {version}" if version else f"{logged.get('name') or 'model'}"
+    of_version = f", version {version}" if version else ""
+    step = logged.get("model_step")
+    return f"{logged.get('name') or 'model'}{of_version}" + (f", of step {step:,}" if isinstance(step, int) else "")
 
 
 def how_well(story: RunHistory) -> list[Fact]:
@@ -105,7 +109,10 @@ def how_well(story: RunHistory) -> list[Fact]:
     assert by is not None
     first = [by.name, *(name for name in sorted(best.values, key=_test_first) if name != by.name)]
     values = [Fact(name, f"{best.values[name]:.5f}") for name in first]
-    return [Fact("best epoch", f"{best.name}, by {by.words}"), *values]
+    kept = story.kept_best
+    where = [] if kept is None else [Fact("best checkpoint", f"{kept.words}, saved at step {kept.saved_step:,}: "
+                                                              f"{kept.place}")]  # fmt: skip
+    return [Fact("best epoch", f"{best.name}, by {by.words}"), *values, *where]
 
 
 def _test_first(name: str) -> tuple[bool, str]:
