@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from gba_hvd.tracking import gauges
 from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
-from gba_hvd.tracking.recovery_records import CONTINUES, is_recovery, place_of
+from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -76,7 +76,7 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
-        self._pauses: list[str] = []  # after a worker was lost
+        self._pauses: list[tuple[str, float, int]] = []  # (cause, seconds, step)
         self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
@@ -149,7 +149,7 @@ class ProgressLine(Callback):
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
         if event.kind == CONTINUES:
-            self._pauses.append(f"{event.data['seconds']:.1f} s before step {event.step:,}")
+            self._pauses.append((cause_of(event.data), float(event.data["seconds"]), event.step))
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
@@ -228,7 +228,7 @@ class ProgressLine(Callback):
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if self._pauses:
-            lines.append(f"pauses after a loss of workers: {', '.join(self._pauses)}")
+            lines.append(pause_words(self._pauses))
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"
@@ -247,11 +247,13 @@ class ProgressLine(Callback):
     def state_dict(self) -> dict[str, Any]:
         measured = {"newest": self._newest, "best": self._best}
         state = {name: None if one is None else one.as_dict() for name, one in measured.items()}
-        return {**state, "switches": list(self._switches)}
+        return {**state, "switches": list(self._switches), "pauses": [list(one) for one in self._pauses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
+        found = state.get("pauses")
+        self._pauses = self._pauses if found is None else [(cause, seconds, step) for cause, seconds, step in found]
 
     def _end_line(self) -> None:
         if self._open:
@@ -361,6 +363,23 @@ def recovery_words(event: Event) -> str:
         so_far = f" ({data['pls_total']:.4f} so far)" if data.get("pls_total") is not None else ""
         parts.append(f"PLS {data['pls']:.4f}{so_far}")
     return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
+
+
+def pause_words(pauses: Iterable[tuple[str, float, int]]) -> str:
+    """`training stood still for 22.6 s: 0.8 s after a loss of workers (before step 3,282), 21.8 s to let ...`
+
+    pauses: (cause, seconds, the step that ended it)
+    """
+    by_cause: dict[str, list[tuple[float, int]]] = {}
+    for cause, seconds, step in pauses:
+        by_cause.setdefault(cause, []).append((seconds, step))
+    parts = [
+        f"{sum(seconds for seconds, _ in some):.1f} s {PAUSE_WORDS[cause]} (before step "
+        f"{' and '.join(f'{step:,}' for _, step in some)})"
+        for cause, some in by_cause.items()
+    ]
+    total_s = sum(seconds for some in by_cause.values() for seconds, _ in some)
+    return f"training stood still for {total_s:.1f} s: {', '.join(parts)}"
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:

@@ -22,7 +22,10 @@ from gba_hvd.tracking.records import Point, Record
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
-CONTINUES, PAUSE = "training_continues", "pause_after_loss_s"  # from the last step before the loss of a worker
+CONTINUES = "training_continues"  # after a pause, from the last step before it
+PAUSED = "paused_s"  # metric: by all pauses of a launch so far
+_PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
+PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 _OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", "finished", "not_saved", "failed", "interrupted")
 _OF_CHECKPOINT = {
@@ -44,7 +47,8 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
     if kind == CONTINUES:
-        return step, {PAUSE: float(data["seconds"])}
+        so_far = {PAUSED: float(data["so_far_s"])} if "so_far_s" in data else {}
+        return step, {_PAUSES[cause_of(data)]: float(data["seconds"]), **so_far}
     if not is_recovery(kind, data):
         return step, {}
     found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}
@@ -54,6 +58,11 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if kind == "resumed":
         found[RESUMED_FROM] = float(step)
     return step, found
+
+
+def cause_of(pause: Mapping[str, Any]) -> str:
+    """Of a pause, from the data of its event: versions before had those after a loss only."""
+    return str(pause.get("cause", "loss"))
 
 
 def is_recovery(kind: str, data: Mapping[str, Any]) -> bool:

@@ -235,14 +235,20 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
 
-def test_the_pause_after_a_loss_is_in_the_summary() -> None:
+def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlier_rank_0() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=Clock())
     line.on_event(Event("training_continues", 40, "training continues 12.3 s after", {"seconds": 12.34}))
-    line.on_end("FINISHED", None)
-    shown, *summary = out.getvalue().splitlines()
-    assert shown == "[training continues] step 40: training continues 12.3 s after"
-    assert "pauses after a loss of workers: 12.3 s before step 40" in summary
+    assert out.getvalue() == "[training continues] step 40: training continues 12.3 s after\n"
+    later = ProgressLine(stream=out, clock=Clock())
+    later.load_state_dict(json.loads(json.dumps(line.state_dict())))
+    for k, seconds in ((50, 9.0), (1060, 12.8)):
+        later.on_event(Event("training_continues", k, "again", {"seconds": seconds, "cause": "joined"}))
+    later.on_end("FINISHED", None)
+    assert (
+        "training stood still for 34.1 s: 12.3 s after a loss of workers (before step 40), 21.8 s to let workers in "
+        "(before step 50 and 1,060)"
+    ) in out.getvalue().splitlines()
 
 
 def test_a_checkpoint_that_a_new_rank_0_finds_is_in_the_summary_only() -> None:

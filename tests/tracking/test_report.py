@@ -838,10 +838,15 @@ def test_workers_that_are_fewer_without_a_reported_loss_are_a_fact_of_their_own(
     assert facts.get("workers that left, or died in an asynchronous mode") == (str(n) if n else None)
 
 
-def test_pauses_after_a_loss_are_a_fact() -> None:
-    events = [{"event": "training_continues", "step": 1, "message": "", "data": {"seconds": s}} for s in (12.34, 70.0)]
+def test_pauses_are_a_fact_with_what_they_were_for() -> None:
+    pauses = ({"seconds": 12.34}, {"seconds": 9.0, "cause": "joined"}, {"seconds": 70.0, "cause": "loss"})
+    events = [{"event": "training_continues", "step": 1, "message": "", "data": data} for data in pauses]
     facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
-    assert facts["pauses after a loss"] == "12.3 s, 1 min 10 s"
+    assert facts["training stood still"] == (
+        "1 min 31 s: 12.3 s + 1 min 10 s after a loss of workers, 9.0 s to let workers in"
+    )
+    joined = {"seconds": 9.0, "cause": "joined", "so_far_s": 21.0}
+    assert metrics_of("training_continues", 1, joined) == (1, {"pause_to_let_workers_in_s": 9.0, "paused_s": 21.0})
     assert metrics_of("training_continues", 1, {"seconds": 12.34}) == (1, {"pause_after_loss_s": 12.34})
 
 

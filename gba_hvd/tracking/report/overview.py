@@ -15,7 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import CONTINUES, lost_the_job
+from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 from recovery.units import size
@@ -178,8 +178,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
         facts.append(Fact("workers that left, or died in an asynchronous mode", f"{n_fewer:,}"))
     if n_changes:
         facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
-    if pauses := [float(event["data"]["seconds"]) for event in story.events_of(CONTINUES)]:
-        facts.append(Fact("pauses after a loss", ", ".join(duration(seconds) for seconds in pauses)))
+    facts += _pauses(story)
     facts += _recovered(story)
     kinds = [str(event["event"]).replace("_", " ") for event in story.events_of(*_OTHER_FAILURES)]
     if kinds:
@@ -191,6 +190,20 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
         text = f"{account[name]:,} ({share:.2%})" if account[name] else "none"
         facts.append(Fact(f"samples {name}", text, "bad" if account[name] and name == "lost" else ""))
     return facts
+
+
+def _pauses(story: RunHistory) -> list[Fact]:
+    """How long training stood still in all, and for what."""
+    by_cause: dict[str, list[float]] = {}
+    for event in story.events_of(CONTINUES):
+        by_cause.setdefault(cause_of(event["data"]), []).append(float(event["data"]["seconds"]))
+    if not by_cause:
+        return []
+    parts = [
+        f"{' + '.join(duration(seconds) for seconds in some)} {PAUSE_WORDS[cause]}" for cause, some in by_cause.items()
+    ]
+    total_s = sum(sum(some) for some in by_cause.values())
+    return [Fact("training stood still", f"{duration(total_s)}: {', '.join(parts)}")]
 
 
 def _recovered(story: RunHistory) -> list[Fact]:

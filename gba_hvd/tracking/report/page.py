@@ -119,7 +119,9 @@ def _modes(story: RunHistory) -> Table | None:
          str(one.visits), "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
         for one in modes
     ]  # fmt: skip
-    return table("Time in each mode", ["mode", "steps", "share of steps", "times entered", "samples/s"], rows, "lrrrr")
+    note = "samples/s: while training went on, without the pauses after losses of workers and for workers that came."
+    columns = ["mode", "steps", "share of steps", "times entered", "samples/s"]
+    return table("Time in each mode", columns, rows, "lrrrr", note=note)
 
 
 def _account(story: RunHistory) -> Table | None:
