@@ -163,7 +163,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
-        facts["goes_on"] = continued_by
+        facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
     switching = switching_of(engine)
@@ -243,6 +243,21 @@ def _what_continues(engine: Engine) -> str:
             0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
         )
     return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+
+
+def _steps_not_saved(engine: Engine) -> str:
+    """How an interruption would cost no step, where it does. On the chief."""
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
+        return ""
+    n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
+    if n_steps < 1:
+        return ""
+    which = f"{_count(n_steps, 'step')} {'are' if n_steps > 1 else 'is'}"
+    return (
+        f". {which} in no checkpoint, and computed again from there: "
+        "CheckpointCallback(preemption_s=4) saves before workers leave"
+    )
 
 
 def _is_found_in_memory(engine: Engine) -> bool:
@@ -364,6 +379,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         skipped = [one.words for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
+        facts["samples_then"] = engine.progress.account.applied
         yield Event("resumed", step, text, facts)
         steps_lost, so = _steps_lost(engine, report)
         yield from _passed_over(engine, skipped, so, steps_lost)
@@ -371,7 +387,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if joined.resumed is not None or joined.taken is not None:
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     if joined.taken is not None:
-        text = f"resuming at step {step} where the lost job stood: {joined.taken.reason}"
+        text = f"resuming at step {step} where the launch before stood: {joined.taken.reason}"
         lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
 

@@ -322,6 +322,11 @@ def launch(k: int) -> Event:
         ([launch(0), saved(4), Event("finished", 8, "")], True, ["the whole job"]),
         ([launch(0), saved(4), Event("failed", 6, "")], True, ["the whole job"]),
         ([launch(0), saved(4)], True, ["the whole job"]),
+        (
+            [launch(0), saved(4), Event("interrupted", 6, "")],
+            False,
+            ["nothing: it was interrupted (Ctrl-C or SIGTERM)"],
+        ),
         ([], False, ["resumed"]),
     ],
 )
@@ -331,10 +336,35 @@ def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts:
     story = RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}
     assert facts.get("rows back from a checkpoint") == ("500" if counts else None)
-    assert ("500 rows came back from a checkpoint when the lost job was launched again." in headline(story)) == counts
+    assert (
+        "500 rows came back from a checkpoint when the job was launched again after a failure." in headline(story)
+    ) == counts
     table = timeline.recoveries(story)
     assert [row[1].text for row in (table.rows if table is not None else ())] == shown
     assert "resuming at step 4" in str(timeline.events(story))
+
+
+@pytest.mark.parametrize(
+    ("end", "age", "redone"),
+    [
+        (Event("interrupted", 3768, "by Ctrl-C", {"samples_applied": 1_400_000}), 193, 74_000),
+        (Event("finished", 3575, "", {"samples_applied": 1_326_000}), 0, None),
+        (saved(3575), None, None),  # it was killed: how far it came is not known
+    ],
+)
+def test_what_a_job_that_was_launched_again_makes_again_follows_from_its_end(
+    end: Event, age: int | None, redone: int | None
+):
+    resumed = Event("resumed", 3575, "", {"rows_restored": 8543, "age": -0.6, "samples_then": 1_326_000})
+    story = story_with(launch(0), saved(3575), end, launch(3575), resumed)
+    (one,) = story.recoveries
+    assert (one["age"], one["samples_redone"]) == (age, redone)
+    facts = {fact.name: fact.value for fact in what_went_wrong(story)}
+    assert facts.get("samples trained again") == (None if redone is None else "74,000")
+
+
+def story_with(*events: Event) -> RunHistory:
+    return RunHistory("t", "here", "j", "FINISHED", "", 0, None, {}, {}, tuple(map(record_of, events)))
 
 
 def test_a_lost_worker_and_rows_that_came_back_are_two_sentences():
@@ -343,7 +373,7 @@ def test_a_lost_worker_and_rows_that_came_back_are_two_sentences():
     text = headline(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, tuple(map(record_of, events))))
     assert (
         "1 worker was lost. 340 rows came back from a checkpoint after a host was lost. "
-        "500 rows came back from a checkpoint when the lost job was launched again."
+        "500 rows came back from a checkpoint when the job was launched again after a failure."
     ) in text
 
 

@@ -70,7 +70,10 @@ def headline(story: RunHistory) -> str:
 def _came_back(story: RunHistory) -> str:
     """A sentence for rows of lost hosts, one for rows of a job that was lost as a whole; empty without either."""
     text = ""
-    for is_whole, cause in ((False, "after a host was lost"), (True, "when the lost job was launched again")):
+    for is_whole, cause in (
+        (False, "after a host was lost"),
+        (True, "when the job was launched again after a failure"),
+    ):
         rows = [int(one["rows_restored"] or 0) for one in story.failures if bool(lost_the_job(one)) == is_whole]
         if n_rows := sum(rows):
             text += f" {counted(n_rows, 'row')} came back from a checkpoint {cause}."
@@ -208,16 +211,15 @@ def _pauses(story: RunHistory) -> list[Fact]:
 
 def _recovered(story: RunHistory) -> list[Fact]:
     recoveries = story.failures
-    if not recoveries:
-        return []
-    counts = ("rows_restored", "rows_lost", "samples_redone")
+    counts = ("rows_restored", "rows_lost")
     total = {name: sum(int(one[name] or 0) for one in recoveries) for name in counts}
-    facts = [Fact("recoveries", f"{len(recoveries):,}")]
+    total["samples_redone"] = sum(int(one["samples_redone"] or 0) for one in story.recoveries)
+    facts = [Fact("recoveries", f"{len(recoveries):,}")] if recoveries else []
     if total["rows_restored"]:
         facts.append(Fact("rows back from a checkpoint", f"{total['rows_restored']:,}"))
     if total["rows_lost"]:
         facts.append(Fact("rows that started over", f"{total['rows_lost']:,}", "bad"))
-    if story.pls is not None:
+    if story.pls is not None and recoveries:
         facts.append(Fact("portion of lost samples (PLS)", f"{story.pls:.5f}"))
     if total["samples_redone"]:
         facts.append(Fact("samples trained again", f"{total['samples_redone']:,}"))
