@@ -32,6 +32,7 @@ from recovery.restore import Report
 log = logging.getLogger("gba_hvd")
 
 _TABLES_NAMED = 8
+MIN_WORKERS = "GBA_HVD_MIN_WORKERS"  # set by `gba-hvd run`: the MIN of -np
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
@@ -116,7 +117,19 @@ def worker_gone(engine: Engine) -> None:
         "a worker is gone, or cannot be reached: the job continues with those that are left. Horovod's lines "
         "'background loop uncaught exception' and 'Read error' (or 'Connection ...') are expected"
     )
-    engine.emit(Event("worker_lost", engine.progress.step, text, {"workers": engine.world.size}))
+    data: dict[str, Any] = {"workers": engine.world.size}
+    if (n_left := engine.reports.n_working) is not None:
+        data["left"] = n_left
+        text += f". Training continues with {_count(n_left, 'worker')}{_fewer_than_asked(n_left)}"
+    engine.emit(Event("worker_lost", engine.progress.step, text, data))
+
+
+def _fewer_than_asked(n_workers: int, environ: Mapping[str, str] = os.environ) -> str:
+    """An asynchronous mode needs no world, and so not the least number of workers that the launcher forms one of."""
+    least = environ.get(MIN_WORKERS, "")
+    if not least.isdecimal() or n_workers >= int(least):
+        return ""
+    return f", fewer than the {least} of `-np MIN:MAX`, until the launcher has started others"
 
 
 def pauses_for_workers(engine: Engine) -> None:

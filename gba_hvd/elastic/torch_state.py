@@ -359,7 +359,7 @@ class TorchState:
             return
         self._come_to_one_state(joined)
         self._note_synced()
-        engine.reports.world_stands(before)
+        engine.reports.after_world_forms(before)
         job_events.world_formed(engine, joined, before, self.training_state.residuals_missing)
         job_events.world_was_late(engine, engine.forming.end(), _STOOD_STILL)
         for event in endings.failed_neighbours(engine, neighbours):

@@ -82,6 +82,7 @@ class ProgressLine(Callback):
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
+        self._lost_worker = False  # and no world has formed since
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
         self._started_s = clock()
@@ -138,6 +139,8 @@ class ProgressLine(Callback):
                 self._resumed_step = event.step
             self._first_step_s = None  # the time that is left is reckoned from here
             self._readings.begin(event.data)
+        if event.kind in ("worker_lost", "membership"):
+            self._lost_worker = event.kind == "worker_lost"
         if event.kind == "interrupted":
             self._interrupted = event.message
         if event.kind in _NOTED and event.level == "info":
@@ -205,7 +208,7 @@ class ProgressLine(Callback):
     def _summary(self, status: str) -> list[str]:
         word = _WORDS.get(status, status.lower())
         steps = self._record.step if self._record else 0
-        restarts = int(self._account.get("restarts", max(0, self._memberships - 1)))
+        restarts = int(self._account.get("restarts", max(0, self._memberships - 1))) + self._lost_worker
         times = f"{restarts or 'no'} change{'s' * (restarts > 1)} of workers"
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:

@@ -230,6 +230,18 @@ class RunHistory:
         return points[-1].value if points else None
 
 
+def changes_of_workers(events: Iterable[Record]) -> int:
+    """How often the workers became others: worlds that formed again, and losses after which none had formed yet."""
+    n, is_open = 0, False
+    for event in events:
+        kind = event.get("event")
+        if kind in ("membership", "started"):  # of a loss before it the new world is the change
+            n += kind == "membership" or is_open
+            is_open = False
+        is_open = is_open or kind == "worker_lost"
+    return n + is_open
+
+
 @dataclass
 class _Change:
     """From one world of workers to the next, as events tell of it.

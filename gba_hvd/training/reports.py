@@ -69,6 +69,7 @@ class Reports:
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
         self._has_stepped = False
+        self.n_working: int | None = None  # in an asynchronous mode, while the next world forms
         self._pause: Pause | None = None
         self._paused_s = 0.0  # by all pauses of this launch that are over
 
@@ -104,15 +105,23 @@ class Reports:
         """The next step ends the pause that the loss costs."""
         self._begin_pause(LOSS)
 
-    def world_stands(self, before: int | None) -> None:
+    def after_world_forms(self, before: int | None) -> None:
         """In allreduce mode, between two steps: training can continue, and the next step ends the pause.
 
         before: workers in the world that this worker was in, if it was in one
         """
+        self.n_working = None
         if before is None:
             return
         self._begin_pause(LEFT if self._world().size < before else JOINED)
         self._ended_s = time.perf_counter()  # no part of the next step's time
+
+    def heard(self, n_workers: int, is_forming: bool) -> None:
+        """In an asynchronous mode: the servers hear so many workers.
+
+        is_forming: the next world is, so that the one there was has workers that are gone
+        """
+        self.n_working = n_workers if is_forming else None
 
     def _begin_pause(self, cause: str) -> None:
         if self._pause is None and self._has_stepped:
@@ -146,7 +155,7 @@ class Reports:
             self.emit(Event("scheduler_too_fast", progress.step, text, {"scheduler": name}, level="warning"))
         now, applied = time.perf_counter(), progress.account.applied
         at = (progress.step, progress.cursor.epoch)
-        seconds, workers = now - self._ended_s, self._world().size
+        seconds, workers = now - self._ended_s, self.n_working or self._world().size
         lr = max(self._model.dense_lrs, default=None)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
         self._ended_s, self._has_stepped = now, True

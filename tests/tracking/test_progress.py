@@ -251,6 +251,18 @@ def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlie
     ) in out.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("kinds", "times"), [(["membership"], "no change"), (["membership", "worker_lost"], "1 change")]
+)
+def test_a_loss_after_which_no_world_has_formed_is_a_change_of_workers(kinds: list[str], times: str) -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    for kind in kinds:
+        line.on_event(Event(kind, 40, kind))
+    line.on_end("FINISHED", None)
+    assert f", {times} of workers" in out.getvalue()
+
+
 def test_a_checkpoint_that_a_new_rank_0_finds_is_in_the_summary_only() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=Clock())

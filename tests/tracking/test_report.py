@@ -838,6 +838,25 @@ def test_workers_that_are_fewer_without_a_reported_loss_are_a_fact_of_their_own(
     assert facts.get("workers that left, or died in an asynchronous mode") == (str(n) if n else None)
 
 
+LOST, FORMED = {"event": "worker_lost", "data": {"workers": 3}}, {"event": "membership", "data": {"workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("events", "n"),
+    [
+        ([], 0),
+        ([LOST, FORMED], 1),
+        ([FORMED, FORMED], 2),
+        ([LOST, FORMED, LOST], 2),
+        ([LOST, LOST, FORMED], 1),
+        ([LOST, {"event": "started", "data": {"workers": 3}}, FORMED], 2),
+    ],
+)
+def test_changes_of_workers_are_worlds_that_formed_and_losses_without_one(events: list[Record], n: int) -> None:
+    facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
+    assert facts.get("changes of workers") == (str(n) if n else None)
+
+
 def test_pauses_are_a_fact_with_what_they_were_for() -> None:
     pauses = ({"seconds": 12.34}, {"seconds": 9.0, "cause": "joined"}, {"seconds": 70.0, "cause": "loss"})
     events = [{"event": "training_continues", "step": 1, "message": "", "data": data} for data in pauses]

@@ -17,7 +17,7 @@ from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
 from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
-from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
+from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from recovery.units import size
 
 if TYPE_CHECKING:
@@ -175,12 +175,12 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     for event in story.events_of("mode_missed"):
         facts.append(Fact("mode", str(event.get("message", "")).partition(". ")[0], "bad"))
     n_lost = story.n_workers_lost
-    n_changes = len(story.events_of("membership"))
+    n_changes = changes_of_workers(story.events)
     facts.append(Fact("workers lost", f"{n_lost:,}" if n_lost else "none"))
     if n_fewer := story.n_workers_fewer:
         facts.append(Fact("workers that left, or died in an asynchronous mode", f"{n_fewer:,}"))
     if n_changes:
-        facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
+        facts.append(Fact("changes of workers", f"{n_changes:,}"))
     facts += _pauses(story)
     facts += _recovered(story)
     kinds = [str(event["event"]).replace("_", " ") for event in story.events_of(*_OTHER_FAILURES)]

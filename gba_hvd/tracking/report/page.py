@@ -119,7 +119,7 @@ def _modes(story: RunHistory) -> Table | None:
          str(one.visits), "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
         for one in modes
     ]  # fmt: skip
-    note = "samples/s: while training went on, without the pauses after losses of workers and for workers that came."
+    note = "samples/s: without the pauses after losses of workers and for workers that came."
     columns = ["mode", "steps", "share of steps", "times entered", "samples/s"]
     return table("Time in each mode", columns, rows, "lrrrr", note=note)
 

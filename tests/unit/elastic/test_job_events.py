@@ -537,6 +537,30 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
 
 
 @pytest.mark.parametrize(
+    ("left", "least", "words"),
+    [
+        (1, "2", "Training continues with 1 worker, fewer than the 2 of `-np MIN:MAX`"),
+        (2, "2", "Training continues with 2 workers"),
+        (1, "", "Training continues with 1 worker"),
+        (None, "2", "are expected"),
+    ],
+)
+def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
+    left: int | None, least: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_events._fewer_than_asked, "__defaults__", ({job_events.MIN_WORKERS: least},))
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(
+        emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
+        reports=SimpleNamespace(n_working=left),
+    )  # fmt: skip
+    job_events.worker_gone(engine)
+    (event,) = events
+    assert words in event.message and ("fewer" in event.message) == ("fewer" in words)
+    assert event.data == {"workers": 3} | ({} if left is None else {"left": left})
+
+
+@pytest.mark.parametrize(
     ("saved_step", "preemption_s", "resume", "words"),
     [
         (
