@@ -299,7 +299,8 @@ class MLflowCallback(Callback):
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
-        end = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
+        end: dict[str, Any] = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
+        end["ms"] = _now_ms()
         self._write(end | ({"model": True} if logs_model else {}))
         if logs_model:  # after the end: the run has its status also if this process is killed now
             self._write({"kind": "model", "written": self._write_model()})

@@ -93,6 +93,8 @@ class ProgressLine(Callback):
         self._ended = False
 
     def on_job(self, job: Job) -> None:
+        if self._job is None:  # where the time in the report begins, too
+            self._started_s = self._clock()
         self._job = job
         self._memberships += 1
         self._rate = Rate()

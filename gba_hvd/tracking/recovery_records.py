@@ -27,8 +27,8 @@ PAUSED = "paused_s"  # metric: by all pauses of a launch so far
 _PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
 PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
-_ENDS = ("finished", "not_saved", "failed", "interrupted")
-_OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", *_ENDS)
+ENDS = ("finished", "not_saved", "failed", "interrupted")
+_OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", *ENDS)
 _OF_CHECKPOINT = {
     "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
 }  # fmt: skip
@@ -226,7 +226,7 @@ def recoveries(events: Iterable[Record]) -> list[Record]:
 def _made_again(events: Sequence[Record], step: int, resumed: Mapping[str, Any]) -> Record:
     """Steps and samples of the launch before that are after what the job resumed from. events: until then"""
     mark = _last_of_the_launch_before(events)
-    if mark is None or mark.get("event") not in _ENDS:
+    if mark is None or mark.get("event") not in ENDS:
         return {"age": None}
     data, then = mark.get("data", {}), resumed.get("samples_then")
     known = then is not None and "samples_applied" in data

@@ -108,15 +108,25 @@ class RunHistory:
 
     @property
     def launches(self) -> list[tuple[int, int]]:
-        """(first, last) millisecond of each: from the event of its start to its last record."""
+        """(first, last) millisecond of each: from the event of its start to that of its end, else to its last record.
+
+        Records and a model are sent after the end.
+        """
         if self.started_ms is None:
             return []
         starts = [recovery_records.ms_of(event) for event in self.events_of("started") if "unix_s" in event]
         times = [point.ms for points in self.history.values() for point in points]
         times += [recovery_records.ms_of(event) for event in self.events if "unix_s" in event]
         begins = [self.started_ms, *starts[1:]]
-        ends = [max((ms for ms in times if ms < begin), default=begin) for begin in begins[1:]]
-        ends.append(max([*times, self.ended_ms or 0]))
+        reported = self.events_of(*recovery_records.ENDS)
+        times_of_ends = [recovery_records.ms_of(event) for event in reported if "unix_s" in event]
+        ends = []
+        for begin, until in zip(begins, [*begins[1:], None], strict=True):
+            within = [ms for ms in times_of_ends if begin <= ms and (until is None or ms < until)]
+            if until is None:
+                ends.append(within[-1] if within else max([*times, self.ended_ms or 0]))
+            else:
+                ends.append(within[-1] if within else max((ms for ms in times if ms < until), default=until))
         return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
 
     @property

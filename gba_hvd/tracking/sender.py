@@ -140,7 +140,7 @@ class Sender:
                     self._put_events()
                 status = record["status"]
                 if status and self._call(lambda run: run.may_report()):
-                    self._finish(status, record["reason"], model_awaited=bool(record.get("model")))
+                    self._finish(status, record["reason"], bool(record.get("model")), record.get("ms"))
                 self._set(done=not record.get("model"))
             case "model":
                 if record["written"]:
@@ -317,11 +317,11 @@ class Sender:
         self._events_waiting = False
         return merged if merged is not None else own
 
-    def _finish(self, status: str, reason: str, model_awaited: bool = False) -> None:
+    def _finish(self, status: str, reason: str, model_awaited: bool = False, ended_ms: int | None = None) -> None:
         """The status first: when time runs out, a missing picture is the smaller loss."""
         assert self.job is not None
         job = self.job
-        self._call(lambda run: run.finish(status, reason, job["job_id"]))
+        self._call(lambda run: run.finish(status, reason, job["job_id"], ended_ms))
         self._set(recorded=True)
         self._put_report(with_plots=True, model_awaited=model_awaited)
 

@@ -116,7 +116,7 @@ class Reports:
         self._begin_pause(LEFT if self._world().size < before else JOINED)
         self._ended_s = time.perf_counter()  # no part of the next step's time
 
-    def heard(self, n_workers: int, is_forming: bool) -> None:
+    def count_workers(self, n_workers: int, is_forming: bool) -> None:
         """In an asynchronous mode: the servers hear so many workers.
 
         is_forming: the next world is, so that the one there was has workers that are gone

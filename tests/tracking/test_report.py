@@ -345,6 +345,17 @@ def test_only_time_within_launches_counts():
     assert "took 20.0 s in 2 launches" in html and ", 20.0 s in 2 launches." in headline(story)
 
 
+def test_the_time_of_a_job_ends_with_its_training_not_with_the_sending_of_its_model():
+    launches = [
+        {"event": kind, "step": 1, "message": "", "data": {}, "unix_s": s}
+        for kind, s in (("started", 1.0), ("finished", 61.0), ("model_logged", 104.0))
+    ]
+    story = RunHistory("t", "here", "j", "FINISHED", "", 1_000, 62_000, {}, {}, launches)
+    assert story.seconds == 60.0
+    story = dataclasses.replace(story, events=launches[:1])
+    assert story.seconds == 61.0, "its end is not in the events"
+
+
 def story_of(*events: Record, **about: object) -> RunHistory:
     return dataclasses.replace(RunHistory("t", "here", "j", "FINISHED", "", 0, 61_000, {}, {}, events), **about)
 

@@ -233,7 +233,7 @@ def _warnings(story: RunHistory) -> list[Record]:
 def cost(story: RunHistory) -> list[Fact]:
     facts = []
     if took := time_of(story):
-        facts.append(Fact("time", took))
+        facts.append(Fact("time", f"{took}, from the first world of workers to the end of training"))
     facts.append(Fact("global steps", f"{story.n_steps:,}"))
     if times := story.epoch_seconds:
         facts.append(Fact("time per epoch, median", duration(sorted(times)[len(times) // 2])))
@@ -281,7 +281,10 @@ def _workers(story: RunHistory) -> str:
 
 
 def time_of(story: RunHistory) -> str:
-    """`12.0 s`, or `1 min 04 s in 6 launches`, without the pauses between them; empty where it is not known."""
+    """`12.0 s`, or `1 min 04 s in 6 launches`; empty where it is not known.
+
+    Of each launch from its first world of workers to the end of training, as the log has it.
+    """
     if (seconds := story.seconds) is None:
         return ""
     n = len(story.launches)
