@@ -252,6 +252,29 @@ def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlie
 
 
 @pytest.mark.parametrize(
+    ("dropped", "more", "overflows", "words"),
+    [
+        (64, {"staleness": {"0": 9, "5": 1}}, False, "64 dropped (too stale when they arrived) +"),
+        (64, {"refused": 1}, False, "64 dropped (their gradient was not finite) +"),
+        (64, {"staleness": {"0": 9}, "refused": 1}, True,
+         "64 dropped (too stale when they arrived, or their gradient was not finite, or their step overflowed) +"),
+        (0, {"staleness": {"0": 9}}, False, "0 dropped +"),
+    ],
+)  # fmt: skip
+def test_the_summary_gives_the_reason_of_dropped_samples(
+    dropped: int, more: dict[str, Any], overflows: bool, words: str
+) -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    if overflows:
+        line.on_event(Event("overflow", 3, "step 3 overflowed"))
+    account = {"samples_total": 640, "samples_applied": 640 - dropped, "samples_dropped": dropped, "samples_lost": 0}
+    line.on_event(Event("finished", 10, "finished", {**account, **more}))
+    line.on_end("FINISHED", None)
+    assert words in out.getvalue()
+
+
+@pytest.mark.parametrize(
     ("kinds", "times"), [(["membership"], "no change"), (["membership", "worker_lost"], "1 change")]
 )
 def test_a_loss_after_which_no_world_has_formed_is_a_change_of_workers(kinds: list[str], times: str) -> None:

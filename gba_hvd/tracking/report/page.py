@@ -131,7 +131,7 @@ def _account(story: RunHistory) -> Table | None:
     total = max(1, account["total"])
     words = {
         "applied": "part of an optimizer step",
-        "dropped": "too stale when they arrived, left out on purpose",
+        "dropped": "too stale when they arrived, or not finite: left out on purpose",
         "lost": "gone with a failure",
         "total": "every sample of the epochs that were trained",
     }
