@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from recovery.old_names import accepts
 
+KEEP_BEST = "keep_best"  # in `Job.settings`: the metric by which the checkpoint of the best model is kept
+
 
 @accepts(leads_host="is_host_leader")
 @dataclass(frozen=True)

@@ -167,6 +167,15 @@ class CheckpointCallback:
             "recovery": given.strategy,
         }
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best value so far, as a checkpoint has it: best_step, best_metric, best_value; empty: none so far."""
+        if self.keep_best is None or self.best_step is None:
+            return {}
+        value = -self._best if self.keep_best.startswith("-") else self._best
+        metric = self.keep_best.removeprefix("-")
+        return {"best_step": self.best_step, "best_metric": metric, "best_value": value}
+
     def given_interval_s(self, step_s: float) -> float | None:
         """The interval that the user gave, in seconds, for steps of `step_s`; None: it is planned."""
         by_steps = None if self.every_steps is None else self.every_steps * step_s
@@ -190,7 +199,9 @@ class CheckpointCallback:
     def count_from(self, step: int, now_s: float) -> None:
         """The job starts at `step`: its first checkpoint is due an interval later, unless it resumed from one."""
         if math.isnan(self._last_s):
+            is_best_due = self._is_best_due  # measured while another worker, which is gone, was to save it
             self.began(step, now_s)
+            self._is_best_due = is_best_due
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""
@@ -199,6 +210,8 @@ class CheckpointCallback:
     def done(self, step: int) -> None:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
+        if self.best_step is not None and step >= self.best_step:
+            self._is_best_due = False
 
     # The hooks of a callback of a training loop; this one only answers calls.
 

@@ -440,7 +440,7 @@ class JobCheckpoints(StepParticipant):
             pace=SavePace(**self.callback.pace),
             compression=self._compressor,
             hashed=engine.model.tables.layout.hashed_settings(),
-            best_step=self.callback.best_step,
+            **self.callback.best,
         )
 
     def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:

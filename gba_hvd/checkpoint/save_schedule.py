@@ -317,6 +317,7 @@ class SaveSchedule:
             self._chain = planner.ChainSize(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {facts.saved_step} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
         data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s} | ({"found": True} if is_known else {})
+        data |= self.callback.best
         engine.emit(Event("checkpoint", engine.progress.step, text, data))
         self.plan_pace(self.n_hosts)
 

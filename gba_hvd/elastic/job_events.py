@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gba_hvd.callbacks import Event, Job
+from gba_hvd.callbacks import KEEP_BEST, Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
@@ -32,6 +32,7 @@ from recovery.restore import Report
 log = logging.getLogger("gba_hvd")
 
 _TABLES_NAMED = 8
+MIN_WORKERS = "GBA_HVD_MIN_WORKERS"  # set by `gba-hvd run`: the MIN of -np
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
@@ -116,7 +117,19 @@ def worker_gone(engine: Engine) -> None:
         "a worker is gone, or cannot be reached: the job continues with those that are left. Horovod's lines "
         "'background loop uncaught exception' and 'Read error' (or 'Connection ...') are expected"
     )
-    engine.emit(Event("worker_lost", engine.progress.step, text, {"workers": engine.world.size}))
+    data: dict[str, Any] = {"workers": engine.world.size}
+    if (n_left := engine.reports.n_working) is not None:
+        data["left"] = n_left
+        text += f". Training continues with {_count(n_left, 'worker')}{_fewer_than_asked(n_left)}"
+    engine.emit(Event("worker_lost", engine.progress.step, text, data))
+
+
+def _fewer_than_asked(n_workers: int, environ: Mapping[str, str] = os.environ) -> str:
+    """An asynchronous mode needs no world, and so not the least number of workers that the launcher forms one of."""
+    least = environ.get(MIN_WORKERS, "")
+    if not least.isdecimal() or n_workers >= int(least):
+        return ""
+    return f", fewer than the {least} of `-np MIN:MAX`, until the launcher has started others"
 
 
 def pauses_for_workers(engine: Engine) -> None:
@@ -163,7 +176,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
-        facts["goes_on"] = continued_by
+        facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
     switching = switching_of(engine)
@@ -245,6 +258,21 @@ def _what_continues(engine: Engine) -> str:
     return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
 
 
+def _steps_not_saved(engine: Engine) -> str:
+    """How an interruption would cost no step, where it does. On the chief."""
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
+        return ""
+    n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
+    if n_steps < 1:
+        return ""
+    which = f"{_count(n_steps, 'step')} {'are' if n_steps > 1 else 'is'}"
+    return (
+        f". {which} in no checkpoint, and computed again from there: "
+        "CheckpointCallback(preemption_s=4) saves before workers leave"
+    )
+
+
 def _is_found_in_memory(engine: Engine) -> bool:
     """By the job's id, which is given to the job or stands in its newest checkpoint."""
     checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
@@ -304,6 +332,7 @@ def _checkpoint_settings(callback: CheckpointCallback) -> dict[str, Any]:
     found = {"recovery": callback.recovery, "policy": given.policy, "target_pls": given.target_pls}
     found |= {"row_fraction": given.r, "total_samples": callback.total_samples}
     found |= {"checkpoint_every_s": callback.every_s, "checkpoint_every_steps": callback.every_steps}
+    found |= {KEEP_BEST: callback.keep_best}
     if callback.is_planned:
         found |= {"mtbf_h": given.mtbf_h, "longest_s": given.longest_s}
     return {name: value for name, value in found.items() if value is not None}
@@ -363,6 +392,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         skipped = [one.words for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
+        facts["samples_then"] = engine.progress.account.applied
         yield Event("resumed", step, text, facts)
         steps_lost, so = _steps_lost(engine, report)
         yield from _passed_over(engine, skipped, so, steps_lost)
@@ -370,7 +400,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if joined.resumed is not None or joined.taken is not None:
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     if joined.taken is not None:
-        text = f"resuming at step {step} where the lost job stood: {joined.taken.reason}"
+        text = f"resuming at step {step} where the launch before stood: {joined.taken.reason}"
         lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
 

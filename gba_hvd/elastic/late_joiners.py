@@ -61,7 +61,7 @@ class LateJoiners:
             engine.world = world
             if (checkpoints := checkpoints_of(engine)) is not None:
                 checkpoints.world_formed(rows_moved=False)
-            engine.progress.restarts += 1
+            engine.progress.restarts, engine.reports.n_working = engine.progress.restarts + 1, None
             job_events.world_formed(engine, joined, before)
             if lost is not None:
                 job_events.residuals_lost(engine, *lost)

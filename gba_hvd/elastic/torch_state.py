@@ -359,6 +359,7 @@ class TorchState:
             return
         self._come_to_one_state(joined)
         self._note_synced()
+        engine.reports.after_world_forms(before)
         job_events.world_formed(engine, joined, before, self.training_state.residuals_missing)
         job_events.world_was_late(engine, engine.forming.end(), _STOOD_STILL)
         for event in endings.failed_neighbours(engine, neighbours):
@@ -372,7 +373,7 @@ class TorchState:
             rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if not joined.is_restart:
-            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "what a lost job left")
+            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "what the launch before left")
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
@@ -398,7 +399,7 @@ class TorchState:
         if left is None or left.state is None:
             return
         checkpoints = checkpoints_of(self.engine)
-        where = "what a lost job left in memory"
+        where = "what the launch before left in memory"
         if isinstance(left, Report) and checkpoints is not None:
             where = f"the checkpoint at {redacted(checkpoints.store.url)} ({left.manifest.name})"
         self.training_state.resume(state_codec.decode(left.state), where)

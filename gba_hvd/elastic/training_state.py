@@ -71,7 +71,7 @@ class TrainingState:
             "random": [rng_state.capture()],
             "random_left": self._random_left,
             "rollback": self._engine.rollback.shared(),
-            "lost_since_unix_s": self._engine.reports.lost_since_unix_s,
+            "pauses": self._engine.reports.pauses(),
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
@@ -106,7 +106,7 @@ class TrainingState:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
                 left = state["random_left"]
-                self._engine.reports.lost_since_unix_s = state["lost_since_unix_s"]
+                self._engine.reports.load_pauses(state["pauses"])
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])

@@ -512,7 +512,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
     torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. best_step: see
-    `recovery.catalog.retention.BEST_STEP`
+    `recovery.catalog.retention.BEST_STEP`; best_metric, best_value: by which it was the best
     """
 
     why: str = ""
@@ -530,6 +530,8 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     torn_shards: int = 0
     hashed: dict[str, dict[str, Any]] = {}
     best_step: int | None = None
+    best_metric: str = ""
+    best_value: float | None = None
 
     @property
     def is_compressed(self) -> bool:

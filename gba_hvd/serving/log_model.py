@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from gba_hvd.callbacks import KEEP_BEST
 from gba_hvd.errors import BadInput
 from gba_hvd.serving import inputs
 from gba_hvd.serving.builder import Builder
@@ -49,11 +50,13 @@ class LogModel:
     gets a new version; alias: of that version. requirements: further ones, such as a package that `build` imports.
 
     When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
-    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint;
-    checkpoint_options: for the store of that, as `recovery.open_checkpoint` takes them. The version has the tags
-    `gba_hvd.step`, of its rows, and of the newest checkpoint `gba_hvd.checkpoint`, `gba_hvd.checkpoint_checksum` and
-    `gba_hvd.checkpoint_step`. A model that cannot be written or logged is the event `model_not_logged`, which says
-    what to do; the training and its records are not affected.
+    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint.
+    of: "last": the model at the end of training; "best": that of the checkpoint which `CheckpointCallback(keep_best=)`
+    keeps. checkpoint_options: for the store of checkpoints, as `recovery.open_checkpoint` takes them. The version has
+    the tags `gba_hvd.step`, of its rows, and of the newest checkpoint, or that which it was made from,
+    `gba_hvd.checkpoint`, `gba_hvd.checkpoint_checksum` and `gba_hvd.checkpoint_step`.
+    A model that cannot be written or logged is the event `model_not_logged`, which says what to do; the training and
+    its records are not affected.
 
     Raises BadInput for an alias without a registered model, and a name or alias that MLflow refuses. Registering the
     callback raises it where no builder or no request can be made.
@@ -71,6 +74,7 @@ class LogModel:
     requirements: Sequence[str] = ()
     checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
     dense_names: Sequence[str] = ()
+    of: str = "last"
 
     def __post_init__(self) -> None:
         if not self.name or any(character in self.name for character in "/:.%\"'"):
@@ -82,6 +86,8 @@ class LogModel:
                 f"LogModel: alias={self.alias!r}: MLflow takes letters, digits, _ and -, but neither 'latest' nor a v "
                 "with a number, which it has for versions"
             )
+        if self.of not in ("last", "best"):
+            raise BadInput(f"LogModel: of={self.of!r}: choose 'last' or 'best'")
         if isinstance(self.requirements, str):
             raise BadInput("LogModel: requirements must be a list, such as ['my-models==1.2']")
 
@@ -91,6 +97,14 @@ class LogModel:
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model).checked()
+
+    def check_job(self, settings: Mapping[str, Any]) -> None:
+        """Raises BadInput where a job with these settings (`Job.settings`) keeps no best model, and it is asked for."""
+        if self.of == "best" and not settings.get(KEEP_BEST):
+            raise BadInput(
+                "LogModel: of='best' is the model of the checkpoint that keep_best keeps: "
+                "CheckpointCallback(URL, keep_best='valid_auc')"
+            )
 
     def write(self, model: nn.Module, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
         """Write all that the sender needs into a new folder; returns its bytes.
@@ -105,17 +119,18 @@ class LogModel:
         if checkpoint is not None:
             place = f"{str(checkpoint.get('url', '')).rstrip('/')}/{checkpoint.get('manifest', '')}"
             tags = _tags(step, place, checkpoint.get("checksum", ""), checkpoint.get("saved_step", ""))
-        if has_all_rows(tables_in(model)):
+        if has_all_rows(tables_in(model)) and self.of == "last":
             saved = save_model(model, folder / "model", source=tags, **how)
         else:
             if checkpoint is None or not checkpoint.get("url"):
-                raise BadInput(
-                    "the rows of the model are on several hosts, and the job has saved no checkpoint to make it from: "
-                    "register a CheckpointCallback"
-                )
+                why = "of='best' is asked for" if self.of == "best" else "the rows of the model are on several hosts"
+                raise BadInput(f"{why}, and the job has saved no checkpoint to make it from: register a "
+                               "CheckpointCallback")  # fmt: skip
             build = Builder.of(self.build, self.arguments, model)
             how["build"] = self.build or build.target
-            source = open_checkpoint(str(checkpoint["url"]), **self.checkpoint_options)
+            source = open_checkpoint(
+                str(checkpoint["url"]), "best" if self.of == "best" else "newest", **self.checkpoint_options
+            )
             step = source.step
             tags = _tags(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
             saved = export_model(source, folder / "model", **how)

@@ -53,8 +53,15 @@ _numbers = itertools.count()
 class ModelLogger(Protocol):
     """Writes the trained model for the sender: `gba_hvd.LogModel`."""
 
+    @property
+    def of(self) -> str:
+        """Which model: "last" or "best"."""
+
     def check(self, model: Any) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
+
+    def check_job(self, settings: Mapping[str, Any]) -> None:
+        """Raises BadInput for what a job with these settings (`Job.settings`) cannot log."""
 
     def write(self, model: Any, folder: Path, step: int, checkpoint: Mapping[str, Any] | None) -> int:
         """Write what `mlflow_model` reads into a new folder; returns its bytes."""
@@ -113,6 +120,7 @@ class MLflowCallback(Callback):
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
+        self._best_checkpoint: Mapping[str, Any] | None = None  # the same of the first one of the best model
         self._step = 0
 
         self._job: Job | None = None
@@ -128,7 +136,9 @@ class MLflowCallback(Callback):
         self._seen_step: int | None = None
         self._since = _Interval()
         self._readings = gauges.Readings()
+        # Of a worker that is not the chief, since the newest world: what it reports where the chief has died meanwhile.
         self._unreported: deque[Event] = deque(maxlen=64)
+        self._unreported_metrics: deque[dict[str, Any]] = deque(maxlen=64)
         self._ended = False
         self._reported_left_behind = False
         self._n_warnings = 0
@@ -149,10 +159,13 @@ class MLflowCallback(Callback):
             self._model = model
 
     def on_job(self, job: Job) -> None:
+        if self._log_model is not None:
+            self._log_model.check_job(job.settings)
         was_chief = self._job is not None and self._job.is_chief
         self._job = job
         self._since = _Interval()
         if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
+            self._forget_unreported()
             return
         if job.is_chief and not was_chief:
             self._stamp = f"{_now_ms()}:{job.host}:{os.getpid()}"
@@ -188,8 +201,14 @@ class MLflowCallback(Callback):
                     self._write({"kind": "artifact", "path": path, "text": text})
             while self._unreported:  # what the previous chief may not have reported
                 self._write_event(self._unreported.popleft())
-        self._unreported.clear()
+            for record in self._unreported_metrics:  # the sender leaves out those that the run has
+                self._write(record)
+        self._forget_unreported()
         self._look_after_sender()
+
+    def _forget_unreported(self) -> None:
+        self._unreported.clear()
+        self._unreported_metrics.clear()
 
     def on_step(self, record: StepRecord) -> None:
         self._epoch, self._step = record.epoch, record.step
@@ -229,7 +248,7 @@ class MLflowCallback(Callback):
         self._epoch = epoch
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._job is None or not self._job.is_chief:
+        if self._job is None:
             return
         values = {}
         self._script_logs_lr = self._script_logs_lr or any(name in metrics for name in SCRIPT_LRS)
@@ -237,18 +256,22 @@ class MLflowCallback(Callback):
             try:
                 values[key] = float(value)
             except (TypeError, ValueError):
-                _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+                if self._job.is_chief:
+                    _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         for record in metrics_records(step, _now_ms(), values):
-            self._write(record)
+            if self._job.is_chief:
+                self._write(record)
+            else:
+                self._unreported_metrics.append(record)
 
     def on_event(self, event: Event) -> None:
         if event.kind == gauges.EVENT:  # reported with the next point
             self._since.read(self._readings.take(event.data))
             return
         if event.kind == "checkpoint":
-            self._checkpoint = event.data
+            self._note_checkpoint(event.data)
         if event.kind == "resumed":
             self._readings.begin(event.data)
         if event.kind == "resumed" and event.step < self._logged_step:  # these steps come again (full recovery)
@@ -258,6 +281,13 @@ class MLflowCallback(Callback):
             self._write_event(event)
         else:
             self._unreported.append(event)
+
+    def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
+        self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint
+        if best_step is None or int(data.get("saved_step", 0)) < best_step:
+            self._best_checkpoint = None
+        elif known is None or known["best_step"] != best_step:
+            self._best_checkpoint = data
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """Waits until everything is sent, at most `flush_timeout_s`; what is left then stays on disk."""
@@ -269,7 +299,8 @@ class MLflowCallback(Callback):
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
-        end = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
+        end: dict[str, Any] = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
+        end["ms"] = _now_ms()
         self._write(end | ({"model": True} if logs_model else {}))
         if logs_model:  # after the end: the run has its status also if this process is killed now
             self._write({"kind": "model", "written": self._write_model()})
@@ -294,7 +325,25 @@ class MLflowCallback(Callback):
             _log(message)
             return False
         self._flush_timeout_s += n_bytes / _MODEL_BYTES_S
+        self._report_better_model()
         return True
+
+    def _report_better_model(self) -> None:
+        """The model that is logged may not be the best one."""
+        best = self._best_checkpoint
+        if (
+            best is None
+            or best.get("saved_step") == self._step
+            or self._log_model is None
+            or self._log_model.of != "last"
+        ):
+            return
+        url = shlex.quote(str(best.get("url") or "URL"))
+        _log(
+            f"the logged model is of step {self._step:,}, the last one. {best.get('best_metric')} was best at step "
+            f"{best['best_step']:,} ({best.get('best_value')}): LogModel(of='best') logs that one. To make a model "
+            f"of it now: gba-hvd model export {url} MODEL_URL --best --build FILE.py:CALLABLE"
+        )
 
     # These travel with the elastic state.
 
@@ -418,7 +467,8 @@ class MLflowCallback(Callback):
             remove(path)
         if delivered.done or delivered.recorded:
             if self._job.is_chief:
-                drawn = f"The model is {delivered.served_as}. " if delivered.served_as else ""
+                of_step = "" if delivered.model_step is None else f", of step {delivered.model_step:,}"
+                drawn = f"The model is {delivered.served_as}{of_step}. " if delivered.served_as else ""
                 drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
                 if not delivered.done and model_path(path).exists():
                     drawn = "Everything else is recorded. "

@@ -252,11 +252,14 @@ class JobRun:
         history = self._client.get_metric_history(self.run_id, key)
         return [Point(key, one.value, one.timestamp, one.step) for one in history]
 
-    def finish(self, status: str, reason: str, job_id: str) -> None:
-        """Set the final status; other runs of this job that were left running are closed as superseded."""
+    def finish(self, status: str, reason: str, job_id: str, ended_ms: int | None = None) -> None:
+        """Set the final status, and the time of the end, by default now.
+
+        Other runs of this job that were left running are closed as superseded.
+        """
         if reason:
             self.set_tags({REASON_TAG: reason[:4000]})
-        self._client.set_terminated(self.run_id, status)
+        self._client.set_terminated(self.run_id, status, ended_ms)
         for other in runs_of(self._client, self.experiment_id, job_id):
             if other.info.run_id != self.run_id and other.info.status == "RUNNING":
                 self._client.set_tag(other.info.run_id, SUPERSEDED_TAG, self.run_id)

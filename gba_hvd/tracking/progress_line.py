@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from gba_hvd.tracking import gauges
 from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
-from gba_hvd.tracking.recovery_records import CONTINUES, is_recovery, place_of
+from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -45,8 +45,8 @@ class ProgressLine(Callback):
     total_steps: for the percentage and the time left; default `Job.settings["total_steps"]` when it is there.
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
     The closing summary takes the account of samples from the data of the last event that has it
-    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, and in asynchronous modes
-    `staleness` and `lags`).
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `refused`, and in asynchronous
+    modes `staleness` and `lags`).
     """
 
     shows_events = True
@@ -76,12 +76,14 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
-        self._pauses: list[str] = []  # after a worker was lost
+        self._pauses: list[tuple[str, float, int]] = []  # (cause, seconds, step)
         self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
+        self._has_overflowed = False
+        self._lost_worker = False  # and no world has formed since
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
         self._started_s = clock()
@@ -92,6 +94,8 @@ class ProgressLine(Callback):
         self._ended = False
 
     def on_job(self, job: Job) -> None:
+        if self._job is None:  # where the time in the report begins, too
+            self._started_s = self._clock()
         self._job = job
         self._memberships += 1
         self._rate = Rate()
@@ -131,13 +135,16 @@ class ProgressLine(Callback):
             self._gauges |= self._readings.take(event.data)
             return
         self._account |= {
-            key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness", "lags") if key in event.data
+            key: event.data[key] for key in (*_ACCOUNT, "restarts", "refused", "staleness", "lags") if key in event.data
         }
         if event.kind == "resumed":
             if "from_step" not in event.data:  # else it rolled back, and was not launched again
                 self._resumed_step = event.step
             self._first_step_s = None  # the time that is left is reckoned from here
             self._readings.begin(event.data)
+        if event.kind in ("worker_lost", "membership"):
+            self._lost_worker = event.kind == "worker_lost"
+        self._has_overflowed = self._has_overflowed or event.kind == "overflow"
         if event.kind == "interrupted":
             self._interrupted = event.message
         if event.kind in _NOTED and event.level == "info":
@@ -149,7 +156,7 @@ class ProgressLine(Callback):
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
         if event.kind == CONTINUES:
-            self._pauses.append(f"{event.data['seconds']:.1f} s before step {event.step:,}")
+            self._pauses.append((cause_of(event.data), float(event.data["seconds"]), event.step))
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
@@ -205,7 +212,7 @@ class ProgressLine(Callback):
     def _summary(self, status: str) -> list[str]:
         word = _WORDS.get(status, status.lower())
         steps = self._record.step if self._record else 0
-        restarts = int(self._account.get("restarts", max(0, self._memberships - 1)))
+        restarts = int(self._account.get("restarts", max(0, self._memberships - 1))) + self._lost_worker
         times = f"{restarts or 'no'} change{'s' * (restarts > 1)} of workers"
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:
@@ -217,7 +224,8 @@ class ProgressLine(Callback):
         lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
-            lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")
+            why = self._why_dropped() if dropped else ""
+            lines.append(f"samples: {applied:,} applied + {dropped:,} dropped{why} + {lost:,} lost = {total:,}")
         elif self._record is not None:
             lines.append(f"samples: {self._record.samples_applied:,} applied")
         if self._switches:
@@ -228,7 +236,7 @@ class ProgressLine(Callback):
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if self._pauses:
-            lines.append(f"pauses after a loss of workers: {', '.join(self._pauses)}")
+            lines.append(pause_words(self._pauses))
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"
@@ -242,16 +250,28 @@ class ProgressLine(Callback):
             lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
         return lines
 
+    def _why_dropped(self) -> str:
+        """` (too stale when they arrived)`; where there were several reasons, all of them."""
+        reasons = {
+            "too stale when they arrived": bool(self._account.get("staleness")),
+            "their gradient was not finite": bool(self._account.get("refused")),
+            "their step overflowed": self._has_overflowed,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        return f" ({', or '.join(found)})" if found else ""
+
     # These travel with the elastic state: a new rank 0 continues with them.
 
     def state_dict(self) -> dict[str, Any]:
         measured = {"newest": self._newest, "best": self._best}
         state = {name: None if one is None else one.as_dict() for name, one in measured.items()}
-        return {**state, "switches": list(self._switches)}
+        return {**state, "switches": list(self._switches), "pauses": [list(one) for one in self._pauses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
+        found = state.get("pauses")
+        self._pauses = self._pauses if found is None else [(cause, seconds, step) for cause, seconds, step in found]
 
     def _end_line(self) -> None:
         if self._open:
@@ -361,6 +381,23 @@ def recovery_words(event: Event) -> str:
         so_far = f" ({data['pls_total']:.4f} so far)" if data.get("pls_total") is not None else ""
         parts.append(f"PLS {data['pls']:.4f}{so_far}")
     return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
+
+
+def pause_words(pauses: Iterable[tuple[str, float, int]]) -> str:
+    """`training stood still for 22.6 s: 0.8 s after a loss of workers (before step 3,282), 21.8 s to let ...`
+
+    pauses: (cause, seconds, the step that ended it)
+    """
+    by_cause: dict[str, list[tuple[float, int]]] = {}
+    for cause, seconds, step in pauses:
+        by_cause.setdefault(cause, []).append((seconds, step))
+    parts = [
+        f"{sum(seconds for seconds, _ in some):.1f} s {PAUSE_WORDS[cause]} (before step "
+        f"{' and '.join(f'{step:,}' for _, step in some)})"
+        for cause, some in by_cause.items()
+    ]
+    total_s = sum(seconds for some in by_cause.values() for seconds, _ in some)
+    return f"training stood still for {total_s:.1f} s: {', '.join(parts)}"
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:

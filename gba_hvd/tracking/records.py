@@ -9,7 +9,7 @@ Plain functions over plain values: no file, no clock, no MLflow. A record is one
     tags      {"values"}
     event     {"event", "step", "message", "data", "unix_s"}
     artifact  {"path", "text"}
-    end       {"status", "reason"}            the last record; status is null unless this process reports for the job
+    end       {"status", "reason", "ms"}      the last record; status is null unless this process reports for the job
 
 `job`, `settings`, `artifact` and `end` are carried out one by one; runs of the others are packed.
 """

@@ -22,9 +22,13 @@ from gba_hvd.tracking.records import Point, Record
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
-CONTINUES, PAUSE = "training_continues", "pause_after_loss_s"  # from the last step before the loss of a worker
+CONTINUES = "training_continues"  # after a pause, from the last step before it
+PAUSED = "paused_s"  # metric: by all pauses of a launch so far
+_PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
+PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
-_OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", "finished", "not_saved", "failed", "interrupted")
+ENDS = ("finished", "not_saved", "failed", "interrupted")
+_OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", *ENDS)
 _OF_CHECKPOINT = {
     "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
 }  # fmt: skip
@@ -44,7 +48,8 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
     if kind == CONTINUES:
-        return step, {PAUSE: float(data["seconds"])}
+        so_far = {PAUSED: float(data["so_far_s"])} if "so_far_s" in data else {}
+        return step, {_PAUSES[cause_of(data)]: float(data["seconds"]), **so_far}
     if not is_recovery(kind, data):
         return step, {}
     found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}
@@ -54,6 +59,11 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if kind == "resumed":
         found[RESUMED_FROM] = float(step)
     return step, found
+
+
+def cause_of(pause: Mapping[str, Any]) -> str:
+    """Of a pause, from the data of its event: versions before had those after a loss only."""
+    return str(pause.get("cause", "loss"))
 
 
 def is_recovery(kind: str, data: Mapping[str, Any]) -> bool:
@@ -69,7 +79,8 @@ def lost_the_job(recovery: Mapping[str, Any]) -> bool | None:
 
 
 def is_failure(recovery: Mapping[str, Any]) -> bool:
-    """Whether something was lost, or came back that was. Not so of a launch that follows one that ended well."""
+    """Whether something was lost, or came back that was. Not so of a launch that follows one that ended well, or that
+    a person interrupted."""
     is_of_a_launch = recovery["kind"] == "resumed" and not recovery["strategy"]
     return not is_of_a_launch or recovery["launch_before"] == "lost" or bool(recovery["rows_lost"])
 
@@ -157,10 +168,46 @@ def pointers(events: Iterable[Record]) -> list[Record]:
     return found
 
 
+@dataclass(frozen=True)
+class KeptBest:
+    """The checkpoint that `keep_best` keeps. best_step: at which `value` of `metric` was measured; saved_step: its own.
+
+    place: its address
+    """
+
+    metric: str
+    value: float | None
+    best_step: int
+    saved_step: int
+    place: str
+
+    @property
+    def words(self) -> str:
+        value = "" if self.value is None else f" {self.value:.4f}"
+        return f"{self.metric}{value} of step {self.best_step:,}"
+
+
+def kept_best(events: Iterable[Record]) -> KeptBest | None:
+    """By the rule of `recovery.catalog.best`, which has the manifests; None where the records name none."""
+    saved = [(int(e["data"].get("saved_step", e.get("step", 0))), e["data"]) for e in events_in_force(events)
+             if e.get("event") == "checkpoint" and e.get("data")]  # fmt: skip
+    named = [data for _, data in saved if data.get("best_step") is not None]
+    later = [one for one in saved if named and one[0] >= int(named[-1]["best_step"])]
+    if not later:
+        return None
+    step, data = min(later, key=lambda one: one[0])
+    best = named[-1]
+    return KeptBest(str(best.get("best_metric", "")), best.get("best_value"), int(best["best_step"]), step,
+                    place_of(data))  # fmt: skip
+
+
 def recoveries(events: Iterable[Record]) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
     one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,
-    where there was one. launch_before, of a job that resumed: "finished", "lost" or "unknown".
+    where there was one. launch_before, of a job that resumed: "finished", "interrupted", "lost" or "unknown".
+
+    Of a job that was launched again, age is the number of steps that are made again, and samples_redone their samples:
+    where the launch before has reported its end, else they are not known.
     """
     found = []
     all_events = list(events)
@@ -168,17 +215,37 @@ def recoveries(events: Iterable[Record]) -> list[Record]:
         kind, data = str(event.get("event")), event.get("data", {})
         if is_recovery(kind, data):
             facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped", *_LABEL_OF_CHOICE)}
-            before = _launch_before(all_events[:i], int(event.get("step", 0))) if kind == "resumed" else None
-            found.append({"kind": kind, "step": int(event.get("step", 0)), "launch_before": before, **facts})
+            step = int(event.get("step", 0))
+            before = _launch_before(all_events[:i], step) if kind == "resumed" else None
+            if kind == "resumed" and not data.get("strategy"):
+                facts |= _made_again(all_events[:i], step, data)
+            found.append({"kind": kind, "step": step, "launch_before": before, **facts})
     return found
+
+
+def _made_again(events: Sequence[Record], step: int, resumed: Mapping[str, Any]) -> Record:
+    """Steps and samples of the launch before that are after what the job resumed from. events: until then"""
+    mark = _last_of_the_launch_before(events)
+    if mark is None or mark.get("event") not in ENDS:
+        return {"age": None}
+    data, then = mark.get("data", {}), resumed.get("samples_then")
+    known = then is not None and "samples_applied" in data
+    samples = max(0, int(data["samples_applied"]) - int(then or 0)) if known else None
+    return {"age": max(0, int(mark.get("step", 0)) - step), "samples_redone": samples or None}
+
+
+def _last_of_the_launch_before(events: Sequence[Record]) -> Record | None:
+    starts = [i for i, event in enumerate(events) if event.get("event") == "started"]
+    earlier = events[: starts[-1]] if starts else events
+    marks = [event for event in earlier if event.get("event") in _OF_A_LAUNCH]
+    return marks[-1] if marks else None
 
 
 def _launch_before(events: Sequence[Record], step: int) -> str:
     """How the launch ended before the one that resumed from `step`. events: until then"""
-    starts = [i for i, event in enumerate(events) if event.get("event") == "started"]
-    earlier = events[: starts[-1]] if starts else events
-    marks = [event for event in earlier if event.get("event") in _OF_A_LAUNCH]
-    if not marks:
+    mark = _last_of_the_launch_before(events)
+    if mark is None:
         return "unknown"
-    is_good = marks[-1].get("event") == "finished" and int(marks[-1].get("step", 0)) <= step
-    return "finished" if is_good else "lost"
+    if mark.get("event") == "interrupted":
+        return "interrupted"
+    return "finished" if mark.get("event") == "finished" and int(mark.get("step", 0)) <= step else "lost"

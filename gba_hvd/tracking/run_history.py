@@ -108,15 +108,25 @@ class RunHistory:
 
     @property
     def launches(self) -> list[tuple[int, int]]:
-        """(first, last) millisecond of each: from the event of its start to its last record."""
+        """(first, last) millisecond of each: from the event of its start to that of its end, else to its last record.
+
+        Records and a model are sent after the end.
+        """
         if self.started_ms is None:
             return []
         starts = [recovery_records.ms_of(event) for event in self.events_of("started") if "unix_s" in event]
         times = [point.ms for points in self.history.values() for point in points]
         times += [recovery_records.ms_of(event) for event in self.events if "unix_s" in event]
         begins = [self.started_ms, *starts[1:]]
-        ends = [max((ms for ms in times if ms < begin), default=begin) for begin in begins[1:]]
-        ends.append(max([*times, self.ended_ms or 0]))
+        reported = self.events_of(*recovery_records.ENDS)
+        times_of_ends = [recovery_records.ms_of(event) for event in reported if "unix_s" in event]
+        ends = []
+        for begin, until in zip(begins, [*begins[1:], None], strict=True):
+            within = [ms for ms in times_of_ends if begin <= ms and (until is None or ms < until)]
+            if until is None:
+                ends.append(within[-1] if within else max([*times, self.ended_ms or 0]))
+            else:
+                ends.append(within[-1] if within else max((ms for ms in times if ms < until), default=until))
         return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
 
     @property
@@ -197,6 +207,23 @@ class RunHistory:
         logged = [data for data in reported if data.get("model_uri")]
         return logged[-1] if logged else None
 
+    @property
+    def kept_best(self) -> recovery_records.KeptBest | None:
+        return recovery_records.kept_best(self.events)
+
+    @property
+    def better_than_logged(self) -> str:
+        """What was better than the logged model, in words; empty: nothing that the records tell of, or none is logged.
+
+        By the checkpoint that was kept as the best one; without such, by the best epoch.
+        """
+        step, kept, best = (self.logged_model or {}).get("model_step"), self.kept_best, self.best
+        if step is None:
+            return ""
+        if kept is not None:
+            return f"{kept.words}, in the checkpoint of step {kept.saved_step:,}" if kept.saved_step != step else ""
+        return f"{best.name}, at step {best.step:,}" if best is not None and int(step) > best.step else ""
+
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
 
@@ -211,6 +238,18 @@ class RunHistory:
     def last(self, metric: str) -> float | None:
         points = self.history.get(metric)
         return points[-1].value if points else None
+
+
+def changes_of_workers(events: Iterable[Record]) -> int:
+    """How often the workers became others: worlds that formed again, and losses after which none had formed yet."""
+    n, is_open = 0, False
+    for event in events:
+        kind = event.get("event")
+        if kind in ("membership", "started"):  # of a loss before it the new world is the change
+            n += kind == "membership" or is_open
+            is_open = False
+        is_open = is_open or kind == "worker_lost"
+    return n + is_open
 
 
 @dataclass
@@ -422,6 +461,7 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "row_density": traffic_summary.row_density(story.events),
         "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
+        "kept_best": None if story.kept_best is None else vars(story.kept_best),
         "model": None if story.logged_model is None else dict(story.logged_model),
         "data": dict(story.data),
         "params": dict(story.params),

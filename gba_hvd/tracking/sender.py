@@ -140,7 +140,7 @@ class Sender:
                     self._put_events()
                 status = record["status"]
                 if status and self._call(lambda run: run.may_report()):
-                    self._finish(status, record["reason"], model_awaited=bool(record.get("model")))
+                    self._finish(status, record["reason"], bool(record.get("model")), record.get("ms"))
                 self._set(done=not record.get("model"))
             case "model":
                 if record["written"]:
@@ -231,11 +231,17 @@ class Sender:
             return
         facts = read_facts(folder)
         served_as = f"models:/{facts['registered_model_name']}/{version}" if version else uri
-        self._set(model_problem=None, served_as=served_as)
+        step = int(facts["step"])
+        self._set(model_problem=None, served_as=served_as, model_step=step)
         as_version = f", version {version}" if version else ""
         name = facts["registered_model_name"] if version else facts["name"]
         self._report_event(
-            "model_logged", f"the model is logged as {uri}{as_version}", "info", name=name, version=version
+            "model_logged",
+            f"the model of step {step:,} is logged as {uri}{as_version}",
+            "info",
+            name=name,
+            version=version,
+            model_step=step,
         )
 
     def _model_failed(self, message: str) -> None:
@@ -243,7 +249,7 @@ class Sender:
         say(message)
         self._report_event("model_not_logged", message, "warning")
 
-    def _report_event(self, kind: str, message: str, level: str, **about: str) -> None:
+    def _report_event(self, kind: str, message: str, level: str, **about: Any) -> None:
         data = {"model_uri": self.status.model_uri, "folder": str(model_path(self.spool)), **about}
         self._own_events.append(self._event(kind, message, level, data))
         self._put_events()
@@ -311,11 +317,11 @@ class Sender:
         self._events_waiting = False
         return merged if merged is not None else own
 
-    def _finish(self, status: str, reason: str, model_awaited: bool = False) -> None:
+    def _finish(self, status: str, reason: str, model_awaited: bool = False, ended_ms: int | None = None) -> None:
         """The status first: when time runs out, a missing picture is the smaller loss."""
         assert self.job is not None
         job = self.job
-        self._call(lambda run: run.finish(status, reason, job["job_id"]))
+        self._call(lambda run: run.finish(status, reason, job["job_id"], ended_ms))
         self._set(recorded=True)
         self._put_report(with_plots=True, model_awaited=model_awaited)
 

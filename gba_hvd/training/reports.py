@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from gba_hvd.callbacks import Callback, Event, StepRecord
@@ -28,6 +29,18 @@ _LOGGED = frozenset({
     "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
     "faults_lasting", "checkpoint_unchanged", "auto_stayed", "training_continues",
 })  # fmt: skip
+
+
+LOSS, JOINED, LEFT = "loss", "joined", "left"  # why training stood still
+_AFTER = {LOSS: "the loss of a worker", JOINED: "workers were let in", LEFT: "workers left"}
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Training stands still. since_unix_s: when the newest step before it ended."""
+
+    since_unix_s: float
+    cause: str
 
 
 class Reports:
@@ -56,7 +69,9 @@ class Reports:
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
         self._has_stepped = False
-        self.lost_since_unix_s: float | None = None  # a worker was lost; when the newest step before that ended
+        self.n_working: int | None = None  # in an asynchronous mode, while the next world forms
+        self._pause: Pause | None = None
+        self._paused_s = 0.0  # by all pauses of this launch that are over
 
     def emit(self, event: Event, only_here: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
@@ -88,8 +103,37 @@ class Reports:
 
     def worker_lost(self) -> None:
         """The next step ends the pause that the loss costs."""
-        if self.lost_since_unix_s is None and self._has_stepped:
-            self.lost_since_unix_s = time.time() - self.seconds_since_step
+        self._begin_pause(LOSS)
+
+    def after_world_forms(self, before: int | None) -> None:
+        """In allreduce mode, between two steps: training can continue, and the next step ends the pause.
+
+        before: workers in the world that this worker was in, if it was in one
+        """
+        self.n_working = None
+        if before is None:
+            return
+        self._begin_pause(LEFT if self._world().size < before else JOINED)
+        self._ended_s = time.perf_counter()  # no part of the next step's time
+
+    def count_workers(self, n_workers: int, is_forming: bool) -> None:
+        """In an asynchronous mode: the servers hear so many workers.
+
+        is_forming: the next world is, so that the one there was has workers that are gone
+        """
+        self.n_working = n_workers if is_forming else None
+
+    def _begin_pause(self, cause: str) -> None:
+        if self._pause is None and self._has_stepped:
+            self._pause = Pause(time.time() - self.seconds_since_step, cause)
+
+    def pauses(self) -> dict[str, Any]:
+        """What other workers know of pauses: plain values."""
+        return {"pause": None if self._pause is None else asdict(self._pause), "paused_s": self._paused_s}
+
+    def load_pauses(self, state: Mapping[str, Any]) -> None:
+        self._pause = None if state["pause"] is None else Pause(**state["pause"])
+        self._paused_s = state["paused_s"]
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +155,7 @@ class Reports:
             self.emit(Event("scheduler_too_fast", progress.step, text, {"scheduler": name}, level="warning"))
         now, applied = time.perf_counter(), progress.account.applied
         at = (progress.step, progress.cursor.epoch)
-        seconds, workers = now - self._ended_s, self._world().size
+        seconds, workers = now - self._ended_s, self.n_working or self._world().size
         lr = max(self._model.dense_lrs, default=None)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
         self._ended_s, self._has_stepped = now, True
@@ -126,15 +170,17 @@ class Reports:
         self.device_rows()
 
     def _pause_ends(self, mode: str, workers: int) -> None:
-        if self.lost_since_unix_s is None:
+        if self._pause is None:
             return
-        pause_s, step = max(0.0, time.time() - self.lost_since_unix_s), self._progress.step
-        self.lost_since_unix_s = None
+        pause_s, step, cause = max(0.0, time.time() - self._pause.since_unix_s), self._progress.step, self._pause.cause
+        self._pause = None
+        self._paused_s += pause_s
         text = (
-            f"training continues {pause_s:.1f} s after the newest step before the loss of a worker: step {step} is "
-            f"done, by {workers} worker{'s' * (workers > 1)} in mode {mode}"
+            f"training continues {pause_s:.1f} s after the newest step before {_AFTER[cause]}: step {step} is "
+            f"done, by {workers} worker{'s' * (workers > 1)} in mode {mode}; it has stood still for "
+            f"{self._paused_s:.1f} s in this launch"
         )
-        data = {"seconds": round(pause_s, 3), "workers": workers}
+        data = {"seconds": round(pause_s, 3), "workers": workers, "cause": cause, "so_far_s": round(self._paused_s, 3)}
         self.emit(Event("training_continues", step, text, data))
 
     def device_rows(self) -> None:

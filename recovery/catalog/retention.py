@@ -73,7 +73,7 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         wanted |= _first_of_each({m.name: m.step // keep.every_steps for m in own})
     if keep.every_s:
         wanted |= _first_of_each({m.name: int(m.saved_unix_s // keep.every_s) for m in own})
-    if (best := _of_the_best(own)) is not None:
+    if (best := best_kept(own)) is not None:
         wanted.add(best.name)
     needed = _with_parents(by_name, [*wanted, *(name for name in by_name if name not in mine)])
     gone = [manifest for manifest in reversed(own) if manifest.name not in needed]
@@ -90,14 +90,20 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
     return Expired(tuple(m.name for m in gone), tuple(blobs), reason + f", and {based_on} that these are based on")
 
 
-def _of_the_best(own: Sequence[Manifest]) -> Manifest | None:
-    """The first checkpoint from the best step on, which the newest one names. own: oldest first.
+def best_kept(own: Sequence[Manifest]) -> Manifest | None:
+    """The first checkpoint from the best step on, which the newest one names. own: of one run, oldest first."""
+    namer = newest_with_best(own)
+    later = [manifest for manifest in own if namer and manifest.step >= namer.about[BEST_STEP]]
+    return min(later, key=lambda manifest: manifest.step, default=None)
+
+
+def newest_with_best(own: Sequence[Manifest]) -> Manifest | None:
+    """The newest that names the best step. own: oldest first.
 
     One that servers saved when all workers were gone has what was known when the world formed.
     """
-    named = [manifest.about[BEST_STEP] for manifest in own if BEST_STEP in manifest.about and not _is_final(manifest)]
-    later = [manifest for manifest in own if named and manifest.step >= named[-1]]
-    return min(later, key=lambda manifest: manifest.step, default=None)
+    named = [manifest for manifest in own if BEST_STEP in manifest.about and not _is_final(manifest)]
+    return named[-1] if named else None
 
 
 def _is_final(manifest: Manifest) -> bool:

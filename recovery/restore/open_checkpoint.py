@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recovery import state_codec
+from recovery.catalog.best import best_checkpoint
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import to_json
@@ -269,7 +270,7 @@ def open_checkpoint(
         checkpoint.dense()                              # {"mlp.0.weight": tensor, ...}
 
     step: "newest": the newest one that is whole; those passed over are in `skipped` with the reason, and logged as
-    warnings. A number: the newest checkpoint of this step.
+    warnings. A number: the newest checkpoint of this step. "best": the one that `CheckpointCallback(keep_best=)` keeps.
     check: "bytes": every byte of the checkpoint and of those it is based on is read and compared with its checksum
     now, so a damaged one is passed over. "state": sizes, and the state's checksum; rows are verified when they are
     read. It is faster where few rows are wanted.
@@ -280,9 +281,11 @@ def open_checkpoint(
     """
     if check not in _CHECKS:
         raise BadInput(f"check must be one of {', '.join(_CHECKS)}, got {check!r}")
-    if step != "newest" and (isinstance(step, bool) or not isinstance(step, int)):
-        raise BadInput(f"step must be a number or 'newest', got {step!r}")
+    if step not in ("newest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
+        raise BadInput(f"step must be a number, 'newest' or 'best', got {step!r}")
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
+    if step == "best":
+        step = _best_step(store)
     found = _find(store, step, check)
     for _ in range(_LISTINGS):
         if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
@@ -302,6 +305,17 @@ def open_checkpoint(
     if found.skipped:
         raise Damaged(f"{store.url} has no checkpoint that is whole: {flaws}")
     raise BadInput(f"{store.url} has no checkpoints: is it the `url` of the job's CheckpointCallback?")
+
+
+def _best_step(store: Store) -> int:
+    """The step of the checkpoint of the best model."""
+    best = best_checkpoint([one.newest for one in chains(store) if isinstance(one, Chain)])
+    if best is None:
+        raise BadInput(
+            f"{store.url} has no checkpoint of the best model: CheckpointCallback(keep_best=METRIC) keeps it, once the "
+            "script reports this metric"
+        )
+    return best.manifest.step
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ def test_the_best_step_is_that_of_the_largest_value_and_of_equals_the_first() ->
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="-valid_logloss")
     for step, value in ((10, 0.7), (20, 0.5), (30, 0.6)):
         callback.on_metrics(step, {"valid_logloss": value})
-    assert callback.best_step == 20
+    assert callback.best == {"best_step": 20, "best_metric": "valid_logloss", "best_value": 0.5}
+    assert CheckpointCallback("memory://x", keep_best="valid_auc").best == {}
 
 
 def test_its_checkpoint_is_due_at_once_and_once() -> None:
@@ -34,6 +35,15 @@ def test_its_checkpoint_is_due_at_once_and_once() -> None:
     callback.began(30, 4.0)
     callback.on_metrics(30, {"valid_auc": 0.9})
     assert not callback.due(31, 5.0) and callback.best_step == 30, "it was saved just before it was measured"
+
+
+def test_a_worker_that_becomes_rank_0_saves_the_best_model_unless_that_was_done() -> None:
+    for saved_step, is_due in ((471, False), (314, True)):
+        callback = CheckpointCallback("memory://x", every_steps=1000, keep_best="valid_auc")
+        callback.on_metrics(471, {"valid_auc": 0.7})  # while rank 0 died, or before
+        callback.count_from(500, 1.0)
+        callback.done(saved_step)  # of the newest checkpoint that it finds
+        assert callback.due(501, 2.0) == is_due
 
 
 def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_metric() -> None:

@@ -111,7 +111,7 @@ def test_the_model_is_logged_registered_and_predicts_without_horovod(
     run_job(callback, model, "logs")
     run = only_run(database, "logs")
     assert run.info.status == "FINISHED"
-    assert "The model is models:/ctr/1. " in capsys.readouterr().out
+    assert "The model is models:/ctr/1, of step 3. " in capsys.readouterr().out
     registered = client(database).get_model_version_by_alias("ctr", "champion")
     assert registered.tags["gba_hvd.checkpoint_checksum"] == SAVED["checksum"]
     assert registered.tags["gba_hvd.checkpoint"] == f"{SAVED['url']}/{SAVED['manifest']}"
@@ -425,6 +425,55 @@ def test_the_request_of_a_logged_model_has_the_names_of_its_dense_columns(traine
     columns = json.loads((tmp_path / "log.json").read_text())["columns"]
     assert [*columns] == ["user", "item", "history", "price", "age"]
     assert columns["age"] == batch(3).dense[:, 1].tolist()
+
+
+def test_the_best_model_comes_from_the_checkpoint_that_is_kept_for_it(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(20)
+    checkpoint(model, model.tables, tmp_path / "c")
+    expected = evaluated(model, one)
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    checkpoint(model, model.tables, tmp_path / "c", 2, {"best_step": 4})
+    best = log_model(of="best")
+    with pytest.raises(BadInput, match="of='best' is asked for, and the job has saved no checkpoint"):
+        best.write(model, tmp_path / "none", 6, None)
+    (tmp_path / "w").mkdir()
+    best.write(model, tmp_path / "w", 6, {"url": str(tmp_path / "c"), "saved_step": 6})
+    facts = json.loads((tmp_path / "w" / "log.json").read_text())
+    assert (facts["step"], facts["tags"]["gba_hvd.checkpoint_step"]) == (5, "5")
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "w" / "model")(one), expected)
+
+
+def test_the_best_model_is_refused_at_the_start_where_none_is_kept(trained: Trained, tmp_path: Path) -> None:
+    callback = patient(spool_dir=tmp_path, log_model=log_model(of="best"))
+    with pytest.raises(BadInput, match="of='best' is the model of the checkpoint that keep_best keeps"):
+        callback.on_job(job("j", rank=1, size=2, is_host_leader=False))
+    callback.on_job(job("j", rank=1, size=2, is_host_leader=False, keep_best="valid_auc"))
+
+
+@pytest.mark.parametrize(("best_step", "says"), [(1, True), (3, False), (None, False)])
+def test_the_log_says_that_a_better_model_than_the_logged_one_was_kept(
+    best_step: int | None,
+    says: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
+    monkeypatch.setattr(gba_hvd.LogModel, "check", lambda self, model: None)
+    monkeypatch.setattr(gba_hvd.LogModel, "write", lambda self, *args: 1)
+    callback = patient(spool_dir=tmp_path, log_model=log_model())
+    callback.on_model(nn.Linear(1, 1))
+    callback.on_job(job("j"))
+    best = {} if best_step is None else {"best_step": best_step, "best_metric": "valid_auc", "best_value": 0.7}
+    for k in range(1, 4):
+        callback.on_step(step(k))
+        callback.on_event(Event("checkpoint", k, "saved", {**SAVED, "saved_step": k, **best}))
+    callback.on_end("FINISHED", None)
+    err = capsys.readouterr().err
+    assert ("the logged model is of step 3, the last one. valid_auc was best at step 1 (0.7)" in err) == says
+    assert ("gba-hvd model export file:///jobs/ctr MODEL_URL --best" in err) == says
 
 
 def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_path: Path) -> None:

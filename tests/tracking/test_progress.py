@@ -235,14 +235,55 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
 
-def test_the_pause_after_a_loss_is_in_the_summary() -> None:
+def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlier_rank_0() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=Clock())
     line.on_event(Event("training_continues", 40, "training continues 12.3 s after", {"seconds": 12.34}))
+    assert out.getvalue() == "[training continues] step 40: training continues 12.3 s after\n"
+    later = ProgressLine(stream=out, clock=Clock())
+    later.load_state_dict(json.loads(json.dumps(line.state_dict())))
+    for k, seconds in ((50, 9.0), (1060, 12.8)):
+        later.on_event(Event("training_continues", k, "again", {"seconds": seconds, "cause": "joined"}))
+    later.on_end("FINISHED", None)
+    assert (
+        "training stood still for 34.1 s: 12.3 s after a loss of workers (before step 40), 21.8 s to let workers in "
+        "(before step 50 and 1,060)"
+    ) in out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "more", "overflows", "words"),
+    [
+        (64, {"staleness": {"0": 9, "5": 1}}, False, "64 dropped (too stale when they arrived) +"),
+        (64, {"refused": 1}, False, "64 dropped (their gradient was not finite) +"),
+        (64, {"staleness": {"0": 9}, "refused": 1}, True,
+         "64 dropped (too stale when they arrived, or their gradient was not finite, or their step overflowed) +"),
+        (0, {"staleness": {"0": 9}}, False, "0 dropped +"),
+    ],
+)  # fmt: skip
+def test_the_summary_gives_the_reason_of_dropped_samples(
+    dropped: int, more: dict[str, Any], overflows: bool, words: str
+) -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    if overflows:
+        line.on_event(Event("overflow", 3, "step 3 overflowed"))
+    account = {"samples_total": 640, "samples_applied": 640 - dropped, "samples_dropped": dropped, "samples_lost": 0}
+    line.on_event(Event("finished", 10, "finished", {**account, **more}))
     line.on_end("FINISHED", None)
-    shown, *summary = out.getvalue().splitlines()
-    assert shown == "[training continues] step 40: training continues 12.3 s after"
-    assert "pauses after a loss of workers: 12.3 s before step 40" in summary
+    assert words in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "times"), [(["membership"], "no change"), (["membership", "worker_lost"], "1 change")]
+)
+def test_a_loss_after_which_no_world_has_formed_is_a_change_of_workers(kinds: list[str], times: str) -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=Clock())
+    for kind in kinds:
+        line.on_event(Event(kind, 40, kind))
+    line.on_end("FINISHED", None)
+    assert f", {times} of workers" in out.getvalue()
 
 
 def test_a_checkpoint_that_a_new_rank_0_finds_is_in_the_summary_only() -> None:

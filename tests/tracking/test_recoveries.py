@@ -253,6 +253,37 @@ def test_a_story_has_checkpoints_and_recoveries_in_figures(reported: RunHistory)
     assert reported.history["pls"][0].value == 0.0025
 
 
+def test_scores_that_were_measured_while_rank_0_died_are_reported_by_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = itertools.count(1_000_000, 5)
+    monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
+    chief, survivor = callback_in(tmp_path, monkeypatch), callback_in(tmp_path, monkeypatch)
+    chief.on_job(job("j", rank=0, size=2))
+    survivor.on_job(job("j", rank=1, size=2, is_host_leader=False))
+    for callback in (chief, survivor):
+        callback.on_epoch(1)
+        callback.on_metrics(10, {"valid_auc": 0.7})
+    assert survivor.spool is None, "the chief alone reports"
+    survivor.on_epoch(2)
+    survivor.on_metrics(20, {"valid_auc": 0.8})  # the chief died in this evaluation
+    survivor.on_job(job("j", rank=0, size=1))
+    story = from_files(tmp_path)
+    assert [(one.step, one.epoch, one.values) for one in story.measured] == [
+        (10, 1, {"valid_auc": 0.7}), (20, 2, {"valid_auc": 0.8})
+    ]  # fmt: skip
+    assert story.best is not None and story.best.epoch == 2
+
+
+def test_scores_of_an_earlier_world_are_its_rank_0_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    survivor = callback_in(tmp_path, monkeypatch)
+    survivor.on_job(job("j", rank=1, size=3, is_host_leader=False))
+    survivor.on_metrics(10, {"valid_auc": 0.7})
+    survivor.on_job(job("j", rank=1, size=2, is_host_leader=False))  # rank 0 is still there
+    survivor.on_job(job("j", rank=0, size=1))
+    assert from_files(tmp_path).measured == []
+
+
 def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     callback = callback_in(tmp_path, monkeypatch)
     callback.on_job(job("j"))
@@ -291,6 +322,11 @@ def launch(k: int) -> Event:
         ([launch(0), saved(4), Event("finished", 8, "")], True, ["the whole job"]),
         ([launch(0), saved(4), Event("failed", 6, "")], True, ["the whole job"]),
         ([launch(0), saved(4)], True, ["the whole job"]),
+        (
+            [launch(0), saved(4), Event("interrupted", 6, "")],
+            False,
+            ["nothing: it was interrupted (Ctrl-C or SIGTERM)"],
+        ),
         ([], False, ["resumed"]),
     ],
 )
@@ -300,10 +336,35 @@ def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts:
     story = RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}
     assert facts.get("rows back from a checkpoint") == ("500" if counts else None)
-    assert ("500 rows came back from a checkpoint when the lost job was launched again." in headline(story)) == counts
+    assert (
+        "500 rows came back from a checkpoint when the job was launched again after a failure." in headline(story)
+    ) == counts
     table = timeline.recoveries(story)
     assert [row[1].text for row in (table.rows if table is not None else ())] == shown
     assert "resuming at step 4" in str(timeline.events(story))
+
+
+@pytest.mark.parametrize(
+    ("end", "age", "redone"),
+    [
+        (Event("interrupted", 3768, "by Ctrl-C", {"samples_applied": 1_400_000}), 193, 74_000),
+        (Event("finished", 3575, "", {"samples_applied": 1_326_000}), 0, None),
+        (saved(3575), None, None),  # it was killed: how far it came is not known
+    ],
+)
+def test_what_a_job_that_was_launched_again_makes_again_follows_from_its_end(
+    end: Event, age: int | None, redone: int | None
+):
+    resumed = Event("resumed", 3575, "", {"rows_restored": 8543, "age": -0.6, "samples_then": 1_326_000})
+    story = story_with(launch(0), saved(3575), end, launch(3575), resumed)
+    (one,) = story.recoveries
+    assert (one["age"], one["samples_redone"]) == (age, redone)
+    facts = {fact.name: fact.value for fact in what_went_wrong(story)}
+    assert facts.get("samples trained again") == (None if redone is None else "74,000")
+
+
+def story_with(*events: Event) -> RunHistory:
+    return RunHistory("t", "here", "j", "FINISHED", "", 0, None, {}, {}, tuple(map(record_of, events)))
 
 
 def test_a_lost_worker_and_rows_that_came_back_are_two_sentences():
@@ -312,7 +373,7 @@ def test_a_lost_worker_and_rows_that_came_back_are_two_sentences():
     text = headline(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, tuple(map(record_of, events))))
     assert (
         "1 worker was lost. 340 rows came back from a checkpoint after a host was lost. "
-        "500 rows came back from a checkpoint when the lost job was launched again."
+        "500 rows came back from a checkpoint when the job was launched again after a failure."
     ) in text
 
 

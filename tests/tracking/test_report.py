@@ -28,10 +28,10 @@ from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import metrics_of
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline, what_trained, what_went_wrong
+from gba_hvd.tracking.report.overview import headline, how_well, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
-from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, by_mode, from_files
+from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, as_json, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import DECISIONS, SWITCHES, report_job
@@ -345,6 +345,17 @@ def test_only_time_within_launches_counts():
     assert "took 20.0 s in 2 launches" in html and ", 20.0 s in 2 launches." in headline(story)
 
 
+def test_the_time_of_a_job_ends_with_its_training_not_with_the_sending_of_its_model():
+    launches = [
+        {"event": kind, "step": 1, "message": "", "data": {}, "unix_s": s}
+        for kind, s in (("started", 1.0), ("finished", 61.0), ("model_logged", 104.0))
+    ]
+    story = RunHistory("t", "here", "j", "FINISHED", "", 1_000, 62_000, {}, {}, launches)
+    assert story.seconds == 60.0
+    story = dataclasses.replace(story, events=launches[:1])
+    assert story.seconds == 61.0, "its end is not in the events"
+
+
 def story_of(*events: Record, **about: object) -> RunHistory:
     return dataclasses.replace(RunHistory("t", "here", "j", "FINISHED", "", 0, 61_000, {}, {}, events), **about)
 
@@ -470,6 +481,29 @@ def test_the_saved_model_and_its_version_are_on_the_page():
     story = story_of({**LOGGED, "data": {**LOGGED["data"], "version": "3"}})
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story)))
     assert (facts["saved model"], facts["its address"]) == ("ctr, version 3", "models:/m-1")
+
+
+def test_a_logged_model_that_is_not_the_best_one_is_named_with_the_checkpoint_of_that():
+    best = {"best_step": 18, "best_metric": "valid_auc", "best_value": 0.8}
+    saved = [
+        {**SAVED, "step": k, "data": {**SAVED["data"], "saved_step": k, "manifest": f"m{k}", **best}}
+        for k in (15, 20, 40)
+    ]
+    logged = {**LOGGED, "data": {**LOGGED["data"], "version": "3", "model_step": 40}}
+    story = story_of(*saved, logged, history=scored(0.7, 0.8, 0.6, 0.5))
+    facts = {fact.name: fact.value for fact in [*what_trained(story), *how_well(story)]}
+    assert facts["saved model"] == "ctr, version 3, of step 40"
+    assert facts["better than the saved model"] == "valid_auc 0.8000 of step 18, in the checkpoint of step 20"
+    assert facts["best checkpoint"] == "valid_auc 0.8000 of step 18, saved at step 20: s3://b/job/m20"
+    first = next_steps(story)[0]
+    assert "LogModel(of='best') logs and registers it in the next job" in first.text
+    assert first.command == "gba-hvd model export s3://b/job MODEL_URL --step 20 --build FILE.py:CALLABLE"
+    assert as_json(story)["kept_best"]["saved_step"] == 20
+    of_the_best = {**logged, "data": {**logged["data"], "model_step": 20}}
+    assert story_of(*saved, of_the_best, history=scored(0.7, 0.8, 0.6)).better_than_logged == ""
+    assert "--step 20 is, with valid_auc 0.8000" in next_steps(story_of(*saved))[0].text
+    none_kept = story_of(logged, history=scored(0.7, 0.8, 0.6, 0.5))
+    assert "no checkpoint was kept of it" in next_steps(none_kept)[0].text
 
 
 def test_failures_are_counted_with_their_pls():
@@ -815,10 +849,34 @@ def test_workers_that_are_fewer_without_a_reported_loss_are_a_fact_of_their_own(
     assert facts.get("workers that left, or died in an asynchronous mode") == (str(n) if n else None)
 
 
-def test_pauses_after_a_loss_are_a_fact() -> None:
-    events = [{"event": "training_continues", "step": 1, "message": "", "data": {"seconds": s}} for s in (12.34, 70.0)]
+LOST, FORMED = {"event": "worker_lost", "data": {"workers": 3}}, {"event": "membership", "data": {"workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("events", "n"),
+    [
+        ([], 0),
+        ([LOST, FORMED], 1),
+        ([FORMED, FORMED], 2),
+        ([LOST, FORMED, LOST], 2),
+        ([LOST, LOST, FORMED], 1),
+        ([LOST, {"event": "started", "data": {"workers": 3}}, FORMED], 2),
+    ],
+)
+def test_changes_of_workers_are_worlds_that_formed_and_losses_without_one(events: list[Record], n: int) -> None:
     facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
-    assert facts["pauses after a loss"] == "12.3 s, 1 min 10 s"
+    assert facts.get("changes of workers") == (str(n) if n else None)
+
+
+def test_pauses_are_a_fact_with_what_they_were_for() -> None:
+    pauses = ({"seconds": 12.34}, {"seconds": 9.0, "cause": "joined"}, {"seconds": 70.0, "cause": "loss"})
+    events = [{"event": "training_continues", "step": 1, "message": "", "data": data} for data in pauses]
+    facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
+    assert facts["training stood still"] == (
+        "1 min 31 s: 12.3 s + 1 min 10 s after a loss of workers, 9.0 s to let workers in"
+    )
+    joined = {"seconds": 9.0, "cause": "joined", "so_far_s": 21.0}
+    assert metrics_of("training_continues", 1, joined) == (1, {"pause_to_let_workers_in_s": 9.0, "paused_s": 21.0})
     assert metrics_of("training_continues", 1, {"seconds": 12.34}) == (1, {"pause_after_loss_s": 12.34})
 
 

@@ -72,7 +72,7 @@ class FaultyRun:
     def history(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
         return {}
 
-    def finish(self, status: str, reason: str, job_id: str) -> None:
+    def finish(self, status: str, reason: str, job_id: str, ended_ms: int | None = None) -> None:
         self.status = status
 
 

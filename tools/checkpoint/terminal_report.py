@@ -57,7 +57,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]]) -> None:
             _size(one.get("n_bytes")),
             _age(one.get("age_s")),
             _count(one.get("chain")),
-            "ok" if one["ok"] else "DAMAGED",
+            ("ok" + (f", the best model: {one['best']}" if "best" in one else "")) if one["ok"] else "DAMAGED",
         )
         for one in listed
     ]

@@ -83,15 +83,20 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
+    from recovery.catalog.best import best_checkpoint
     from recovery.catalog.chains import Skipped, chains
 
     store = store_of(args.url, args.option)
-    listed = []
-    for found in chains(store):
+    listed: list[dict[str, Any]] = []
+    found_here = list(chains(store))
+    best = best_checkpoint([one.newest for one in found_here if not isinstance(one, Skipped)])
+    for found in found_here:
         if isinstance(found, Skipped):
             listed.append({"name": found.name, "ok": False, "why": found.why})
-        else:
-            listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
+            continue
+        listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
+        if best is not None and best.manifest.name == found.newest.name:
+            listed[-1] |= {"best": best.words, "best_metric": best.metric, "best_value": best.value}
     return _print_result(
         args, {"url": store.url, "checkpoints": listed}, lambda found: print_list(found["url"], listed)
     )

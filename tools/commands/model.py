@@ -44,7 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     names = "of the columns of Batch.dense, in their order: a request may give them by name; needs --example"
     export.add_argument("--dense-names", nargs="+", default=[], metavar="NAME", help=names)
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
+    which.add_argument("--best", action="store_true", help="the checkpoint that CheckpointCallback(keep_best=) keeps")
     export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
     export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
     dense = (
@@ -138,7 +140,7 @@ def run_export(args: argparse.Namespace) -> int:
     example = None if args.example is None else _example(args.example)
     opened = open_checkpoint(
         store_of(_checkpoints_of(args.source, args.tracking_uri), args.source_option),
-        "newest" if args.step is None else args.step,
+        "best" if args.best else "newest" if args.step is None else args.step,
     )
     total = sum(4 * about.n_rows * about.dim for about in opened.tables.values())
     with progress("exporting", total) as on_bytes:

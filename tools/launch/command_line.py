@@ -120,6 +120,7 @@ def plan(asked: Asked, here: Here, slots_now: int | None = None) -> Launch:
     if asked.elastic:
         low, high = HOST_COOLDOWN_S
         script = asked.discovery or "; ".join(f"echo {host}:{n}" for host, n in hosts.items())
+        variables["GBA_HVD_MIN_WORKERS"] = str(asked.least)  # what a worker says of a job that has fewer
         argv += ["--min-np", str(asked.least), "--max-np", str(asked.most), "--host-discovery-script", script]
         argv += ["--blacklist-cooldown-range", str(low), str(high)]
         notes.append(

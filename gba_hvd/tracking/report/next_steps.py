@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,11 @@ def _of_losses(story: RunHistory) -> list[NextStep]:
 
 def _not_the_best(story: RunHistory) -> str:
     """What to know of a checkpoint that was saved after the best epoch."""
-    best = story.best
-    if best is None or story.checkpoints[-1].get("step", 0) <= best.step:
+    best, kept = story.best, story.kept_best
+    newest = story.checkpoints[-1].get("step", 0)
+    if kept is not None and kept.saved_step != newest:
+        return f", which is not the best model: --step {kept.saved_step} is, with {kept.words}"
+    if best is None or newest <= best.step or kept is not None:
         return ""
     return (
         f", which is not the model of {best.name}, the best one (--step N: an older one that `gba-hvd checkpoint ls` "
@@ -99,8 +103,9 @@ def _of_the_model(story: RunHistory) -> list[NextStep]:
     if logged is not None:
         name, version = logged.get("name"), logged.get("version")
         uri = f"models:/{name}/{version}" if name and version else str(logged["model_uri"])
-        return [NextStep("Serve the model, or score a data frame with mlflow.pyfunc.load_model:",
-                         f"mlflow models serve --env-manager local -m {shlex.quote(uri)}")]  # fmt: skip
+        serve = NextStep(f"Serve the model{_of_step(logged)}, or score a data frame with mlflow.pyfunc.load_model:",
+                         f"mlflow models serve --env-manager local -m {shlex.quote(uri)}")  # fmt: skip
+        return [*_of_a_better_model(story), serve]
     if story.model_awaited:
         return [NextStep("The model is still being logged: the report is written again when it is there.")]
     if story.checkpoints:
@@ -111,6 +116,27 @@ def _of_the_model(story: RunHistory) -> list[NextStep]:
         return [NextStep("Neither a model nor a checkpoint was saved with this run. Log the model of the next job:",
                          "gba_hvd.MLflowCallback(log_model=gba_hvd.LogModel(...))")]  # fmt: skip
     return []
+
+
+def _of_step(logged: Mapping[str, object]) -> str:
+    step = logged.get("model_step")
+    return f" of step {step:,}" if isinstance(step, int) else ""
+
+
+def _of_a_better_model(story: RunHistory) -> list[NextStep]:
+    """Where the logged model is not the best one: how to get that, now and in the next job."""
+    if not (better := story.better_than_logged):
+        return []
+    kept, logged = story.kept_best, story.logged_model or {}
+    text = f"The logged model is{_of_step(logged)}. The best one was {better}"
+    if kept is None:
+        return [NextStep(f"{text}, and no checkpoint was kept of it. For the next job:",
+                         "CheckpointCallback(URL, keep_best=METRIC) and LogModel(of='best')")]  # fmt: skip
+    url = shlex.quote(str(story.checkpoint_place or "URL"))
+    command = f"gba-hvd model export {url} MODEL_URL --step {kept.saved_step} --build FILE.py:CALLABLE"
+    return [
+        NextStep(f"{text}. Make a model of it (LogModel(of='best') logs and registers it in the next job):", command)
+    ]
 
 
 def _of_quality(story: RunHistory) -> list[NextStep]:

@@ -15,9 +15,9 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import CONTINUES, lost_the_job
+from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
-from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
+from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from recovery.units import size
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ def headline(story: RunHistory) -> str:
 def _came_back(story: RunHistory) -> str:
     """A sentence for rows of lost hosts, one for rows of a job that was lost as a whole; empty without either."""
     text = ""
-    for is_whole, cause in ((False, "after a host was lost"), (True, "when the lost job was launched again")):
+    for is_whole, cause in (
+        (False, "after a host was lost"),
+        (True, "when the job was launched again after a failure"),
+    ):
         rows = [int(one["rows_restored"] or 0) for one in story.failures if bool(lost_the_job(one)) == is_whole]
         if n_rows := sum(rows):
             text += f" {counted(n_rows, 'row')} came back from a checkpoint {cause}."
@@ -87,14 +90,18 @@ def what_trained(story: RunHistory) -> list[Fact]:
     elif stayed := story.events_of("auto_stayed"):
         facts.append(Fact("changes of mode", f"none: {stayed[-1].get('message', '')}"))
     if (logged := story.logged_model) is not None:
-        facts.append(Fact("saved model", _name_of(logged), "good"))
+        better = story.better_than_logged
+        facts.append(Fact("saved model", _name_of(logged), "" if better else "good"))
+        facts.append(Fact("better than the saved model", better))
         facts.append(Fact("its address", str(logged["model_uri"])))
     return [fact for fact in facts if fact.value]
 
 
 def _name_of(logged: Mapping[str, object]) -> str:
     version = logged.get("version")
-    return f"{logged.get('name') or 'model'}, version {version}" if version else f"{logged.get('name') or 'model'}"
+    of_version = f", version {version}" if version else ""
+    step = logged.get("model_step")
+    return f"{logged.get('name') or 'model'}{of_version}" + (f", of step {step:,}" if isinstance(step, int) else "")
 
 
 def how_well(story: RunHistory) -> list[Fact]:
@@ -105,7 +112,10 @@ def how_well(story: RunHistory) -> list[Fact]:
     assert by is not None
     first = [by.name, *(name for name in sorted(best.values, key=_test_first) if name != by.name)]
     values = [Fact(name, f"{best.values[name]:.5f}") for name in first]
-    return [Fact("best epoch", f"{best.name}, by {by.words}"), *values]
+    kept = story.kept_best
+    where = [] if kept is None else [Fact("best checkpoint", f"{kept.words}, saved at step {kept.saved_step:,}: "
+                                                              f"{kept.place}")]  # fmt: skip
+    return [Fact("best epoch", f"{best.name}, by {by.words}"), *values, *where]
 
 
 def _test_first(name: str) -> tuple[bool, str]:
@@ -165,14 +175,13 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     for event in story.events_of("mode_missed"):
         facts.append(Fact("mode", str(event.get("message", "")).partition(". ")[0], "bad"))
     n_lost = story.n_workers_lost
-    n_changes = len(story.events_of("membership"))
+    n_changes = changes_of_workers(story.events)
     facts.append(Fact("workers lost", f"{n_lost:,}" if n_lost else "none"))
     if n_fewer := story.n_workers_fewer:
         facts.append(Fact("workers that left, or died in an asynchronous mode", f"{n_fewer:,}"))
     if n_changes:
-        facts.append(Fact("times that workers left or joined", f"{n_changes:,}"))
-    if pauses := [float(event["data"]["seconds"]) for event in story.events_of(CONTINUES)]:
-        facts.append(Fact("pauses after a loss", ", ".join(duration(seconds) for seconds in pauses)))
+        facts.append(Fact("changes of workers", f"{n_changes:,}"))
+    facts += _pauses(story)
     facts += _recovered(story)
     kinds = [str(event["event"]).replace("_", " ") for event in story.events_of(*_OTHER_FAILURES)]
     if kinds:
@@ -186,18 +195,31 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     return facts
 
 
+def _pauses(story: RunHistory) -> list[Fact]:
+    """How long training stood still in all, and for what."""
+    by_cause: dict[str, list[float]] = {}
+    for event in story.events_of(CONTINUES):
+        by_cause.setdefault(cause_of(event["data"]), []).append(float(event["data"]["seconds"]))
+    if not by_cause:
+        return []
+    parts = [
+        f"{' + '.join(duration(seconds) for seconds in some)} {PAUSE_WORDS[cause]}" for cause, some in by_cause.items()
+    ]
+    total_s = sum(sum(some) for some in by_cause.values())
+    return [Fact("training stood still", f"{duration(total_s)}: {', '.join(parts)}")]
+
+
 def _recovered(story: RunHistory) -> list[Fact]:
     recoveries = story.failures
-    if not recoveries:
-        return []
-    counts = ("rows_restored", "rows_lost", "samples_redone")
+    counts = ("rows_restored", "rows_lost")
     total = {name: sum(int(one[name] or 0) for one in recoveries) for name in counts}
-    facts = [Fact("recoveries", f"{len(recoveries):,}")]
+    total["samples_redone"] = sum(int(one["samples_redone"] or 0) for one in story.recoveries)
+    facts = [Fact("recoveries", f"{len(recoveries):,}")] if recoveries else []
     if total["rows_restored"]:
         facts.append(Fact("rows back from a checkpoint", f"{total['rows_restored']:,}"))
     if total["rows_lost"]:
         facts.append(Fact("rows that started over", f"{total['rows_lost']:,}", "bad"))
-    if story.pls is not None:
+    if story.pls is not None and recoveries:
         facts.append(Fact("portion of lost samples (PLS)", f"{story.pls:.5f}"))
     if total["samples_redone"]:
         facts.append(Fact("samples trained again", f"{total['samples_redone']:,}"))
@@ -211,7 +233,7 @@ def _warnings(story: RunHistory) -> list[Record]:
 def cost(story: RunHistory) -> list[Fact]:
     facts = []
     if took := time_of(story):
-        facts.append(Fact("time", took))
+        facts.append(Fact("time", f"{took}, from the first world of workers to the end of training"))
     facts.append(Fact("global steps", f"{story.n_steps:,}"))
     if times := story.epoch_seconds:
         facts.append(Fact("time per epoch, median", duration(sorted(times)[len(times) // 2])))
@@ -259,7 +281,10 @@ def _workers(story: RunHistory) -> str:
 
 
 def time_of(story: RunHistory) -> str:
-    """`12.0 s`, or `1 min 04 s in 6 launches`, without the pauses between them; empty where it is not known."""
+    """`12.0 s`, or `1 min 04 s in 6 launches`; empty where it is not known.
+
+    Of each launch from its first world of workers to the end of training, as the log has it.
+    """
     if (seconds := story.seconds) is None:
         return ""
     n = len(story.launches)

@@ -119,7 +119,9 @@ def _modes(story: RunHistory) -> Table | None:
          str(one.visits), "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
         for one in modes
     ]  # fmt: skip
-    return table("Time in each mode", ["mode", "steps", "share of steps", "times entered", "samples/s"], rows, "lrrrr")
+    note = "samples/s: without the pauses after losses of workers and for workers that came."
+    columns = ["mode", "steps", "share of steps", "times entered", "samples/s"]
+    return table("Time in each mode", columns, rows, "lrrrr", note=note)
 
 
 def _account(story: RunHistory) -> Table | None:
@@ -129,7 +131,7 @@ def _account(story: RunHistory) -> Table | None:
     total = max(1, account["total"])
     words = {
         "applied": "part of an optimizer step",
-        "dropped": "too stale when they arrived, left out on purpose",
+        "dropped": "too stale when they arrived, or not finite: left out on purpose",
         "lost": "gone with a failure",
         "total": "every sample of the epochs that were trained",
     }

@@ -97,11 +97,12 @@ def recoveries(story: RunHistory) -> Table | None:
          figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
          str(one["strategy_reason"] or "")]
         for one in story.recoveries
-        if is_failure(one) or lost_the_job(one) is None
+        if is_failure(one) or lost_the_job(one) is None or one["launch_before"] == "interrupted"
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
     headings += ["PLS expected", "target PLS"]
     note = "PLS, the portion of lost samples: how much training of all the lost rows had, and have no longer. "
+    note += "Age: of rows that came back; of a job that was launched again, the steps that are made again. "
     note += "The target is for the end of the job, and what is expected is of partial recovery at the present interval."
     return table(
         "Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrrrll", note=note
@@ -115,6 +116,8 @@ def _what_was_lost(recovery: Record) -> str:
     """
     if recovery["launch_before"] == "finished" and not recovery["strategy"]:
         return "resumed"
+    if recovery["launch_before"] == "interrupted" and not recovery["strategy"]:
+        return "nothing: it was interrupted (Ctrl-C or SIGTERM)"
     return {True: "the whole job", False: "a lost host", None: "resumed"}[lost_the_job(recovery)]
 
 

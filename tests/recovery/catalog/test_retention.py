@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recovery.catalog.best import best_checkpoint
 from recovery.catalog.claims import claim, release
 from recovery.catalog.retention import Expired, Keep, delete, expired, first_epoch_of, gc, objects_of, orphaned_objects
 from recovery.errors import BadInput
@@ -87,6 +88,20 @@ def test_the_first_one_from_the_best_step_on_is_kept_with_what_it_is_based_on() 
     assert kept([*best[:5], final], expired([*best[:5], final], names(best), Keep(last=1))) == [0, 1, 3, 4, 5]
     ahead = [replace(manifest, about={"best_step": 501}) for manifest in manifests]
     assert kept(ahead, expired(ahead, names(ahead), Keep(last=1))) == [3, 4, 5], "it is yet to be saved"
+
+
+def test_the_best_checkpoint_is_of_the_run_that_saved_the_newest_one() -> None:
+    about = {"job": "j", "first_epoch": 2, "best_step": 150, "best_metric": "valid_auc", "best_value": 0.75}
+    earlier = [replace(saved(1), about={"job": "j", "best_step": 100})]
+    own = [replace(saved(number, epoch=2), about=about) for number in (1, 2, 3)]
+    assert best_checkpoint([]) is None
+    assert best_checkpoint([saved(1)]) is None, "it names none"
+    found = best_checkpoint([*own, *earlier])
+    assert found is not None
+    assert (found.manifest.name, found.words) == (own[1].name, "valid_auc 0.7500 of step 150")
+    of_an_older_version = best_checkpoint(earlier)
+    assert of_an_older_version is not None and of_an_older_version.words == "best of step 100"
+    assert best_checkpoint([replace(own[0], about={**about, "best_step": 101})]) is None, "it is yet to be saved"
 
 
 def test_what_another_run_wrote_is_never_touched_nor_what_it_is_based_on() -> None:

@@ -47,6 +47,16 @@ def test_rows_are_those_of_the_newest_save(store: Store, policy: str) -> None:
     assert opened.rows("user", []).shape == (0, 4)
 
 
+def test_the_checkpoint_of_the_best_model_is_opened_by_that_name(ram: RamStore) -> None:
+    saver = Saver(two_tables(3), ram, Config(**{**vars(SMALL), "policy": "full"}))
+    with pytest.raises(BadInput, match=r"no checkpoint of the best model: CheckpointCallback\(keep_best=METRIC\)"):
+        recovery.open_checkpoint(ram, "best")
+    for seed in range(3):
+        train(saver.rows, 2, seed=seed)
+        saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.7} if seed == 2 else {})
+    assert recovery.open_checkpoint(ram, "best").step == 4
+
+
 def test_tables_say_what_there_is(ram: RamStore) -> None:
     saved(ram, 1)
     about = recovery.open_checkpoint(ram).tables["user"]

@@ -19,6 +19,7 @@ from recovery.restore.inspect import read_rows, verify
 from recovery.storage.open import open_store
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables, values
+from tests.recovery.saving import Saver
 
 STATE = {
     "model": {"mlp.weight": torch.arange(6.0).reshape(2, 3), "mlp.bias": torch.ones(2)},
@@ -67,6 +68,21 @@ def test_ls_lists_the_newest_first(saved: Saved, capsys: pytest.CaptureFixture[s
     assert 0 < listed[0]["n_bytes"] < listed[1]["n_bytes"]
     text = said(capsys, "ls", saved.url)
     assert "000001-00000002" in text and "delta" in text and "DAMAGED" not in text
+
+
+def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
+    for seed in range(3):
+        train(saver.rows, 2, seed=seed)
+        saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.75})
+    lines = said(capsys, "ls", str(tmp_path)).splitlines()
+    assert [line.split("ok")[1].strip() for line in lines if " ok" in line] == [
+        "", ", the best model: valid_auc 0.7500 of step 3", ""
+    ]  # fmt: skip
+    listed = as_json(capsys, "ls", str(tmp_path))["checkpoints"]
+    assert [(one["step"], one.get("best_metric"), one.get("best_value")) for one in listed] == [
+        (6, None, None), (4, "valid_auc", 0.75), (2, None, None)
+    ]  # fmt: skip
 
 
 def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

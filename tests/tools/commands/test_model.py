@@ -55,6 +55,18 @@ def exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str
     return model, tmp_path / "m"
 
 
+def test_an_export_of_the_best_model_is_of_the_checkpoint_that_is_kept_for_it(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, place = trained(), tmp_path / "c"
+    checkpoint(model, model.tables, place)
+    export = ["export", place, tmp_path / "m", "--build", CODE, "--example", EXAMPLE]
+    assert "has no checkpoint of the best model" in said(capsys, *export, "--best", status=1)
+    checkpoint(model, model.tables, place, 2, {"best_step": 4})
+    assert "(step 5)" in said(capsys, *export, "--best")
+    assert "(step 6)" in said(capsys, *export)
+
+
 def test_an_export_has_the_dense_program_that_is_asked_for(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

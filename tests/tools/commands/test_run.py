@@ -63,7 +63,7 @@ def test_hosts_are_named_and_their_interface_is_looked_for() -> None:
     assert launch.argv[launch.argv.index("--output-filename") + 1] == "logs"
     assert launch.variables == {
         "OMP_NUM_THREADS": "4", "HOROVOD_CYCLE_TIME": "5", "GBA_HVD_JOB_ID": "ctr", "GBA_HVD_JOB_NAME": "ctr",
-        "GBA_HVD_KEY_FILE": "/k",
+        "GBA_HVD_KEY_FILE": "/k", "GBA_HVD_MIN_WORKERS": "2",
     }  # fmt: skip
     assert any("--network-interface NAME" in note for note in launch.notes)
     static = planned("6", hosts={"h1": 4, "h2": 2}, interface="eth0")

@@ -19,6 +19,7 @@ from gba_hvd.comm.world_formation import Forming, Wait, stands, still_forms
 from gba_hvd.elastic.world_rejoin import WorldRejoin
 from gba_hvd.membership import JoinResult
 from gba_hvd.modes.parameter_server import ParameterServerMode
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.tracking import ProgressLine
 
 PATIENCE_S = 60.0
@@ -152,6 +153,27 @@ def test_beside_an_asynchronous_mode_it_is_reported_meanwhile_and_when_the_world
     state.late_joiners.report_wait()
     assert [event.data["seconds"] for event in reported.late] == [35.0, 35.0]
     assert "those that were there continued to train" in reported.late[-1].message
+
+
+def test_while_a_world_forms_beside_a_mode_its_workers_are_those_that_the_servers_hear(training: Any) -> None:
+    job, workers = training(epoch=0), list[int]()
+    callback = gba_hvd.Callback()
+    callback.on_step = lambda record: workers.append(record.workers)  # type: ignore[method-assign]
+    job.state.register_callbacks([callback])
+    job.state.sync()
+    engine = job.state.engine
+
+    def step() -> None:
+        engine.observe(JobPosition(rates=[(0, 0.1), (2, 0.2)]))
+        engine.reports.step(64, None, "gba", None)
+
+    step()
+    engine.forming.begin()
+    step()
+    engine.forming.end()
+    step()
+    assert workers == [1, 2, 1]
+    job.state.close()
 
 
 @pytest.fixture

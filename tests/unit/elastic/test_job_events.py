@@ -299,7 +299,7 @@ def test_a_job_goes_on_from_memory() -> None:
     _, (_, resumed) = reported(
         replace(STARTED, taken=ResumedFromMemory(7, 0, "all is there", None), shard_steps_missed=2)
     )
-    assert resumed.message == "resuming at step 7 where the lost job stood: all is there"
+    assert resumed.message == "resuming at step 7 where the launch before stood: all is there"
     assert (resumed.data["from_memory"], resumed.data["shard_steps_missed"]) == (True, 2)
 
 
@@ -534,6 +534,59 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     assert job_events._what_continues(engine) == "", "nothing was trained"
     engine.progress.step, engine.world.rank = 955, 1
     assert job_events._what_continues(engine) == "", "the chief says it"
+
+
+@pytest.mark.parametrize(
+    ("left", "least", "words"),
+    [
+        (1, "2", "Training continues with 1 worker, fewer than the 2 of `-np MIN:MAX`"),
+        (2, "2", "Training continues with 2 workers"),
+        (1, "", "Training continues with 1 worker"),
+        (None, "2", "are expected"),
+    ],
+)
+def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
+    left: int | None, least: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_events._fewer_than_asked, "__defaults__", ({job_events.MIN_WORKERS: least},))
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(
+        emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
+        reports=SimpleNamespace(n_working=left),
+    )  # fmt: skip
+    job_events.worker_gone(engine)
+    (event,) = events
+    assert words in event.message and ("fewer" in event.message) == ("fewer" in words)
+    assert event.data == {"workers": 3} | ({} if left is None else {"left": left})
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "preemption_s", "resume", "words"),
+    [
+        (
+            602,
+            None,
+            True,
+            "353 steps are in no checkpoint, and computed again from there: CheckpointCallback(preemption_s",
+        ),
+        (954, None, True, "1 step is in no checkpoint"),
+        (-1, None, True, "955 steps are in no checkpoint"),
+        (955, None, True, ""),
+        (602, 4.0, True, ""),
+        (602, None, False, ""),
+    ],
+)
+def test_an_interruption_that_costs_steps_names_the_setting_that_saves_first(
+    saved_step: int, preemption_s: float | None, resume: bool, words: str
+) -> None:
+    callback = SimpleNamespace(preemption_s=preemption_s, resume=resume)
+    checkpoints = SimpleNamespace(schedule=SimpleNamespace(saved_step=saved_step), callback=callback)
+    found = {JobCheckpoints: checkpoints}
+    engine: Any = SimpleNamespace(participant=found.get, progress=SimpleNamespace(step=955))
+    text = job_events._steps_not_saved(engine)
+    assert words in text and bool(words) == bool(text)
+    found.clear()
+    assert job_events._steps_not_saved(engine) == ""
 
 
 @pytest.mark.parametrize(

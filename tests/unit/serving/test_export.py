@@ -32,11 +32,13 @@ from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated, obj
 from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
 
 
-def checkpoint(model: nn.Module, tables: gba_hvd.EmbeddingTables, url: Path) -> None:
-    """One that a job would make of this model."""
+def checkpoint(
+    model: nn.Module, tables: gba_hvd.EmbeddingTables, url: Path, number: int = 1, about: dict[str, Any] | None = None
+) -> None:
+    """One that a job would make of this model, of step 4 + number."""
     rows, store, config = ShardRows(tables.memory), open_store(url), Config()
     selection = Selection(rows, config)
-    target = SaveTarget(1, 1, "full", None, 5, 500, rows.schema)
+    target = SaveTarget(1, number, "full", None, 4 + number, 500, rows.schema, about or {})
     state = encode({"model": dict(model.state_dict())})
     commit_parts(store, selection, target, [save_part(rows, selection, store, target, config)], lambda parts: state)
 

@@ -102,3 +102,33 @@ def test_a_decision_about_compressing_names_its_compressor(training: Any) -> Non
     job.state.engine.reports.compression()
     said = [(event.data["compressor"], event.data["compress"]) for event in log.of("compression")]
     assert said == [("int8", False), ("fp16", False)]
+
+
+@pytest.mark.parametrize(("is_lost", "before", "cause"), [(False, 1, "joined"), (False, 2, "left"), (True, 2, "loss")])
+def test_a_pause_is_an_event_with_its_cause_and_no_part_of_a_step_s_time(
+    training: Any, clicks: Any, is_lost: bool, before: int, cause: str
+) -> None:
+    job, log, steps = training(epoch=0), EventLog(), StepLog()
+    job.state.register_callbacks([log, steps])
+    reports = job.state.engine.reports
+    reports.after_world_forms(None)
+    job.epoch(clicks())
+    assert log.of("training_continues") == [], "the start is no pause"
+    reports._ended_s -= 1000.0  # the newest step ended so long ago
+    if is_lost:
+        reports.worker_lost()
+    reports.after_world_forms(before)
+    job.state.epoch, steps.seconds = 1, []
+    job.epoch(clicks())
+    (event,) = log.of("training_continues")
+    assert event.data["cause"] == cause and 1000.0 <= event.data["seconds"] < 2000.0
+    assert event.data["so_far_s"] == event.data["seconds"]
+    assert len(steps.seconds) > 1 and max(steps.seconds) < 1000.0
+
+
+class StepLog(gba_hvd.Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step(self, record: gba_hvd.StepRecord) -> None:
+        self.seconds.append(record.seconds)

@@ -1,0 +1,51 @@
+"""Which checkpoint has the best model, by the metric that `CheckpointCallback(keep_best=)` names.
+
+Each manifest has the step at which the model was best until then, by which metric and with what value. The checkpoint
+of it is the first one from that step on: it is due at once, and in an asynchronous mode a few steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from recovery.catalog.retention import BEST_STEP, best_kept, first_epoch_of, newest_with_best
+from recovery.format.manifest import Manifest
+
+BEST_METRIC, BEST_VALUE = "best_metric", "best_value"  # beside BEST_STEP in a manifest; not of older versions
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """manifest: of the checkpoint. step: at which `value` of `metric` was measured, its own step or one before."""
+
+    manifest: Manifest
+    step: int
+    metric: str = ""
+    value: float | None = None
+
+    @property
+    def words(self) -> str:
+        """`valid_auc 0.6863 of step 471`"""
+        measured = f"{self.metric} {self.value:.4f}" if self.metric and self.value is not None else "best"
+        return f"{measured} of step {self.step:,}"
+
+
+def best_checkpoint(manifests: Collection[Manifest]) -> BestCheckpoint | None:
+    """Of the run that saved the newest of these manifests; None where it names none, or has not saved it."""
+    own = _of_the_newest_run(sorted(manifests, key=lambda one: (one.epoch, one.number)))
+    namer = newest_with_best(own)
+    kept = best_kept(own)
+    if namer is None or kept is None:
+        return None
+    about = namer.about
+    return BestCheckpoint(kept, about[BEST_STEP], str(about.get(BEST_METRIC, "")), about.get(BEST_VALUE))
+
+
+def _of_the_newest_run(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """manifests: oldest first"""
+    if not manifests:
+        return []
+    job = str(manifests[-1].about.get("job", ""))
+    first = first_epoch_of(manifests[-1], job)
+    return [one for one in manifests if one.epoch >= first and str(one.about.get("job", "")) == job]
