@@ -23,7 +23,6 @@ import ctypes
 import datetime
 import os
 import socket
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -121,7 +120,7 @@ class Group:
 def _doze(work: Any, most_s: float) -> None:
     """Sleep until the operation ends, or for so long. What it ends with is not looked at."""
     with contextlib.suppress(RuntimeError):  # also that of the time-out, which ends nothing else
-        work.wait(datetime.timedelta(seconds=most_s))
+        work.wait(datetime.timedelta(seconds=max(most_s, 1e-3)))  # whole ms, and 0 is for ever
 
 
 def form_group(name: str, world: World, ranks: Sequence[int]) -> Group | None:
@@ -168,10 +167,14 @@ def _descriptors() -> set[int]:
 def _keep_alive(descriptors: Iterable[int]) -> None:
     """Gloo has no option for it; a socket that another thread opened meanwhile comes to no harm."""
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # a file is no socket, another thread may have closed it
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # another thread has closed it
+            copy = os.dup(descriptor)
+            try:
+                one = socket.socket(fileno=copy)
+            except OSError:  # a file
+                os.close(copy)
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as one:
+            with one:
                 if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     for option, value in _PROBES.items():

@@ -224,7 +224,7 @@ class Packed:
             starts.append(start)
             orders.append(order)
         to = np.arange(n_owners) if written is None else np.array(written, dtype=np.int64)
-        words[np.setdiff1d(np.arange(n_owners), to)] = 0
+        words *= np.isin(np.arange(n_owners), to)
         return cls(words, grads, starts, orders, to)
 
     def picked(self, rank: int) -> list[PickedRows]:

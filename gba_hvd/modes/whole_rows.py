@@ -45,7 +45,7 @@ class AskedRows:
     def in_order(self, rank: int, given: PickedRows) -> np.ndarray:
         """int32 [n], for each row that the rank served its row in the gradient; -1: it has none there.
 
-        given: the rows of the gradient that the rank serves. Raises GbaError for one that was not asked for.
+        given: the rows of the gradient that the rank serves. Raises GbaError for one that was not asked for, or is there twice.
         """
         asked = self.of(rank)
         if np.array_equal(given.keys, asked):
@@ -57,6 +57,8 @@ class AskedRows:
             )
         rows = np.full(len(asked), -1, np.int32)
         rows[at - self.start[rank]] = given.rows
+        if np.count_nonzero(rows >= 0) != len(given.rows):
+            raise GbaError(f"a key has two gradients for rank {rank}: they were to be added up")
         return rows
 
 

@@ -84,7 +84,10 @@ def python() -> list[str]:
 
 
 def _start(path: str, what: str) -> None:
-    """The process to fork "workers" or "senders" from. It ends with this one."""
+    """The process to fork "workers" or "senders" from. It ends with this one.
+
+    Ready before it imports: if an import fails, who asks first is not answered, and the error is on standard error.
+    """
     ready, ready_there = os.pipe()
     alive_there, alive = os.pipe()
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD", "TEST_PLAN"))}

@@ -165,9 +165,8 @@ def server(_server: Server) -> Iterator[Server]:
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A SQLite file the tests share: making its tables takes seconds."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-    client(uri).search_experiments(
-        max_results=1
-    )  # makes the tables; two processes that do so at once disturb each other
+    # Makes the tables: two processes that do so at once disturb each other.
+    client(uri).search_experiments(max_results=1)
     return uri
 
 

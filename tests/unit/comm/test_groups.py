@@ -22,7 +22,6 @@ from gba_hvd.comm.groups import Group, NotConnected, form_group
 from gba_hvd.errors import GbaError
 from tests.unit.thread_world import TIMEOUT_S, Meeting, ThreadWorld
 
-
 LOST = (GbaError, HorovodInternalError)  # the second where another test has imported Horovod
 
 

@@ -185,13 +185,20 @@ def test_a_step_that_is_given_up_leaves_nothing_to_the_next_one(of_ranks: list[g
         assert [grad.keys.tolist() for grad in received[me][rank]] == [keys] * len(groups)
 
 
-def test_a_gradient_of_a_row_that_was_not_fetched_is_refused(of_ranks: list[gba_hvd.EmbeddingTables]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [([5, 14], "key 14 has a gradient for rank 2"), ([5, 8, 5, 2], "a key has two gradients for rank 2")],
+    ids=["not fetched", "twice"],
+)
+def test_a_gradient_that_would_not_arrive_is_refused(
+    of_ranks: list[gba_hvd.EmbeddingTables], keys: list[int], why: str
+) -> None:
     groups = of_ranks[0].layout.groups
 
     def work(world: CountedWorld) -> None:
         whole = whole_rows(of_ranks[world.rank], world.rank)
         pulled(whole, world, PULLED, len(groups))
-        sent(whole, world, [gradient([5, 14], g.dim, world.rank, False) for g in groups])
+        sent(whole, world, [gradient(keys, g.dim, world.rank, False) for g in groups])
 
     errors = [error for error in on_all(work) if isinstance(error, GbaError)]  # the first breaks the others' barrier
-    assert errors and "key 14 has a gradient for rank 2" in str(errors[0])
+    assert errors and why in str(errors[0]), errors
