@@ -45,7 +45,8 @@ class AskedRows:
     def in_order(self, rank: int, given: PickedRows) -> np.ndarray:
         """int32 [n], for each row that the rank served its row in the gradient; -1: it has none there.
 
-        given: the rows of the gradient that the rank serves. Raises GbaError for one that was not asked for, or is there twice.
+        given: the rows of the gradient that the rank serves
+        Raises GbaError for one that was not asked for, or is there twice.
         """
         asked = self.of(rank)
         if np.array_equal(given.keys, asked):
