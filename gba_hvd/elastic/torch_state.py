@@ -205,6 +205,7 @@ class TorchState:
             engine.host.board.ends()
         rejoin = None if engine.mode is None else engine.mode.rejoin
         try:
+            self.saving.release_claim()  # first: a launcher that was interrupted may kill this process while it reports
             self._report_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
             job_events.ended(engine, status, error)
         finally:

@@ -79,6 +79,10 @@ class WorkerSaves:
         """At the end of the job. May be called twice."""
         if self._host_server is not None:
             self._host_server.close()
+        self.release_claim()
+
+    def release_claim(self) -> None:
+        """On the chief, where this process saves nothing more. May be called twice."""
         checkpoints = checkpoints_of(self._engine)
         if checkpoints is not None and self._engine.world.rank == 0:
             checkpoints.release()

@@ -396,6 +396,24 @@ def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
     assert str(ended.value) == text and diary.received == ["interrupted", f"end KILLED {ended.value!r}"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt("SIGTERM"), None])
+def test_the_claim_is_released_before_the_end_is_reported(
+    training: Any, tmp_path: Path, error: BaseException | None
+) -> None:
+    seen = []
+
+    class Looks(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            seen.extend(claims.claims_of(open_store(str(tmp_path / "store")).names("claims/")))
+
+    job = training()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "store"), policy="full"), Looks()])
+    job.state.sync()
+    job.state.close("FINISHED" if error is None else "KILLED", error)
+    assert [one.is_closed for one in seen] == [True]
+    job.tables.memory.close(remove=True)
+
+
 def test_closing_twice_reports_the_end_once(training: Any) -> None:
     job = training()
     diary = with_diary(job)
