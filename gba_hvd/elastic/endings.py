@@ -68,6 +68,8 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
         isinstance(error, WorldLost) and error.status == "KILLED"
     ):  # all workers are interrupted, this one a moment later
         return KeyboardInterrupt(SIGTERM)
+    if isinstance(error, WorldLost) and error.pid is None and error.rank is not None:
+        error.pid = engine.host.neighbours.get(error.rank)
     return error
 
 
@@ -241,8 +243,8 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
-    sentence has its text. So it does for a worker that ends because of another one. Belongs to the process: the first
-    caller's question decides.
+    sentence has its text. Of a worker that ends because of another one it shows one line. Belongs to the process: the
+    first caller's question decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, _IS_OURS, False):
@@ -251,7 +253,10 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, _WAS_SHOWN, False):
             return
-        if isinstance(error, BadInput | WorldLost):
+        if isinstance(error, WorldLost):
+            print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
+            return
+        if isinstance(error, BadInput):
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)

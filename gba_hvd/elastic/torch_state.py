@@ -337,6 +337,7 @@ class TorchState:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
         show_log_lines()
+        endings.show_ends_briefly(self._end_is_shown)
         # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
         # later, it would put its world, which is no more, in place of this one.
         self.late_joiners.report()
@@ -373,7 +374,7 @@ class TorchState:
             rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if not joined.is_restart:
-            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "what a lost job left")
+            all_or_none(engine.world, False, "resume from", lambda: self._resume(left), "what the job before left")
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
@@ -407,7 +408,6 @@ class TorchState:
     def _note_synced(self) -> None:
         if not self._has_state:
             atexit.register(self._close_at_exit)
-            endings.show_ends_briefly(self._end_is_shown)
             self._exit_watch.enter()
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None

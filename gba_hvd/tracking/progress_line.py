@@ -24,14 +24,14 @@ from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import CONTINUES, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
-_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
+_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException", "WorldLost"})
 _WORDS = {
     "FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted", "NOT_SAVED": "trained to the end, NOT SAVED"
 }  # fmt: skip
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
-# The summary has these; a switch has its reason.
-_NO_LINES = ("finished", "interrupted", "decision", "auto_stayed")
+# The end of the lines has these; a switch has its reason.
+_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed")
 _NOTED = (
     "memory_not_kept",
     "auto_stayed",
@@ -171,6 +171,8 @@ class ProgressLine(Callback):
         if self._ended:
             return
         self._ended = True
+        if self._job is None and type(error).__name__ in _CONSEQUENCES:
+            return  # no world had formed: the worker that failed has the word
         reports_error = self._reports() or type(error).__name__ not in _CONSEQUENCES
         if status in ("FAILED", "NOT_SAVED") and error is not None and reports_error:
             for line in failure_lines(error, self._job, self._record):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.callbacks import Event, Job, StepRecord
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, WorldLost
 from gba_hvd.tracking import ProgressLine
 from tests.tracking.conftest import event, job, step
 
@@ -196,6 +196,14 @@ def test_a_refused_input_is_its_own_cause():
     ProgressLine(stream=stream, clock=Clock()).on_end("FAILED", refused)
     assert lines_of(stream)[0] == "error: BadInput: a batch of type dict has no `ids`: name them"
     assert "AttributeError" not in stream.getvalue()
+
+
+def test_a_worker_that_ends_with_a_refused_launch_reports_nothing_of_its_own():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    progress.on_event(event("failed", 0))
+    progress.on_end("FAILED", WorldLost("the worker of rank 0 could not resume", rank=0))
+    assert stream.getvalue() == ""
 
 
 class HorovodInternalError(RuntimeError):
