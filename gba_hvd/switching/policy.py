@@ -216,7 +216,9 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
 
     if not favours_other:
         if stayed >= options.min_stay and (cost_s := trial_cost_s(stance, step, rates, rate, options)) is not None:
-            why = f"{_multiple(here, gain, rates)}, last measured over {FORGET_S / 3600:g} h ago or never"
+            why = (
+                f"{_multiple(here, gain, rates)}, which no switch of these workers has shown for {FORGET_S / 3600:g} h"
+            )
             return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")

@@ -330,7 +330,7 @@ def test_a_mode_that_may_be_faster_is_tried_once_the_budget_allows_it() -> None:
     decision = trial_at(cost_s / 0.02 + 1)
     assert decision.is_trial and decision.mode == "gba"
     assert decision.reason == (
-        f"to gba as a trial: gba predicted {gain:.2f}x as fast, last measured over 1 h ago or never; "
+        f"to gba as a trial: gba predicted {gain:.2f}x as fast, which no switch of these workers has shown for 1 h; "
         f"it costs {cost_s:.1f} s of work at most"
     )
     assert not trial_at(1e6, options=Options(trial_budget=0.0)).is_trial
