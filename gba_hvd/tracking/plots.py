@@ -180,8 +180,10 @@ def _throughput(history: History, events: Sequence[Record], sheet: _Sheet, file:
         axes[0].set_ylim(top=top)
         above = [(step, value) for step, value in zip(steps, values, strict=True) if value > top]
         axes[0].plot([step for step, _ in above], [top] * len(above), "^", color=_BLUE, markersize=5, clip_on=False)
-        text = f"{len(above):,} {'values' if len(above) > 1 else 'value'} above, up to {max(values):,.0f}"
-        axes[0].annotate(text, (0.99, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=_INK)
+        most = max(value for _, value in above)
+        axes[0].set_ylabel(
+            f"samples/s\n{len(above):,} {'values' if len(above) > 1 else 'value'} above, up to {most:,.0f}"
+        )
     if workers:
         steps, counts = _xy(workers)
         axes[-1].step(steps, counts, where="post", color=_GREEN, linewidth=1.6)
