@@ -18,9 +18,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import recovery
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
@@ -243,7 +246,8 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
-    sentence has its text. Of a worker that ends because of another one it shows one line. Belongs to the process: the
+    sentence has its text; one line where the traceback has no line of the script. One line it shows of a worker that
+    ends because of another one, too. Belongs to the process: the
     first caller's question decides.
     """
     shown_before = sys.excepthook
@@ -253,7 +257,7 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, _WAS_SHOWN, False):
             return
-        if isinstance(error, WorldLost):
+        if isinstance(error, WorldLost) or (isinstance(error, BadInput) and _is_of_the_packages(trace)):
             print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             return
         if isinstance(error, BadInput):
@@ -265,3 +269,9 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
 
     setattr(show, _IS_OURS, True)
     sys.excepthook = show
+
+
+def _is_of_the_packages(trace: Any) -> bool:
+    """Whether a traceback has only lines of the packages, or of Horovod's loop around the script's function."""
+    frames, own = traceback.extract_tb(trace), (f"{Path(__file__).parents[1]}/", f"{Path(recovery.__file__).parent}/")
+    return all(frame.filename.startswith(own) or "/horovod/common/" in frame.filename for frame in frames)

@@ -78,6 +78,24 @@ def test_a_refused_input_is_one_traceback_that_ends_with_its_sentence() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_refusal_without_a_line_of_the_script_is_one_line() -> None:
+    script = (
+        "import sys\n"
+        "from gba_hvd import BadInput\n"
+        "from gba_hvd.elastic import endings, resume_fit\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        "try:\n"
+        "    resume_fit._refuse('the checkpoint', 'another model')\n"
+        "except BadInput as error:\n"
+        "    sys.excepthook(BadInput, error, error.__traceback__.tb_next)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("BadInput: the checkpoint is of a job with another model: ")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_worker_that_ends_because_of_another_one_shows_one_line() -> None:
     script = (
         "from gba_hvd.errors import WorldLost\n"
