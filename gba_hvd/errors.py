@@ -60,12 +60,12 @@ class LauncherUnreachable(GbaError):
 class WorldLost(GbaError):
     """Another worker has ended, and no launcher replaces it.
 
-    status: of the job, "FAILED" or "KILLED". pid: of the worker's process on this host, if it is known
+    status: of the job, "FAILED" or "KILLED". pid: of the worker's process on this host, if it is known; rank: its rank
     """
 
-    def __init__(self, text: str, status: str = "FAILED", pid: int | None = None) -> None:
+    def __init__(self, text: str, status: str = "FAILED", pid: int | None = None, rank: int | None = None) -> None:
         super().__init__(text)
-        self.status, self.pid = status, pid
+        self.status, self.pid, self.rank = status, pid, rank
 
 
 class LastCheckpointFailed(GbaError):

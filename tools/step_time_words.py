@@ -13,14 +13,18 @@ _SILENT_S, _SILENT_STEPS = 10.0, 5  # a step that takes longer than this, and th
 
 
 def times_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """By rank: {"rank", "seconds" per micro-batch, "micro_batches", "computing_s", "reading_s"} of a step; or none."""
+    """By rank: {"rank", "seconds" per micro-batch, "micro_batches", "computing_s", "reading_s"} of a step; or none.
+
+    "pid" is there of workers of the host that is asked.
+    """
     if report.get("mode") != "allreduce":
         return []
-    found = (report.get("step_times") or {}).get("by_rank") or ()
+    times = report.get("step_times") or {}
+    pids = times.get("pids") or {}
     return [
         {"rank": rank, "seconds": computing_s / n if n else 0.0, "micro_batches": n, "computing_s": computing_s,
-         "reading_s": reading_s}
-        for rank, n, computing_s, reading_s in sorted(found)
+         "reading_s": reading_s, **({"pid": pids[str(rank)]} if str(rank) in pids else {})}
+        for rank, n, computing_s, reading_s in sorted(times.get("by_rank") or ())
     ]  # fmt: skip
 
 

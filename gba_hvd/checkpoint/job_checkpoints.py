@@ -59,6 +59,7 @@ from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
 
 _STORE_TIMEOUT_S = 20.0
+_RELEASE_TIMEOUT_S = 2.0  # a launcher that was interrupted kills this process after 5 s
 _LEAST_STEP_S = 1e-3  # of a job that has seen no time pass yet
 # On a commit: the chief wants a checkpoint of this step; so many workers are to leave; so many hosts' servers failed to
 # save their part of the newest one; so many hosts' servers are not up.
@@ -112,6 +113,7 @@ class JobCheckpoints(StepParticipant):
         self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers
         self._store: Store | None = None
         self._claim: claims.Claim | None = None
+        self._released: claims.Claim | None = None
         self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
         self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
         self.rollback_epoch = 0  # of that, where `gba-hvd checkpoint rollback` made it the newest
@@ -331,10 +333,14 @@ class JobCheckpoints(StepParticipant):
         )
 
     def release(self) -> None:
-        """Release the claim, so that the next job need not wait for its lease to expire. On the chief, at the end."""
-        if self._claim is not None:
+        """Release the claim, so that the next job need not wait for its lease to expire. On the chief, at the end.
+
+        May be called again: what failed is tried again.
+        """
+        if self._claim is not None and self._released != self._claim:
             with contextlib.suppress(BadInput, RecoveryError):
-                claims.release(self.store, self._claim)
+                claims.release(self._opened({"timeout_s": _RELEASE_TIMEOUT_S, "tries": 1}), self._claim)
+                self._released = self._claim
 
     def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""

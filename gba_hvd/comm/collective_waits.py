@@ -25,6 +25,11 @@ _SYNC, _EVALUATION = "the exchange of state before training (state.sync)", "an e
 _RETRIEVAL, _STEP = "an evaluation of retrieval", "a step of training"
 _MODE, _CHECKPOINT = "a change of mode", "a checkpoint"
 _RECOVERY, _ROUND = "a recovery from a checkpoint", "a round of replicas"
+_CLAIM = "the claim of the checkpoint location, which one worker makes for all"
+_BEHIND = (
+    "A worker that is behind computes, loads data, or hangs: its log, or `py-spy dump --pid` on its host, shows where"
+)
+_CLAIMS = "It may wait until the lease of a job ends that did not release its claim there, as its log then says"
 _ENDS = "The wait ends when all have come; Ctrl-C ends the job"
 _TRAINS = "Training continues; replicas are not synchronised until all have come"
 # What users know operations by. By name, or what comes before its first dot.
@@ -33,13 +38,14 @@ PURPOSES = {
         (
             "facts", "settings", "session", "key", "open", "bare", "marks", "reserve", "move", "outboxes", "initialise",
             "fill", "filled", "assigned rows", "read the assigned", "place", "make room for messages in", "refilled",
-            "read", "job", "left", "look at what was left in", "servers started", "goes on", "clear", "use",
+            "read", "job", "left", "look at what was left in", "servers started", "goes on", "clear",
             "resume from", "state", "snapshot", "residuals", "group", "group connected",
         ),
         _SYNC,
     ),
     **dict.fromkeys(("recovery", "recovery agreed", "going back", "gone back", "not gone back"), _RECOVERY),
     **dict.fromkeys(("evaluation", "outputs", "scores", "buffers"), _EVALUATION),
+    "use": _CLAIM,
     "retrieval": _RETRIEVAL,
     **dict.fromkeys(("commit", "compression", "dense", "rows", "pull", "negatives"), _STEP),
     **dict.fromkeys(("entered", "servers", "mode left", "mode"), _MODE),
@@ -97,10 +103,9 @@ class LongWait:
             return
         found = self._behind()
         log.warning(
-            "rank %d has waited for %.0f s in %s: %s. A worker that is behind computes, loads data, or hangs: its log, "
-            "or `py-spy dump --pid` on its host, shows where. %s",
+            "rank %d has waited for %.0f s in %s: %s. %s. %s",
             self._rank, waited_s, purpose(self._name), found or "not all workers have come to it",
-            _TRAINS if self._in_background else _ENDS,
+            _CLAIMS if purpose(self._name) == _CLAIM else _BEHIND, _TRAINS if self._in_background else _ENDS,
         )  # fmt: skip
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ from gba_hvd.comm.collective_waits import LongWait
 from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
 from gba_hvd.comm.world_formation import SLOW, Forming
-from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError, StateMismatch
+from gba_hvd.errors import BadInput, GbaError, HorovodMissing, StateMismatch, WorldLost
 
 _POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
 _PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
@@ -311,7 +311,8 @@ def all_or_none(
 ) -> T:
     """Do something that may fail on one rank, and stop on all: no rank is left waiting for a worker that failed.
 
-    name: of what is done, also of the collective. Raises the rank's own error there, elsewhere one that names the rank.
+    name: of what is done, also of the collective. Raises the rank's own error there, elsewhere `WorldLost`, which names
+    the rank.
     The survivors of a running job do not fail with a late joiner: they form a world without it.
     """
     failure: Exception | None = None
@@ -324,7 +325,7 @@ def all_or_none(
         raise failure
     if len(failed):
         text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
-        raise worker_lost(text) if is_restart else ShardMemoryError(text)
+        raise worker_lost(text) if is_restart else WorldLost(text, rank=int(failed[0]))
     return result
 
 

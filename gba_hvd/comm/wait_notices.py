@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gba_hvd.callbacks import Event
 
 FIRST_S, AGAIN_S = 5.0, 60.0  # a wait of so long is reported; then again, and then ever less often
+LATE_S = 20.0  # servers that start take up to half of that where the host is busy
 
 
 @dataclass

@@ -18,9 +18,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import recovery
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
@@ -68,6 +71,8 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
         isinstance(error, WorldLost) and error.status == "KILLED"
     ):  # all workers are interrupted, this one a moment later
         return KeyboardInterrupt(SIGTERM)
+    if isinstance(error, WorldLost) and error.pid is None and error.rank is not None:
+        error.pid = engine.host.neighbours.get(error.rank)
     return error
 
 
@@ -241,8 +246,9 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
-    sentence has its text. So it does for a worker that ends because of another one. Belongs to the process: the first
-    caller's question decides.
+    sentence has its text; one line where the traceback has no line of the script. One line it shows of a worker that
+    ends because of another one, too. Belongs to the process: the
+    first caller's question decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, _IS_OURS, False):
@@ -251,7 +257,10 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, _WAS_SHOWN, False):
             return
-        if isinstance(error, BadInput | WorldLost):
+        if isinstance(error, WorldLost) or (isinstance(error, BadInput) and _is_of_the_packages(trace)):
+            print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
+            return
+        if isinstance(error, BadInput):
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
@@ -260,3 +269,9 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
 
     setattr(show, _IS_OURS, True)
     sys.excepthook = show
+
+
+def _is_of_the_packages(trace: Any) -> bool:
+    """Whether a traceback has only lines of the packages, or of Horovod's loop around the script's function."""
+    frames, own = traceback.extract_tb(trace), (f"{Path(__file__).parents[1]}/", f"{Path(recovery.__file__).parent}/")
+    return all(frame.filename.startswith(own) or "/horovod/common/" in frame.filename for frame in frames)

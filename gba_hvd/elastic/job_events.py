@@ -18,6 +18,7 @@ from gba_hvd.callbacks import KEEP_BEST, Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
+from gba_hvd.errors import BadInput
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
@@ -175,7 +176,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
-    if (kind == "interrupted" or ends_alone) and (continued_by := _what_continues(engine)):
+    is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
+    if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
@@ -215,10 +217,17 @@ def _nothing_trained(engine: Engine) -> Event | None:
     return Event("nothing_trained", progress.step, text, {"epochs": epochs}, level="warning")
 
 
+def _has_begun(engine: Engine) -> bool:
+    """Whether this worker ever had a state to train."""
+    return engine.progress.launched_at is not None or engine.progress.step > 0
+
+
 def _never_switched(engine: Engine) -> Event | None:
     """Of a launch in mode "auto" that trained and stayed in its mode: the reason of the newest decision."""
     switching, step = switching_of(engine), engine.progress.step
-    if switching is None or engine.progress.launched_at == step or not (why := switching.why_never_switched()):
+    if switching is None or engine.progress.launched_at == step or not _has_begun(engine):
+        return None
+    if not (why := switching.why_never_switched()):
         return None
     return Event("auto_stayed", step, f'mode "auto" never left {_mode(engine)}: {why}', {"mode": _mode(engine)})
 

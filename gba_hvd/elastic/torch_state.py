@@ -205,6 +205,7 @@ class TorchState:
             engine.host.board.ends()
         rejoin = None if engine.mode is None else engine.mode.rejoin
         try:
+            self.saving.release_claim()  # first: a launcher that was interrupted may kill this process while it reports
             self._report_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
             job_events.ended(engine, status, error)
         finally:
@@ -336,6 +337,7 @@ class TorchState:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
         show_log_lines()
+        endings.show_ends_briefly(self._end_is_shown)
         # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
         # later, it would put its world, which is no more, in place of this one.
         self.late_joiners.report()
@@ -407,7 +409,6 @@ class TorchState:
     def _note_synced(self) -> None:
         if not self._has_state:
             atexit.register(self._close_at_exit)
-            endings.show_ends_briefly(self._end_is_shown)
             self._exit_watch.enter()
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None

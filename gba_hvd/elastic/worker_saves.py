@@ -25,7 +25,8 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.shm.retained_state import StateRetainer
+from gba_hvd.shm import retained_state
+from gba_hvd.shm.retained_state import Absence, StateRetainer
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
@@ -44,6 +45,7 @@ class WorkerSaves:
         self._keeper: StateRetainer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self._folder_reported = False
+        self._not_kept_reported = set[Absence]()  # after a change of workers it is tried again
         # Take over the world that formed beside an asynchronous mode, if one did; set by the state.
         self.report_worlds: Callable[[], None] = lambda: None
 
@@ -79,6 +81,10 @@ class WorkerSaves:
         """At the end of the job. May be called twice."""
         if self._host_server is not None:
             self._host_server.close()
+        self.release_claim()
+
+    def release_claim(self) -> None:
+        """On the chief, where this process saves nothing more. May be called twice."""
         checkpoints = checkpoints_of(self._engine)
         if checkpoints is not None and self._engine.world.rank == 0:
             checkpoints.release()
@@ -196,6 +202,10 @@ class WorkerSaves:
             )  # fmt: skip
         if self._keeper is not None and (stopped := self._keeper.keep(engine.progress.step, generation, state)):
             level: Literal["info", "warning"] = "warning" if stopped.is_notable else "info"
+            why = retained_state.absence(engine.folder)
+            if why in self._not_kept_reported:
+                return
+            self._not_kept_reported.add(why)
             engine.emit(Event("memory_not_kept", engine.progress.step, stopped.reason, {}, level=level))
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ at each point leaves behind). Workers without a share close steps, too: each of 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -339,7 +340,8 @@ class AllreduceMode:
         of_each = shares(n_micro, engine.world.size, self.together)
         times = agreed["micro_batch_s"], agreed["reading_s"]
         if (found := self._times.ended(engine.world.rank, seconds, n_samples, of_each, *times)) is not None:
-            engine.host.board.show_times(found)
+            pids = {**engine.host.neighbours, engine.world.rank: os.getpid()}
+            engine.host.board.show_times({**found, "pids": pids})
 
     def _non_finite(self, agreed: dict[str, list[float]]) -> NonFiniteGradient:
         progress, compression = self._engine.progress, self._engine.model.compression

@@ -307,7 +307,7 @@ class Client:
         if request.why_not:
             return f"server {request.server} did not take {request.what}: {request.why_not}"
         if endpoint.host == self._here:
-            return f"{text}; its log: {launch.last_words(self._folder, endpoint.index)}"
+            return f"{text}; its log: {launch.last_words(self._folder, endpoint.index) or 'nothing'}"
         where = f"{endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
         why_not = transport.why_not_connected(socket)
         return f"{text}; it should listen at {where}{f' ({why_not})' if why_not else ''}"

@@ -170,7 +170,7 @@ def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
             if time.monotonic() > deadline:
                 raise GbaError(
                     f"the companion server did not start within {timeout_s:.0f} s; its last lines: "
-                    f"{last_words(folder, index)}"
+                    f"{last_words(folder, index) or 'nothing'}"
                 ) from None
             time.sleep(0.02)
 
@@ -191,11 +191,11 @@ def folder_lost(folder: Path, opened: int) -> str:
 
 
 def last_words(folder: Path, index: int) -> str:
-    """The end of a server's log."""
+    """The end of a server's log; empty where it has written nothing."""
     try:
-        return (folder / f"ps-{index}.log").read_text(errors="replace")[-2000:].strip() or "nothing"
+        return (folder / f"ps-{index}.log").read_text(errors="replace")[-2000:].strip()
     except FileNotFoundError:
-        return "nothing"
+        return ""
 
 
 def pid_of(folder: Path, index: int) -> int | None:

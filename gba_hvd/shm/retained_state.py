@@ -31,7 +31,7 @@ _NAME, _NOTE = "kept", "not-kept"
 _HEAD = struct.Struct("<8sqqq")
 _MAGIC = b"gba-kept"
 _N_RECENT = 20
-_NOTABLE_WRITE_S = 0.005
+_NOTABLE_BYTES = 15 * 10**6
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,15 @@ class RetentionDecision:
     is_notable: bool = False
 
 
-def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: float) -> RetentionDecision:
-    """Seconds of the newest writes, and from one to the next. share: what writing may take of them.
+def decide_retention(
+    write_s: Sequence[float], step_s: Sequence[float], share: float, n_bytes: int
+) -> RetentionDecision:
+    """Seconds of the newest writes, and from one to the next. share: what writing may take of them. n_bytes: of one
 
-    Stopping is notable where a write takes 5 ms or more: the state is large then (a million parameters with Adam), and
-    so is the work between two checkpoints. A shorter write is above the share because steps are short, at the default
-    of 2 % below 250 ms: then no state is small enough, and checkpoints are many steps apart at little cost.
+    Stopping is notable where the state is large, of a million parameters with Adam, which takes about 5 ms to write:
+    so is the work between two checkpoints. A smaller one is above the share because steps are short, at the default
+    of 2 % below 250 ms: then no state is small enough, and checkpoints are many steps apart at little cost. By size,
+    as the time of a write varies with the load of the host.
     """
     took_s, of_s = median(write_s), median(step_s)
     reported = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
@@ -78,7 +81,7 @@ def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: f
         return RetentionDecision(True, f"{reported}, at most {share:.0%} are allowed")
     why = f"{reported}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
     why += ": a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
-    return RetentionDecision(False, why, took_s >= _NOTABLE_WRITE_S)
+    return RetentionDecision(False, why, n_bytes >= _NOTABLE_BYTES)
 
 
 class StateRetainer:
@@ -117,7 +120,8 @@ class StateRetainer:
         try:
             if self._file is None:
                 self._file = SnapshotFile(self._folder / _NAME)
-            self._file.write(_HEAD.pack(_MAGIC, step, generation, self._settings), state())
+            encoded = state()
+            self._file.write(_HEAD.pack(_MAGIC, step, generation, self._settings), encoded)
         except OSError as error:
             self.stop(Absence.NO_ROOM)
             why = f"the training state has no room in {self._folder.parent}: {error.strerror}"
@@ -131,7 +135,7 @@ class StateRetainer:
             self._step_s.append(ended - self._last_s)
         self._last_s = ended
         if len(self._write_s) == _N_RECENT:
-            worth = decide_retention(self._write_s, self._step_s, self._share)
+            worth = decide_retention(self._write_s, self._step_s, self._share, len(encoded))
             if not worth.keep:
                 self._is_dear = True
                 self._remove(Absence.COST)

@@ -498,6 +498,7 @@ class GBACallback(Callback):
         rates = Rates(
             mean_times(times), tuple(shared), n_micro, self._exchange.value(now_s), self._wait.value(now_s),
             sync_share=gain, draws=draws, achieved=self._achieved.value(last), at_s=now_s,
+            waits=self._recent.waits(shared, gain) if current == "allreduce" else None,
         )  # fmt: skip
         if self._rules["staleness"] == "threshold":
             tolerance, by_values = self._rules["tolerance"], self.weighs_by_values

@@ -13,6 +13,8 @@ from statistics import median
 
 import numpy as np
 
+from gba_hvd.switching.predictions import StepWaits
+
 N_RECENT = 32  # times that are kept: enough to compare two modes to a percent or two where times vary by a tenth
 N_NEWEST = 8  # of these, what a decision goes by: few enough to notice a slow worker within five of its steps
 FORGET_S = 3600.0  # what was measured in the other mode counts for so long: a cluster's load changes over hours
@@ -77,6 +79,27 @@ class RecentTimes:
         rows = np.arange(len(times))
         middle = (in_order[rows, (counts - 1) // 2] + in_order[rows, counts // 2]) / 2
         return np.where(times < np.inf, np.minimum(times, _ODD * middle[:, None]), np.inf)
+
+    def waits(self, shares: Sequence[int], gain: float = 1.0) -> StepWaits | None:
+        """Of allreduce steps, in each of which every worker with a share added a time; None of fewer than two workers.
+
+        shares: micro-batches of a step, by worker. gain: of seconds per micro-batch in the step, the share of these
+        """
+        n_w = np.asarray(shares)
+        if len(n_w) != len(self._seconds) or (n_w > 0).sum() < 2:
+            return None
+        workers = np.flatnonzero(n_w > 0)
+        busy = self._seconds[workers] * n_w[workers, None] * gain
+        busy = busy[:, (busy < np.inf).all(axis=0)]
+        if not busy.shape[1]:
+            return None
+        two_slowest = np.partition(busy, -2, axis=0)[-2:]
+        slowest = busy.argmax(axis=0)
+        waited_s = np.bincount(slowest, two_slowest[1] - two_slowest[0], len(workers))
+        most = int(waited_s.argmax())
+        median_s, slowest_s = np.median(busy, axis=0).mean(), two_slowest[1].mean()
+        n_slowest = int((slowest == most).sum())
+        return StepWaits(int(workers[most]), n_slowest, busy.shape[1], float(median_s), float(slowest_s))
 
 
 def mean_times(times: np.ndarray) -> tuple[float, ...]:

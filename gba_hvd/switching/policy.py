@@ -11,7 +11,7 @@ predicted, a short trial of it finds out, if its cost is within a budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -28,6 +28,8 @@ BROKEN = 0.25  # a mode so much slower than the other is left before `min_stay`:
 _LEAST = 1e-9  # micro-batches/s of a mode in which all would be dropped
 COMPARED = 16  # steps before a switch that must be alike to learn from it: of fewer, chance is several percent
 _ALIKE = 0.2  # so far the newest steps may be from all of these: a worker that has just become slow is further
+_NOTABLE = 1.05  # so many times as slow as others is worth a word
+_EXPLAINED = 1.2  # a prediction of so many times what the slowest worker's mean says needs one more
 _CHANGED = 2.0  # so many times as slow or fast as right after a switch: what comes then is not its doing
 
 
@@ -214,20 +216,23 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
 
     if not favours_other:
         if stayed >= options.min_stay and (cost_s := trial_cost_s(stance, step, rates, rate, options)) is not None:
-            why = f"{_multiple(here, gain, rates)}, last measured over {FORGET_S / 3600:g} h ago or never"
+            why = (
+                f"{_multiple(here, gain, rates)}, which no switch of these workers has shown for {FORGET_S / 3600:g} h"
+            )
             return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
     finding = f"{_slowest(rates)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
+    rest = _rest(other, gain, rates)
     if now.in_favour < options.patience:
-        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} steps")
+        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} steps{rest}")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
-        return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far")
+        return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far{rest}")
     if stayed < options.min_stay and not is_broken:
         return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} steps in {here}")
     if other == "gba" and step < options.warm_up_steps:
         return stay("warm_up", f"{finding}, but the warm-up takes {options.warm_up_steps} steps, this is {step}")
-    return switch("switch", f": {finding}, for {now.in_favour} steps{_broken(stance, rate)}")
+    return switch("switch", f": {finding}, for {now.in_favour} steps{rest}{_broken(stance, rate)}")
 
 
 def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, float], options: Options) -> float | None:
@@ -318,13 +323,32 @@ def _spent_s(stance: Stance, rates: Rates, rate: Mapping[str, float]) -> float:
 
 
 def _slowest(rates: Rates) -> str:
-    times = rates.seconds_per_micro
+    """Whom steps wait for; empty: for none in particular."""
+    times, waits = rates.seconds_per_micro, rates.waits
     worker = max(range(len(times)), key=times.__getitem__)
-    if len(times) == 2:  # their median is the mean of both: under 2x, however slow the one is
-        ratio, than = times[worker] / min(times), f"time of worker {1 - worker}"
-    else:
-        ratio, than = times[worker] / median(times), "median"
-    return f"worker {worker} takes {ratio:.1f}x the {than}, " if ratio >= 1.05 else ""
+    if waits is not None and waits.worker != worker:  # slow at times: the newest times are not of these
+        is_notable = waits.slowest_s >= _NOTABLE * waits.median_s
+        return f"steps wait longest for worker {waits.worker}, " if is_notable else ""
+    ratio, than = _ratio(times), "median" if len(times) > 2 else f"time of worker {1 - worker}"
+    return f"worker {worker} takes {ratio:.1f}x the {than}, " if ratio >= _NOTABLE else ""
+
+
+def _ratio(times: Sequence[float]) -> float:
+    """Of the slowest worker to the others."""
+    # The median of two is the mean of both: under 2x, however slow the one is.
+    return max(times) / (min(times) if len(times) == 2 else median(times))
+
+
+def _rest(other: str, gain: float, rates: Rates) -> str:
+    """What a step consists of, where the slowest worker's mean does not explain how much faster gba is predicted."""
+    waits = rates.waits
+    if other != "gba" or waits is None or gain < _EXPLAINED * _ratio(rates.seconds_per_micro):
+        return ""
+    return (
+        f"; of a step {1000 * waits.median_s:,.1f} ms are the median worker's, "
+        f"{1000 * (waits.slowest_s - waits.median_s):,.1f} ms waiting for the slowest one (worker {waits.worker} in "
+        f"{waits.n_slowest} of {waits.n_steps} steps), {1000 * rates.exchange_s:,.1f} ms the exchange"
+    )
 
 
 def _multiple(mode: str, gain: float, rates: Rates) -> str:

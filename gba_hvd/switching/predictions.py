@@ -16,6 +16,21 @@ from gba_hvd.update_rules.delay_model import expected_ages
 
 
 @dataclass(frozen=True)
+class StepWaits:
+    """What recent allreduce steps waited for, means over them in seconds, odd times included. For the reason only.
+
+    worker: for which the others waited longest, all steps together; n_slowest: steps in which it was the slowest one,
+    of n_steps. median_s: of the median worker; slowest_s: of the slowest one of each step
+    """
+
+    worker: int
+    n_slowest: int
+    n_steps: int
+    median_s: float
+    slowest_s: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """What was measured of the job's speed.
 
@@ -30,6 +45,7 @@ class Rates:
                        seconds per micro-batch, inf where there is none; None: always t_w
     achieved:          micro-batches/s that the job makes in the mode it is in; None: not measured yet
     at_s:              seconds of training until now, in all modes together
+    waits:             what recent steps waited for, in allreduce; None: not known
     """
 
     seconds_per_micro: tuple[float, ...]
@@ -42,6 +58,7 @@ class Rates:
     draws: np.ndarray | None = field(default=None, compare=False)
     achieved: float | None = None
     at_s: float = 0.0
+    waits: StepWaits | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds_per_micro or not all(0 < t < math.inf for t in self.seconds_per_micro):

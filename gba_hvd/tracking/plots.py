@@ -46,6 +46,7 @@ DARK = _SHADES | {
     _INK: "#d5dce4", _GRID: "#36414d", _PAPER: "#1b222a", _BLUE: "#5fb0e6", _RED: "#ff8f45", _GREEN: "#35c79b",
     _PURPLE: "#e29ac3", _OTHER_MODE: "#333b44",
 }  # fmt: skip
+_LEAST_TO_CLIP = 20  # values
 WIDE, NARROW = 9.0, 4.4  # inches: for a window, for a phone
 
 History = Mapping[str, Sequence[Point]]
@@ -175,6 +176,14 @@ def _throughput(history: History, events: Sequence[Record], sheet: _Sheet, file:
     axes[0].set_ylabel("samples/s")
     axes[0].set_ylim(bottom=0)
     axes[0].yaxis.set_major_formatter("{x:,.0f}")
+    if (top := ceiling(values)) is not None:
+        axes[0].set_ylim(top=top)
+        above = [(step, value) for step, value in zip(steps, values, strict=True) if value > top]
+        axes[0].plot([step for step, _ in above], [top] * len(above), "^", color=_BLUE, markersize=5, clip_on=False)
+        most = max(value for _, value in above)
+        axes[0].set_ylabel(
+            f"samples/s\n{len(above):,} {'values' if len(above) > 1 else 'value'} above, up to {most:,.0f}"
+        )
     if workers:
         steps, counts = _xy(workers)
         axes[-1].step(steps, counts, where="post", color=_GREEN, linewidth=1.6)
@@ -419,6 +428,15 @@ def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
     """Steps and values, at most about 4,000 of them: more than a picture can show."""
     thin = points[:: max(1, len(points) // 4000)]
     return [point.step for point in thin], [point.value for point in thin]
+
+
+def ceiling(values: Sequence[float]) -> float | None:
+    """Where a picture of these ends, so that a few odd ones do not flatten the others; None: it shows all."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if len(finite) < _LEAST_TO_CLIP:
+        return None
+    usual = finite[int(0.98 * (len(finite) - 1))]
+    return 1.3 * usual if finite[-1] > 2 * usual > 0 else None
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -24,14 +24,14 @@ from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
-_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
+_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException", "WorldLost"})
 _WORDS = {
     "FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted", "NOT_SAVED": "trained to the end, NOT SAVED"
 }  # fmt: skip
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
-# The summary has these; a switch has its reason.
-_NO_LINES = ("finished", "interrupted", "decision", "auto_stayed")
+# The end of the lines has these; a switch has its reason.
+_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed")
 _NOTED = (
     "memory_not_kept",
     "auto_stayed",
@@ -44,6 +44,7 @@ class ProgressLine(Callback):
 
     total_steps: for the percentage and the time left; default `Job.settings["total_steps"]` when it is there.
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
+    Each line but those of the closing summary and of an error begins with the time of day.
     The closing summary takes the account of samples from the data of the last event that has it
     (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `refused`, and in asynchronous
     modes `staleness` and `lags`).
@@ -128,7 +129,7 @@ class ProgressLine(Callback):
             if better(self._newest, self._best) or (self._best is not None and self._best.is_of(step, epoch)):
                 self._best = self._newest
         if self._reports() and metrics:
-            self._print(f"step {step:,}  {_numbers(metrics)}")
+            self._print(_timed(f"step {step:,}  {_numbers(metrics)}"))
 
     def on_event(self, event: Event) -> None:
         if event.kind == gauges.EVENT:
@@ -172,12 +173,14 @@ class ProgressLine(Callback):
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
         elif self._reports() and event.kind not in _NO_LINES and not event.data.get("found"):
-            self._print(_tagged(event))
+            self._print(_timed(_tagged(event)))
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         if self._ended:
             return
         self._ended = True
+        if self._job is None and type(error).__name__ in _CONSEQUENCES:
+            return  # no world had formed: the worker that failed has the word
         reports_error = self._reports() or type(error).__name__ not in _CONSEQUENCES
         if status in ("FAILED", "NOT_SAVED") and error is not None and reports_error:
             for line in failure_lines(error, self._job, self._record):
@@ -202,6 +205,7 @@ class ProgressLine(Callback):
         line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges, len(self._hanging))
         if standing := [kind.replace("_", " ") for kind, warned in self._warnings.items() if warned.over is None]:
             line += f"  warnings: {', '.join(standing)}"
+        line = _timed(line)
         if not self._terminal:
             self._print(line)
             return
@@ -302,6 +306,10 @@ class Warned:
     def words(self) -> str:
         over = f", over since step {self.over:,}" if self.over is not None else ""
         return f"warning{over if self.over != self.event.step else ', over'}: {_tagged(self.event)}"
+
+
+def _timed(line: str) -> str:
+    return f"{time.strftime('%H:%M:%S')} {line}"
 
 
 def _tagged(event: Event) -> str:

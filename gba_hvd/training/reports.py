@@ -12,7 +12,7 @@ from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.comm import traffic
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
-from gba_hvd.comm.wait_notices import Patience, missing
+from gba_hvd.comm.wait_notices import LATE_S, Patience, missing
 from gba_hvd.embedding.accesses import were_changed
 from gba_hvd.trace import TRACE
 from gba_hvd.training.commit_fields import StepParticipant
@@ -61,7 +61,7 @@ class Reports:
         self.callbacks: list[Callback] = []
         self._model, self._progress, self._host, self._world = model, progress, host, world
         self._participants, self._traffic = participants, traffic
-        self._server_patience = Patience()
+        self._server_patience = Patience(again_s=LATE_S)
         self._vocabularies = VocabularyWatch(model.tables)
         self._n_rejected = 0
         self._reported: set[str] = set()  # kinds of events, see `once`
@@ -284,12 +284,15 @@ class Reports:
         self.emit(Event("refused", self._progress.step, text, data, level="warning"), only_here=True)
 
     def missing_servers(self) -> None:
-        """After a commit, on rank 0 and on leaders of hosts whose servers are not up: what waits for them, if so."""
+        """After a commit, on rank 0 and on leaders of hosts whose servers are late, or cannot start: what waits."""
         waiting = [one for participant in self._participants for one in participant.waiting]
         waited_s = self._server_patience.word(bool(waiting), time.monotonic())
         if waited_s is None:
             return
-        server, to_enter = self._host.server, any(one.waits_to_enter for one in self._participants)
+        server = self._host.server
+        if waited_s < LATE_S and (server is None or not server.why_not_started()):
+            return
+        to_enter = any(one.waits_to_enter for one in self._participants)
         own = "" if server is None else server.why_not_ready(to_enter=to_enter)
         if own or self._world().rank == 0:
             self.emit(missing(self._progress.step, waiting, waited_s, own), only_here=True)

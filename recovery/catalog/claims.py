@@ -22,7 +22,9 @@ passed over. Before `closed`: the same.
 Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A new claimant lists again and
 again for as long as the other promised to renew three times: a new renewal means alive. So an owner that is only
 slow may be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started
-again: it is let in at once, and the process it replaces is fenced.
+again: it is let in at once, and the process it replaces is fenced. Nor is a claim waited for whose claimant and whose
+newest renewer have both ended on this host. Where workers on other hosts live, and were about to claim again, they are
+not hurt: the later of both claims is in force, and the other one is fenced.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from recovery.catalog.writer_process import WriterProcess
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.storage.store import Store, epoch_of
 
@@ -102,6 +104,7 @@ def claim(
     """Claim a location for `writer`, the job's name.
 
     May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive, and logs that it does.
+    Does not wait for one whose processes have ended on this host.
     takeover: do not ask, fence it. after: the claim of a process that died, which this one supersedes.
 
     Raises BadInput when another job writes here, Fenced when another process has written here since `after`.
@@ -186,6 +189,12 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
 
 def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, sleep: Callable[[float], None]) -> None:
     """Wait for a lease renewal of another writer, and look so often meanwhile, also after a pause of this process."""
+    if _has_ended_here(store, other):
+        log.info(
+            "the claim of job %r%s on %s was not released, and its process has ended: it is passed over",
+            other.writer, _where(store, other), store.url,
+        )  # fmt: skip
+        return
     promised_s = _about(store, other).get("lease_s")
     wait_s = max(lease_s, min(promised_s, _LONGEST_LEASE_S)) if isinstance(promised_s, int | float) else lease_s
     _report_wait(store, other, wait_s)
@@ -224,13 +233,21 @@ def _listing(store: Store, mine: Claim, sleep: Callable[[float], None]) -> list[
 
 
 def _write(store: Store, claim: Claim, sign: str) -> None:
-    about = {"host": socket.gethostname(), "pid": os.getpid(), "lease_s": claim.lease_s}
+    about = {"host": socket.gethostname(), "lease_s": claim.lease_s, **asdict(WriterProcess.this())}
     store.put(f"{claim.name}/{sign}", [json.dumps(about, sort_keys=True).encode()])
 
 
-def _about(store: Store, seen: Seen) -> dict[str, Any]:
+def _has_ended_here(store: Store, seen: Seen) -> bool:
+    """Whether the claimant and the newest renewer, which may be a companion server, were of this host, and are gone."""
+    return all(
+        (process := WriterProcess.of(_about(store, seen, sign))) is not None and process.has_ended_here()
+        for sign in {"000000", max(seen.signs)}
+    )
+
+
+def _about(store: Store, seen: Seen, sign: str = "000000") -> dict[str, Any]:
     try:
-        about = json.loads(store.get(f"{seen.name}/000000"))
+        about = json.loads(store.get(f"{seen.name}/{sign}"))
     except (StoreError, ValueError):  # half written, or gone: little depends on it
         return {}
     return about if isinstance(about, dict) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def lines_of(*history_of: StepRecord | Event) -> list[str]:
         else:
             progress.on_step(one)
     progress.on_end("FINISHED", None)
-    return stream.getvalue().splitlines()
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in stream.getvalue().splitlines()]
 
 
 def test_in_asynchronous_modes_the_line_reports_staleness_and_drops():

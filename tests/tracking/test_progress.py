@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gba_hvd.callbacks import Event, Job, StepRecord
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, WorldLost
 from gba_hvd.tracking import ProgressLine
 from tests.tracking.conftest import event, job, step
 
@@ -21,7 +23,8 @@ class Terminal(io.StringIO):
 
 
 def lines_of(stream: io.StringIO) -> list[str]:
-    return stream.getvalue().splitlines()
+    """Without the time of day, where a line has one."""
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in stream.getvalue().splitlines()]
 
 
 def run(progress: ProgressLine, jobs: list[Job], records: list[StepRecord]) -> None:
@@ -38,6 +41,21 @@ class Clock:
     def __call__(self) -> float:
         self.now_s += 1.0
         return self.now_s
+
+
+def test_lines_have_the_time_of_day_and_the_summary_has_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(time, "strftime", lambda form: {"%H:%M:%S": "09:05:07"}[form])
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [job("j")], [step(1)])
+    progress.on_event(event("switch", 1, "allreduce -> gba"))
+    progress.on_metrics(1, {"valid_auc": 0.5})
+    n_before = stream.getvalue().count("\n")
+    progress.on_end("FINISHED", None)
+    lines = stream.getvalue().splitlines()
+    assert n_before == 3 and all(line.startswith("09:05:07 ") for line in lines[:3])
+    assert lines[1] == "09:05:07 [switch] step 1: allreduce -> gba"
+    assert len(lines) > 3 and not any("09:05:07" in line for line in lines[3:])
 
 
 def test_in_a_pipe_plain_lines_come_every_few_seconds():
@@ -94,7 +112,7 @@ def test_on_a_terminal_one_line_is_renewed_and_events_stand_on_their_own():
     run(progress, [job("j")], [step(1), step(2)])
     progress.on_event(event("worker_lost", 2, "rank 1 on h2 is gone"))
     assert stream.getvalue().count("\n") == 1
-    assert stream.getvalue().endswith("\r\x1b[K[worker lost] step 2: rank 1 on h2 is gone\n")
+    assert stream.getvalue().endswith(" [worker lost] step 2: rank 1 on h2 is gone\n")
 
 
 def test_the_summary_accounts_for_every_sample():
@@ -198,6 +216,14 @@ def test_a_refused_input_is_its_own_cause():
     assert "AttributeError" not in stream.getvalue()
 
 
+def test_a_worker_that_ends_with_a_refused_launch_reports_nothing_of_its_own():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    progress.on_event(event("failed", 0))
+    progress.on_end("FAILED", WorldLost("the worker of rank 0 could not resume", rank=0))
+    assert stream.getvalue() == ""
+
+
 class HorovodInternalError(RuntimeError):
     pass
 
@@ -230,7 +256,7 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     line.on_event(Event("server_late", 3, "no server yet; look at its log", level="warning"))
     line.on_step(StepRecord(4, 0, 8, 32, 0.1, 2, "allreduce", None))
     line.on_end("FINISHED", None)
-    running, *summary = out.getvalue().splitlines()
+    running, *summary = lines_of(out)
     assert running.endswith("warnings: server late")
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
@@ -239,7 +265,7 @@ def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlie
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=Clock())
     line.on_event(Event("training_continues", 40, "training continues 12.3 s after", {"seconds": 12.34}))
-    assert out.getvalue() == "[training continues] step 40: training continues 12.3 s after\n"
+    assert lines_of(out) == ["[training continues] step 40: training continues 12.3 s after"]
     later = ProgressLine(stream=out, clock=Clock())
     later.load_state_dict(json.loads(json.dumps(line.state_dict())))
     for k, seconds in ((50, 9.0), (1060, 12.8)):
@@ -293,9 +319,7 @@ def test_a_checkpoint_that_a_new_rank_0_finds_is_in_the_summary_only() -> None:
         Event("checkpoint", 9, "step 4 saved", {"saved_step": 4, "url": "/c", "manifest": "m", "found": True})
     )
     line.on_end("FINISHED", None)
-    assert [text for text in out.getvalue().splitlines() if "checkpoint" in text] == [
-        "newest checkpoint: of step 4, /c/m"
-    ]
+    assert [text for text in lines_of(out) if "checkpoint" in text] == ["newest checkpoint: of step 4, /c/m"]
 
 
 def test_workers_that_hang_are_counted_until_they_work_again_or_the_world_changes() -> None:
@@ -305,7 +329,7 @@ def test_workers_that_hang_are_counted_until_they_work_again_or_the_world_change
     def shown(kind: str, **data: Any) -> str:
         line.on_event(Event(kind, 4, "", data, level="warning" if kind == "worker_hangs" else "info"))
         line.on_step(StepRecord(4, 0, 8, 32, 0.1, 3, "gba", None))
-        (workers,) = [part for part in out.getvalue().splitlines()[-1].split("  ") if "workers" in part]
+        (workers,) = [part for part in lines_of(out)[-1].split("  ") if "workers" in part]
         return workers
 
     assert shown("checkpoint") == "3 workers"
@@ -328,7 +352,7 @@ def test_a_warning_that_is_over_is_named_in_the_summary_only() -> None:
     line.on_event(Event("checkpoint", 6, "step 6 saved", {"url": "x", "manifest": "m"}))
     line.on_step(StepRecord(7, 0, 8, 32, 0.1, 2, "gba", None))
     line.on_end("FINISHED", None)
-    said = out.getvalue().splitlines()
+    said = lines_of(out)
     first, second = (text for text in said if text.startswith("step ") and "workers" in text)
     assert first.endswith("warnings: server missing, checkpoint failed, rows lost")
     assert second.endswith("warnings: rows lost")
@@ -370,7 +394,7 @@ def test_a_warning_that_comes_again_stands_again() -> None:
     for kind, level in (("checkpoint_late", "warning"), ("checkpoint", "info"), ("checkpoint_late", "warning")):
         line.on_event(Event(kind, 1, "", {"url": "x", "manifest": "m"}, level=level))  # type: ignore[arg-type]
     line.on_step(StepRecord(2, 0, 8, 32, 0.1, 2, "allreduce", None))
-    assert out.getvalue().splitlines()[-1].endswith("warnings: checkpoint late")
+    assert lines_of(out)[-1].endswith("warnings: checkpoint late")
 
 
 def test_a_job_that_stopped_early_says_why_at_its_end() -> None:

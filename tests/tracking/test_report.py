@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from html import escape
@@ -23,7 +24,7 @@ from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import MLflowCallback, plots
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
-from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, mode_spans
+from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, ceiling, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import metrics_of
 from gba_hvd.tracking.report import timeline
@@ -31,6 +32,7 @@ from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline, how_well, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
+from gba_hvd.tracking.report.tables import breakable
 from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, as_json, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
@@ -902,3 +904,24 @@ def test_workers_that_were_lost_are_counted_once(events: list[Record], n: int) -
     assert story.n_workers_lost == n
     assert (words in headline(story)) == (n > 0) == ("lost" in headline(story))
     assert f"workers lost: {n or 'none'}" in run_note(story, "http://x")
+
+
+def test_only_long_names_may_be_broken_in_a_table():
+    manifest, url = "manifests/000004-00003575.json", f"s3://bucket/{'x' * 60}/job"
+    assert breakable(f"allreduce in {manifest}") == [(f"allreduce in {manifest}", False)]
+    assert breakable(f"at {url}, full") == [("at ", False), (f"{url},", True), (" full", False)]
+    assert breakable("") == []
+
+
+def test_one_odd_value_does_not_flatten_the_throughput():
+    values = [10_000.0 + 100 * (k % 30) for k in range(400)]
+    assert ceiling(values) is None
+    top = ceiling([*values, 110_000.0, math.nan])
+    assert top is not None and 12_900 < top < 20_000
+    assert ceiling([1.0, 1.0, 50.0]) is None, "of few values none is odd"
+
+
+def test_what_is_above_the_picture_is_named(tmp_path: Path):
+    points = [Point(THROUGHPUT, 110_000.0 if k == 70 else 10_000.0, k, k) for k in range(1, 101)]
+    (file,) = draw_plots({THROUGHPUT: points}, [], "ctr", tmp_path, form="svg")
+    assert "1 value above, up to 110,000" in file.read_text()

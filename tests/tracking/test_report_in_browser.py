@@ -94,6 +94,27 @@ def test_a_report_opens_without_an_error_and_fits_the_window(
     assert (max(ground) < 60) if dark else (min(ground) > 200)
 
 
+BROKEN = """[...document.querySelectorAll('td')].flatMap(cell => {
+  const found = [], walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT)
+  for (let node; (node = walk.nextNode());)
+    for (const word of node.data.matchAll(/[^\\s\\-/]+/g)) {
+      const range = document.createRange()
+      range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length)
+      const lines = new Set([...range.getClientRects()].map(one => Math.round(one.top)))
+      if (lines.size > 1 && word[0].length <= 40) found.push(word[0])
+    }
+  return found })"""
+
+
+def test_no_word_of_a_table_is_broken_in_a_small_window(browser: Browser, report: Path) -> None:
+    browser.look(1100)
+    browser.open(report.as_uri())
+    browser.run(OPEN_ALL)
+    assert browser.run("document.querySelectorAll('td').length") > 50
+    assert browser.run(BROKEN) == []
+    assert browser.run(TOO_WIDE) == []
+
+
 def test_pictures_are_drawn_for_a_window_and_for_a_phone(browser: Browser, report: Path) -> None:
     ratios = []
     for width in (WINDOW, PHONE):

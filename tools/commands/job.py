@@ -28,6 +28,7 @@ from ..running_jobs import (
 from ..step_time_words import step_time_facts, times_of
 
 _LOOK_AGAIN_S = 0.2
+_LONG_S = 5.0  # without a push of a worker
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -193,6 +194,7 @@ def mode_words(report: Mapping[str, Any]) -> str:
 
 def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a report says of the whole job, as (word, sentence)."""
+    from gba_hvd.ps.coordinator.recent_pace import PACE_S
     from gba_hvd.tracking.gauges import staleness_words, whole_numbers
 
     lines = [("mode", mode_words(report))]
@@ -210,6 +212,8 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "workers" in report:
         lines.append(("workers", str(report["workers"])))
     lines += step_time_facts(report, time.time())
+    if "samples_per_s" in report:
+        lines.append(("speed", f"{report['samples_per_s']:,.0f} samples/s applied in the last {PACE_S:.0f} s"))
     if isinstance(report.get("loss"), float):
         lines.append(("loss", f"{report['loss']:.4f}"))
     if report.get("samples_applied") and "account" not in report:
@@ -303,7 +307,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False) if is_terminal else Console(highlight=False, soft_wrap=True, width=240)
     name = f" ({escape(report['name'])})" if report.get("name") else ""
     console.print(f"[bold]job {report['job']}{name}[/bold]")
     lines = Table.grid(padding=(0, 2))
@@ -327,12 +332,20 @@ def _of_leases(worker: Mapping[str, Any]) -> dict[str, str]:
     return {
         "rank": str(worker["rank"]),
         "ms per micro-batch": f"{1000 * seconds:,.1f}" if seconds else "-",
-        "micro-batches/s": f"{1 / seconds:,.1f}" if seconds else "-",
+        "micro-batches/s lately": _pace(worker),
         "done": f"{worker['micro_batches']:,}" if "micro_batches" in worker else "-",
         "last active": f"{worker['idle_s']:.1f} s ago" if "idle_s" in worker else "-",
         "last seen": f"{worker['silent_s']:.1f} s ago" if "silent_s" in worker else "-",
         "process": str(worker.get("pid", "-")),
     }
+
+
+def _pace(worker: Mapping[str, Any]) -> str:
+    """Of the last seconds, pauses included."""
+    if "micro_batches_per_s" not in worker:
+        return "-"
+    ago = f", none for {worker['pushed_s']:,.0f} s" if worker["pushed_s"] > _LONG_S else ""
+    return f"{worker['micro_batches_per_s']:,.1f}{ago}"
 
 
 def _of_a_step(worker: Mapping[str, Any]) -> dict[str, str]:
@@ -343,4 +356,5 @@ def _of_a_step(worker: Mapping[str, Any]) -> dict[str, str]:
         "micro-batches of a step": f"{worker['micro_batches']:,.4g}",
         "ms computing": f"{1000 * worker['computing_s']:,.1f}",
         "ms waiting for batches": f"{1000 * worker['reading_s']:,.1f}",
+        "process": str(worker.get("pid", "-")),
     }

@@ -21,6 +21,7 @@ from gba_hvd.gradients.clipping import Clip
 from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
+from gba_hvd.ps.coordinator.recent_pace import RecentPace
 from gba_hvd.ps.messages import (
     Apply,
     Enter,
@@ -73,8 +74,11 @@ class WorkerSeen:
     newest_s: float = 0.0  # the same of the newest one
     done: int = 0
     host_name: str = ""  # for people
+    pace: RecentPace | None = None  # in micro-batches
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, now_s: float) -> None:
+        self.pace = self.pace or RecentPace(now_s)
+        self.pace.add(now_s)
         if not (math.isfinite(seconds) and seconds >= 0):
             return
         self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
@@ -102,6 +106,7 @@ class Coordinator:
         self.requested_mode, self.reason, self.pin = "", "", False
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
         self._damps_rows = damps(enter.rule)
+        self.sample_pace = RecentPace(clock())  # of what is applied
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
@@ -228,7 +233,7 @@ class Coordinator:
             if request.loss is not None:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
-                self.workers[request.worker].took(request.seconds)
+                self.workers[request.worker].took(request.seconds, self._clock())
             self._rejected_in_a_row = self._rejected_in_a_row + 1 if request.rejected else 0
             if request.rejected:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
@@ -423,6 +428,8 @@ class Coordinator:
         self.ledger.applied(step)
         if plan.clipped is not None:
             self._norms.append((self.ledger.step, plan.clipped[2]))
+        n_samples = 0 if plan.overflowed else sum(m.n_samples for m in plan.members if m.weight > 0)
+        self.sample_pace.add(self._clock(), n_samples - lost)
         self.account.applied -= lost
         self.account.lost += lost
         self.account.shard_steps_missed += shard_steps_missed

@@ -10,6 +10,7 @@ import msgspec
 
 from gba_hvd.mode_names import known_mode
 from gba_hvd.ps.coordinator.coordinator import Coordinator
+from gba_hvd.ps.coordinator.recent_pace import RecentPace
 from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, SwitchTo
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.server.active_mode import ActiveMode
@@ -88,12 +89,20 @@ def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
     return {
         "mode": coordinator.ledger.discipline.name,
         **position,
+        "samples_per_s": round(coordinator.sample_pace.per_s(now), 1),
         "under_way": coordinator.ledger.n_outstanding,
         "refused_gradients": coordinator.rejected_gradients,
         "by_worker": [
             {"rank": s.rank, "pid": s.pid, "host": s.host_name, "silent_s": round(now - s.last_seen_s, 1),
              "micro_batches": s.done, "seconds_per_micro_batch": round(s.seconds, 4),
-             "idle_s": round(now - s.worked_s, 1)}
+             "idle_s": round(now - s.worked_s, 1), **_pace(s.pace, now)}
             for s in sorted(coordinator.workers.values(), key=lambda s: s.rank)
         ],
     }  # fmt: skip
+
+
+def _pace(pace: RecentPace | None, now_s: float) -> dict[str, float]:
+    """pace: None of a worker that has pushed nothing"""
+    if pace is None or pace.last_s is None:
+        return {}
+    return {"micro_batches_per_s": round(pace.per_s(now_s), 2), "pushed_s": round(now_s - pace.last_s, 1)}

@@ -96,8 +96,13 @@ class HostServer:
                 return f"server {i} of this host still imports what a mode needs"
             silent = "has not answered yet" if math.isinf(reply_s) else f"has not answered for {now - reply_s:.0f} s"
             words = launch.why_not_started(self._folder, i) or launch.last_words(self._folder, i)
-            return f"server {i} of this host {silent}; its last lines: {words}"
+            return f"server {i} of this host {silent}" + (f"; its last lines: {words}" if words else "")
         return ""
+
+    def why_not_started(self) -> str:
+        """Why some server of this host cannot start; empty while it may only need time."""
+        reasons = (launch.why_not_started(self._folder, i) for i in range(len(self._last_reply_s)))
+        return self.folder_lost or next(filter(None, reasons), "")
 
     @property
     def folder_lost(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gba_hvd.tracking.plots import DARK, MODE_COLOURS, NARROW, WIDE, draw_plots, marked, shaded
 from gba_hvd.tracking.records import flatten
 from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
-from gba_hvd.tracking.report.tables import Cell, Table, date, table
+from gba_hvd.tracking.report.tables import Cell, Table, breakable, date, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def page(story: RunHistory) -> str:
         loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    templates.filters["breakable"] = breakable
     facts = {
         "What trained": overview.what_trained(story),
         "How well": overview.how_well(story),

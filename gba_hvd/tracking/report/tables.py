@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_LONGEST_WORD = 41  # a word of so many characters may be broken; the name of a manifest has 29
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ def table(
     """None without rows: a section with nothing to say is left out."""
     cells = [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows]
     return Table(title, headings, cells, sides, frozenset(marked), note) if cells else None
+
+
+def breakable(text: str) -> list[tuple[str, bool]]:
+    """Parts of a cell's text, and whether a line may break within: in long names of files only."""
+    parts = re.split(rf"(\S{{{_LONGEST_WORD},}})", text)
+    return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
 
 def counted(n: int, what: str) -> str:

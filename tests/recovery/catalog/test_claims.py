@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.catalog.claims import Claim, check, claim, claims_of, release, renew
+from recovery.catalog.writer_process import WriterProcess, started
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.format.manifest import Manifest, to_json
 from recovery.rows import Schema
@@ -100,6 +103,68 @@ def test_the_wait_for_another_job_is_said_before_it_begins(ram: RamStore, caplog
     assert text.startswith("waiting for up to 45 s for a renewal by job 'job-1' on host ")
     assert f"(process {os.getpid()}), whose claim on {ram.url} was not released" in text
     assert "If the claim is not renewed meanwhile, this job continues" in text and "takeover=True" in text
+
+
+@pytest.fixture
+def ended_process() -> Iterator[WriterProcess]:
+    """A process of this host that has ended, and not been waited for."""
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        process = replace(WriterProcess.this(), pid=child.pid, started=started(str(child.pid)))
+        assert not process.has_ended_here()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        yield process
+    finally:
+        child.kill()
+        child.wait()
+
+
+def written_by(process: WriterProcess | None, act: Callable[[], Claim]) -> Claim:
+    with pytest.MonkeyPatch.context() as patch:
+        if process is not None:
+            patch.setattr(WriterProcess, "this", lambda: process)
+        return act()
+
+
+def test_a_claim_whose_process_has_ended_on_this_host_is_passed_over_at_once(
+    ram: RamStore, ended_process: WriterProcess
+) -> None:
+    first = written_by(ended_process, lambda: claimed(ram, "job-1"))
+    written_by(ended_process, lambda: renew(ram, first))
+    assert claimed(ram, "job-2", VirtualTime(forbidden)).epoch == 2
+
+
+@pytest.mark.parametrize("difference", [{"boot": "another"}, {"pids": 1}, {"boot": ""}, {"pids": 0}, {"started": -1}])
+def test_a_process_of_which_this_host_knows_nothing_is_waited_for(
+    ram: RamStore, ended_process: WriterProcess, difference: dict[str, Any]
+) -> None:
+    written_by(replace(ended_process, **difference), lambda: claimed(ram, "job-1"))
+    time = VirtualTime()
+    claimed(ram, "job-2", time)
+    assert time.now_s == pytest.approx(30)
+
+
+@pytest.mark.parametrize("alive", ["claimant", "renewer"])
+def test_a_claim_is_waited_for_while_its_claimant_or_its_renewer_lives(
+    ram: RamStore, ended_process: WriterProcess, alive: str
+) -> None:
+    first = written_by(None if alive == "claimant" else ended_process, lambda: claimed(ram, "job-1"))
+    written_by(None if alive == "renewer" else ended_process, lambda: renew(ram, first))
+    time = VirtualTime()
+    claimed(ram, "job-2", time)
+    assert time.now_s == pytest.approx(30)
+
+
+def test_a_later_process_of_the_same_number_is_not_taken_for_the_writer() -> None:
+    assert replace(WriterProcess.this(), started=WriterProcess.this().started - 1).has_ended_here()
+
+
+def test_a_claim_of_an_earlier_release_is_waited_for(ram: RamStore) -> None:
+    ram.put("claims/000001-job-1.0123abcd/000000", [b'{"host": "here", "lease_s": 30.0, "pid": 1}'])
+    time = VirtualTime()
+    claimed(ram, "job-2", time)
+    assert time.now_s == pytest.approx(30)
 
 
 def test_a_job_that_leaves_while_it_is_waited_for_is_followed_at_once(ram: RamStore) -> None:

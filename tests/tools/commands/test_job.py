@@ -33,10 +33,12 @@ Start = Callable[[str], ShardMemory]
 IN_GBA: dict[str, Any] = {
     "job": "ctr", "server": 0, "mode": "gba", "step": 1200, "epoch": 2, "steps_done": 200, "loss": 0.4321,
     "account": {"total": 1000, "applied": 940, "dropped": 50, "lost": 10}, "staleness": {"0": 70, "1": 20, "5": 10},
+    "samples_per_s": 1234.4,
     "under_way": 3, "reissued": 1, "refused": 0, "wanted": "", "reason": "", "world": 0, "rates": [[0, 0.01]],
     "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
     "by_worker": [
-        {"rank": 0, "pid": 41, "silent_s": 0.1, "idle_s": 0.2, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
+        {"rank": 0, "pid": 41, "silent_s": 0.1, "idle_s": 0.2, "micro_batches": 900, "seconds_per_micro_batch": 0.01,
+         "micro_batches_per_s": 12.34, "pushed_s": 8.2},
         {"rank": 1, "pid": 42, "host": "h2", "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
     ],
 }  # fmt: skip
@@ -168,6 +170,7 @@ def test_a_report_reads_as_sentences() -> None:
     assert job.facts(IN_GBA) == [
         ("mode", "gba"),
         ("step", "1,200, epoch 2 (step 200 of it)"),
+        ("speed", "1,234 samples/s applied in the last 10 s"),
         ("loss", "0.4321"),
         ("samples", "940 applied + 50 dropped + 10 lost = 1,000"),
         ("staleness", "mean 0.70, max 5 (0: 70%, 1: 20%, 5: 10%)"),
@@ -212,7 +215,7 @@ def test_the_least_a_server_may_say_is_enough(capsys: pytest.CaptureFixture[str]
 def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
     job.print_report(IN_GBA)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "10.0", "100.0", "900", "0.2", "s", "ago", "0.1", "s", "ago", "41"] in rows
+    assert ["0", "10.0", "12.3,", "none", "for", "8", "s", "900", "0.2", "s", "ago", "0.1", "s", "ago", "41"] in rows
     assert ["1", "-", "-", "0", "-", "7.0", "s", "ago", "42"] in rows
 
 
@@ -220,7 +223,7 @@ STEPPING: dict[str, Any] = {
     "job": "ctr", "mode": "allreduce", "step": 90, "workers": 3, "step_unix_s": 1000.0,
     "step_times": {
         "rank": 0, "steps": 17, "samples_per_s": 4000.0, "step_s": 0.12, "slowest_s": 0.1, "waiting_s": 0.06,
-        "reading_s": 0.01, "rows_s": 0.05, "sum_s": 0.02,
+        "reading_s": 0.01, "rows_s": 0.05, "sum_s": 0.02, "pids": {"0": 71},
         "by_rank": [[2, 2.0, 0.08, 0.018], [0, 2.0, 0.03, 0.01], [1, 2.0, 0.03, 0.0]],
     },
 }  # fmt: skip
@@ -260,7 +263,18 @@ def test_times_of_steps_in_allreduce_are_not_shown_in_another_mode() -> None:
 def test_in_allreduce_workers_are_listed_with_their_part_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     job.print_report(STEPPING)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "15.0", "2", "30.0", "10.0"] in rows and ["2", "40.0", "2", "80.0", "18.0"] in rows
+    assert ["0", "15.0", "2", "30.0", "10.0", "71"] in rows and ["2", "40.0", "2", "80.0", "18.0", "-"] in rows
+
+
+@pytest.mark.parametrize("report", [lambda: IN_GBA, lambda: STEPPING])
+def test_headings_are_whole_where_the_output_is_no_terminal(
+    report: Callable[[], dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    job.print_report(report())
+    found = capsys.readouterr().out
+    rows = [job._of_a_step(one) if "computing_s" in one else job._of_leases(one) for one in job.workers(report())]
+    assert all(heading in found for heading in rows[0]) and "…" not in found
 
 
 def test_another_host_than_rank_0_s_shows_no_decision_of_its_own() -> None:

@@ -146,15 +146,15 @@ def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_b
 
 
 def test_keeping_goes_on_while_it_is_cheap() -> None:
-    assert decide_retention([0.001] * 9 + [5.0], [0.1] * 10, share=0.02).keep
-    assert not decide_retention([0.003] * 10, [0.1] * 10, share=0.02).keep
+    assert decide_retention([0.001] * 9 + [5.0], [0.1] * 10, share=0.02, n_bytes=10**6).keep
+    assert not decide_retention([0.003] * 10, [0.1] * 10, share=0.02, n_bytes=10**6).keep
 
 
-@pytest.mark.parametrize(("write_s", "step_s", "is_notable"), [(0.0004, 0.004, False), (0.02, 0.5, True)])
+@pytest.mark.parametrize(("n_bytes", "is_notable"), [(10**6, False), (10**8, True)])
 def test_stopping_is_notable_where_the_state_is_large_and_not_where_steps_are_tiny(
-    write_s: float, step_s: float, is_notable: bool
+    n_bytes: int, is_notable: bool
 ) -> None:
-    found = decide_retention([write_s] * 20, [step_s] * 20, share=0.02)
+    found = decide_retention([0.02] * 20, [0.5] * 20, share=0.02, n_bytes=n_bytes)
     assert (found.keep, found.is_notable) == (False, is_notable)
 
 

@@ -51,6 +51,15 @@ def reported_at(wait: LongWait, caplog: pytest.LogCaptureFixture, until_s: int =
     return found
 
 
+def test_who_waits_for_the_claim_suggests_no_hang(caplog: pytest.LogCaptureFixture) -> None:
+    LongWait("use", 1, range(2), Store({})).report(30.0)
+    assert caplog.messages == [
+        "rank 1 has waited for 30 s in the claim of the checkpoint location, which one worker makes for all: rank 0 "
+        "has not come to it. It may wait until the lease of a job ends that did not release its claim there, as its "
+        "log then says. The wait ends when all have come; Ctrl-C ends the job"
+    ]
+
+
 def test_a_long_wait_is_reported_after_30_s_and_then_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
     assert reported_at(LongWait("epoch", 0, range(2), None), caplog) == [30, 60, 120, 240, 480]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}

@@ -76,6 +76,47 @@ def test_a_refused_input_is_one_traceback_that_ends_with_its_sentence() -> None:
     assert ended.stderr.endswith("BadInput: a batch has no ids: name them\n") and "KeyError" not in ended.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_refusal_without_a_line_of_the_script_is_one_line() -> None:
+    script = (
+        "import sys\n"
+        "from gba_hvd import BadInput\n"
+        "from gba_hvd.elastic import endings, resume_fit\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        "try:\n"
+        "    resume_fit._refuse('the checkpoint', 'another model')\n"
+        "except BadInput as error:\n"
+        "    sys.excepthook(BadInput, error, error.__traceback__.tb_next)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("BadInput: the checkpoint is of a job with another model: ")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_worker_that_ends_because_of_another_one_shows_one_line() -> None:
+    script = (
+        "from gba_hvd.errors import WorldLost\n"
+        "from gba_hvd.elastic import endings\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        "raise WorldLost('the worker of rank 0 could not resume')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "WorldLost: the worker of rank 0 could not resume"
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_process_of_the_rank_that_failed_goes_first(engine: Any) -> None:
+    engine.host.neighbours[0] = 4711
+    found = endings.explained(engine, WorldLost("the worker of rank 0 could not resume", rank=0))
+    assert isinstance(found, WorldLost) and found.pid == 4711
+    found = endings.explained(engine, WorldLost("that of rank 9, on another host, could not", rank=9))
+    assert isinstance(found, WorldLost) and found.pid is None
+
+
 def test_sigterm_is_this_workers_own_end_while_its_neighbours_live(engine: Any) -> None:
     error = KeyboardInterrupt(endings.SIGTERM)
     assert endings.explained(engine, error) is error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.elastic import training_state
 from gba_hvd.membership import JoinResult
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
@@ -164,6 +166,33 @@ def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clic
 
     train(job.state)
     assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said
+
+
+def test_a_refused_launch_promises_nothing_of_the_same_command(
+    training: Any, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch() -> list[gba_hvd.Event]:
+        job, events = training(epoch=0), []
+
+        class Ends(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                events.append(event)
+
+        checkpoints = CheckpointCallback(str(tmp_path / "saved"))
+        job.state.register_callbacks([gba_hvd.GBACallback(mode="auto"), checkpoints, Ends()])
+        with contextlib.suppress(BadInput):
+            gba_hvd.elastic.run(lambda state: job.epoch(clicks(20)))(job.state)
+        return events
+
+    launch()
+
+    def refuse(*_: Any) -> None:
+        raise BadInput("it is of a job with another optimizer")
+
+    monkeypatch.setattr(training_state, "refuse_other_optimizer", refuse)
+    events = launch()
+    assert [event.kind for event in events] == ["failed"]
+    assert "goes_on" not in events[0].data
 
 
 @pytest.mark.parametrize("keep_best", [None, "auc"])
@@ -394,6 +423,24 @@ def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
     assert ended.value.__context__ is None, "nothing else went wrong"
     text = "SIGTERM" if number == signal.SIGTERM else ""
     assert str(ended.value) == text and diary.received == ["interrupted", f"end KILLED {ended.value!r}"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("SIGTERM"), None])
+def test_the_claim_is_released_before_the_end_is_reported(
+    training: Any, tmp_path: Path, error: BaseException | None
+) -> None:
+    seen = []
+
+    class Looks(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            seen.extend(claims.claims_of(open_store(str(tmp_path / "store")).names("claims/")))
+
+    job = training()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "store"), policy="full"), Looks()])
+    job.state.sync()
+    job.state.close("FINISHED" if error is None else "KILLED", error)
+    assert [one.is_closed for one in seen] == [True]
+    job.tables.memory.close(remove=True)
 
 
 def test_closing_twice_reports_the_end_once(training: Any) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
 from gba_hvd.comm import groups
-from gba_hvd.errors import GbaError
+from gba_hvd.errors import GbaError, WorldLost
 from recovery import CheckpointCallback
 from tests.unit.thread_world import EventLog, Workers, miss_a_result, rows_of
 
@@ -373,7 +373,7 @@ def test_a_worker_that_cannot_open_its_memory_stops_all(workers: Workers, on_hos
     (tmp_path / "file").write_text("")
     object.__setattr__(jobs[1].tables.config, "shard_dir", tmp_path / "file")
     results = workers.outcomes(jobs, lambda job: job.state.sync())
-    assert all(isinstance(result, ShardMemoryError) for result in results)
+    assert [type(result) for result in results] == [WorldLost, ShardMemoryError] and results[0].rank == 1
     assert "the worker of rank 1 could not open its host's shard memory" in str(results[0])
     assert "Not a directory" in str(results[1])
 

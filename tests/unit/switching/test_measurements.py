@@ -87,6 +87,26 @@ def test_a_cost_that_was_not_measured_for_an_hour_may_be_the_least_again() -> No
     assert cost.value(18 + FORGET_S) == 0.1
 
 
+def test_steps_wait_longest_for_the_worker_that_is_slow_at_times() -> None:
+    recent = RecentTimes()
+    for step in range(30):
+        recent.add([0.010, 0.250 if step % 5 == 0 else 0.009, 0.012])
+    waits = recent.waits((2, 2, 2))
+    assert waits is not None and (waits.worker, waits.n_slowest, waits.n_steps) == (1, 6, 30)
+    assert waits.median_s == pytest.approx((6 * 0.024 + 24 * 0.020) / 30)
+    assert waits.slowest_s == pytest.approx((6 * 0.500 + 24 * 0.024) / 30)
+
+
+def test_a_worker_without_a_share_is_not_waited_for() -> None:
+    recent = RecentTimes()
+    for _ in range(3):
+        recent.add([0.01, 0.02, 0.0])
+    waits = recent.waits((1, 1, 0), gain=0.5)
+    assert waits is not None and (waits.worker, waits.slowest_s) == (1, pytest.approx(0.01))
+    assert recent.waits((2, 0, 0)) is None
+    assert recent.waits((1, 1)) is None
+
+
 @pytest.mark.parametrize("first_s", [0.0, 0.01, 1.0])
 def test_what_was_assumed_before_the_first_reading_is_forgotten_with_it(first_s: float) -> None:
     cost = RecentCost(first_s)

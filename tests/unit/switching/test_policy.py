@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from gba_hvd.switching.policy import (
     learned,
     leaving,
 )
-from gba_hvd.switching.predictions import Rates, predicted
+from gba_hvd.switching.predictions import Rates, StepWaits, predicted
 
 EVEN = Rates((0.1, 0.1, 0.1, 0.1), (2, 2, 2, 2), n_micro=8, exchange_s=0.01, serve_s=0.004)
 BUSY_SERVER = replace(EVEN, serve_s=0.3)
@@ -62,6 +63,30 @@ def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_th
     assert decisions[-1].reason == f"to gba: {decisions[-1].why}"
     assert decisions[-1].gain == pytest.approx(4.61, abs=0.01)
     assert stance == Stance("gba", since_step=5, promised=decisions[-1].gain)
+
+
+BURSTS = replace(
+    EVEN, seconds_per_micro=(0.11, 0.1, 0.1, 0.12), exchange_s=0.05,
+    waits=StepWaits(worker=1, n_slowest=14, n_steps=32, median_s=0.21, slowest_s=0.84),
+    draws=np.array([[0.1, 0.12], [0.05, 1.2], [0.1, 0.1], [0.12, 0.12]]),
+)  # fmt: skip
+
+
+def test_the_sentence_names_whom_steps_waited_for_though_the_newest_times_hide_it_and_explains_the_rest() -> None:
+    decision, _ = decide(Stance("allreduce", 0), 9, BURSTS, Options(1.2, 1.05, patience=1, min_stay=0))
+    assert decision.reason == (
+        f"to gba: steps wait longest for worker 1, predicted {decision.gain:.2f}x as fast, above the 1.20x it is "
+        "entered for, for 1 steps; of a step 210.0 ms are the median worker's, 630.0 ms waiting for the slowest one "
+        "(worker 1 in 14 of 32 steps), 50.0 ms the exchange"
+    )
+    assert decision.gain > 4
+
+
+def test_what_the_slowest_worker_explains_needs_no_other_word() -> None:
+    waits = StepWaits(worker=2, n_slowest=32, n_steps=32, median_s=0.2, slowest_s=1.2)
+    options = Options(1.2, 1.05, patience=1, min_stay=0)
+    decision, _ = decide(Stance("allreduce", 0), 9, replace(STRAGGLER, waits=waits), options)
+    assert decision == decide(Stance("allreduce", 0), 9, STRAGGLER, options)[0]
 
 
 def test_of_two_workers_the_sentence_compares_the_slower_with_the_faster() -> None:
@@ -305,7 +330,7 @@ def test_a_mode_that_may_be_faster_is_tried_once_the_budget_allows_it() -> None:
     decision = trial_at(cost_s / 0.02 + 1)
     assert decision.is_trial and decision.mode == "gba"
     assert decision.reason == (
-        f"to gba as a trial: gba predicted {gain:.2f}x as fast, last measured over 1 h ago or never; "
+        f"to gba as a trial: gba predicted {gain:.2f}x as fast, which no switch of these workers has shown for 1 h; "
         f"it costs {cost_s:.1f} s of work at most"
     )
     assert not trial_at(1e6, options=Options(trial_budget=0.0)).is_trial

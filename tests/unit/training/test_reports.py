@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import gba_hvd
 from gba_hvd.compression.bypass import BypassDecision
+from gba_hvd.training import reports
+from gba_hvd.training.job_state import LocalHost
 from tests.unit.thread_world import EventLog, Workers
 
 TABLES = {"user": (20, 4), "item": (7, 3), "shop": (50, 4), "word": gba_hvd.Table(dim=4, keys="hash64", capacity=64)}
@@ -132,3 +135,23 @@ class StepLog(gba_hvd.Callback):
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         self.seconds.append(record.seconds)
+
+
+@pytest.mark.parametrize(("why", "at_s"), [("", 20.0), ("its port is taken", 5.0)])
+def test_servers_are_missing_where_they_are_late_or_cannot_start(
+    training: Any, monkeypatch: pytest.MonkeyPatch, why: str, at_s: float
+) -> None:
+    job, log, now = training(), EventLog(), [100.0]
+    job.state.register_callbacks([log])
+    job.state.sync()
+    own = reports.Reports(
+        job.state.engine.model, job.state.engine.progress,
+        LocalHost(server=SimpleNamespace(why_not_started=lambda: why, why_not_ready=lambda to_enter: "it is not up")),
+        lambda: job.state.engine.world, [SimpleNamespace(waiting=["mode gba"], waits_to_enter=True)], None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    own.callbacks = [log]
+    monkeypatch.setattr(reports.time, "monotonic", lambda: now[0])
+    for _ in range(22):
+        own.missing_servers()
+        now[0] += 1.0
+    assert [event.data["seconds"] for event in log.of("server_missing")][:1] == [at_s]

@@ -150,6 +150,21 @@ def test_bytes_are_summed_over_workers_and_with_those_of_modes_before() -> None:
     assert coordinator.position().traffic == {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (1125, 0, 0, 0, 1027, 0)}
 
 
+def test_the_pace_of_a_worker_and_of_the_job_is_of_what_was_done() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    coordinator.beat(beat(2))
+    for request in range(coordinator.ledger.cut.n_micro):
+        done(coordinator, 1, lease(coordinator, 1, request + 1))
+    apply_steps(coordinator)
+    seen, applied = coordinator.workers[1], coordinator.account.applied
+    clock.now += 5
+    assert applied > 0 and coordinator.sample_pace.per_s(clock.now) == pytest.approx(applied / 5)
+    assert seen.pace is not None and seen.pace.per_s(clock.now) == pytest.approx(seen.done / 5)
+    assert coordinator.workers[2].pace is None
+
+
 def test_a_silent_workers_micro_batches_go_to_others() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)

@@ -124,7 +124,11 @@ def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(li
 def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
     line: HostServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not line.is_ready() and "has not answered yet; its last lines: nothing" in line.why_not_ready()
+    assert not line.is_ready() and line.why_not_ready() == "server 0 of this host has not answered yet"
+    assert line.why_not_started() == ""
+    (tmp_path / "ps-0.failed").write_text("no room")
+    assert line.why_not_started() == "no room" and line.why_not_ready().endswith("; its last lines: no room")
+    (tmp_path / "ps-0.failed").unlink()
     line._on_position(JobPosition(warming=True))
     assert not line.is_ready(), "no process has said that it serves"
     (tmp_path / "ps-0.address").write_text(json.dumps({"pid": os.getpid(), "control": 1, "pull": 2}))
