@@ -137,6 +137,7 @@ def test_a_missing_file_and_a_folder_without_fitting_files_are_refused(tmp_path:
         prepare(COLOURS, SplitFiles({"train": [tmp_path / "empty"]}), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

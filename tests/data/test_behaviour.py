@@ -93,6 +93,7 @@ def test_the_relevance_is_the_sum_of_the_weights_of_matching_clicks() -> None:
     np.testing.assert_allclose(log._relevance(history), expected / sum(0.5**age for age in range(12)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.7, 1.0])
 def test_the_bayes_auc_is_what_the_true_probabilities_reach(decay: float) -> None:
     log = SyntheticBehaviourLog(60_000, max_length=20, decay=decay)
@@ -105,6 +106,7 @@ def test_the_bayes_auc_is_what_the_true_probabilities_reach(decay: float) -> Non
     assert labels.mean() == pytest.approx(0.3, abs=0.02)
 
 
+@pytest.mark.slow
 def test_which_clicks_match_and_how_old_they_are_both_tell_more() -> None:
     """So there is something to gain for attention, and then for the order."""
     log, rows = SyntheticBehaviourLog(30_000, max_length=20), np.arange(30_000)
@@ -116,6 +118,7 @@ def test_which_clicks_match_and_how_old_they_are_both_tell_more() -> None:
     assert order > count + 0.04 > length + 0.2
 
 
+@pytest.mark.slow
 def test_the_next_item_is_drawn_from_the_softmax_and_the_bayes_recall_is_what_it_reaches() -> None:
     log, rows = SyntheticBehaviourLog(30_000, **SMALL, target="next_item"), np.arange(30_000)
     probability, clicked = log.item_probability(rows), column(log.take(rows), "candidate")

@@ -59,6 +59,7 @@ def check(log: ClickLog, rows: list[int]) -> None:
     assert tags.offsets.tolist() == [sum(j % 4 for j in rows[:at]) for at in range(len(rows))]
 
 
+@pytest.mark.slow
 def test_any_rows_in_any_order(dataset: Path) -> None:
     log = ClickLog.open(dataset, "train")
     assert len(log) == N
@@ -70,6 +71,7 @@ def test_any_rows_in_any_order(dataset: Path) -> None:
     check(log, np.random.default_rng(0).integers(0, N, 300).tolist())
 
 
+@pytest.mark.slow
 def test_columns_of_a_batch_are_views_of_one_tensor(dataset: Path) -> None:
     ids = ClickLog.open(dataset).take(np.arange(10)).ids
     assert isinstance(ids["item"], torch.Tensor)
@@ -78,6 +80,7 @@ def test_columns_of_a_batch_are_views_of_one_tensor(dataset: Path) -> None:
     assert ids["item"].untyped_storage().data_ptr() == ids["user"].untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 def test_it_knows_its_tables_and_says_what_it_is(dataset: Path) -> None:
     log = ClickLog.open(dataset)
     assert log.tables == {"item": N, "tags": N, "user": 2 * N}
@@ -86,18 +89,21 @@ def test_it_knows_its_tables_and_says_what_it_is(dataset: Path) -> None:
     assert json.loads(json.dumps(log.description))["samples"] == N
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [-1, N, N + 5])
 def test_a_row_outside_is_refused(dataset: Path, row: int) -> None:
     with pytest.raises(IndexError, match=f"row {row} is outside the click log, which has rows 0 to 999"):
         ClickLog.open(dataset).take(np.array([0, row]))
 
 
+@pytest.mark.slow
 def test_it_travels_to_other_processes_as_its_path(dataset: Path) -> None:
     packed = pickle.dumps(ClickLog.open(dataset))
     assert len(packed) < 1000
     check(pickle.loads(packed), [5, 1])
 
 
+@pytest.mark.slow
 def test_an_unknown_split_is_answered_with_what_there_is(dataset: Path) -> None:
     with pytest.raises(BadInput, match="no split 'trian'; there is train"):
         ClickLog.open(dataset, "trian")
@@ -108,6 +114,7 @@ def test_a_folder_without_manifest_is_no_dataset(tmp_path: Path) -> None:
         ClickLog.open(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1, 100, -1])
 def test_a_cut_part_is_named(dataset: Path, keep: int) -> None:
     part = dataset / "train/part-00003.arrow"
@@ -141,6 +148,7 @@ def test_parts_cannot_be_swapped(dataset: Path) -> None:
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_any_flipped_byte_is_found_by_verify(dataset: Path, at: int) -> None:
     assert verify(dataset) == []
@@ -152,6 +160,7 @@ def test_any_flipped_byte_is_found_by_verify(dataset: Path, at: int) -> None:
     assert "part-00003.arrow: checksum" in verify(dataset)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}'])
 def test_a_damaged_manifest_is_named(dataset: Path, content: str) -> None:
     (dataset / MANIFEST).write_text(content)
@@ -166,6 +175,7 @@ def test_a_manifest_of_another_version_is_refused(dataset: Path) -> None:
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_a_store_of_the_first_version_is_read(dataset: Path) -> None:
     """It has one label, and a table for each field."""
     now, manifest = ClickLog.open(dataset), json.loads((dataset / MANIFEST).read_text())
@@ -178,6 +188,7 @@ def test_a_store_of_the_first_version_is_read(dataset: Path) -> None:
     assert before.take(np.arange(3)).label.tolist() == now.take(np.arange(3)).label.tolist()
 
 
+@pytest.mark.slow
 def test_a_manifest_that_lacks_something_is_refused(dataset: Path) -> None:
     manifest = json.loads((dataset / MANIFEST).read_text())
     del manifest["fields"]
@@ -186,6 +197,7 @@ def test_a_manifest_that_lacks_something_is_refused(dataset: Path) -> None:
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_samples_are_traced_to_their_files(dataset: Path) -> None:
     log = ClickLog.open(dataset)
     parts = json.loads((dataset / MANIFEST).read_text())["splits"]["train"]["parts"]

@@ -56,6 +56,7 @@ def test_encodings_by_field(tmp_path: Path, write: Write) -> None:
     assert ClickLog.open(tmp_path / "out").tables == {"user": 5, "item": 100, "tags": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "folder", "rows"),
     [

@@ -6,6 +6,8 @@ import gc
 import weakref
 from collections import Counter
 
+import pytest
+
 from gba_hvd.data.group_cache import GroupCache
 from gba_hvd.reading.datasets import Block
 
@@ -54,6 +56,7 @@ def test_a_group_that_was_not_announced_takes_the_place_of_none_that_was():
     assert decoder.decoded == {0: 1, 1: 1, 7: 1, 8: 1}
 
 
+@pytest.mark.slow
 def test_where_nothing_is_announced_the_last_eight_are_kept():
     decoder = Decoder()
     cache = GroupCache(decoder)
@@ -63,6 +66,7 @@ def test_where_nothing_is_announced_the_last_eight_are_kept():
     assert set(decoder.decoded.values()) == {1}
 
 
+@pytest.mark.slow
 def test_what_is_not_announced_any_more_is_given_up_at_once():
     decoder = Decoder()
     cache = GroupCache(decoder)

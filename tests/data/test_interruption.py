@@ -68,6 +68,7 @@ def test_a_failed_overwrite_keeps_the_old_dataset(source: SplitFiles, tmp_path: 
     assert len(ClickLog.open(tmp_path / "out")) == 200
 
 
+@pytest.mark.slow
 def test_an_overwrite_replaces_all(source: SplitFiles, tmp_path: Path) -> None:
     prepare(COLOURS, source, tmp_path / "out", rows_per_part=10, block_bytes=100)
     (tmp_path / "train.csv").write_text(HEADER + GOOD)

@@ -39,6 +39,7 @@ def rows() -> list[dict[str, object]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 def test_the_same_rows_as_json_and_csv_are_the_same_dataset(
     pack: Callable[[bytes], bytes], tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
@@ -102,6 +103,7 @@ def test_numbers_are_ids_as_they_are_written(tmp_path: Path, write: Write) -> No
     assert len(np.unique(log.take(np.arange(4)).ids["user"])) == 4  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_what_to_do(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_folder_of_json_lines(tmp_path: Path, write: Write) -> None:
     assert len(ClickLog.open(tmp_path / "out", "valid")) == 90
 
 
+@pytest.mark.slow
 def test_columns_of_objects_are_named_with_the_program_that_flattens_them(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def write(s3_options: dict[str, Any]) -> Callable[[str, np.ndarray], str]:
     return write
 
 
+@pytest.mark.slow
 def test_objects_are_a_stream_and_a_new_version_is_another_one(
     write: Callable[[str, np.ndarray], str], s3_options: dict[str, Any]
 ) -> None:

@@ -82,6 +82,7 @@ def test_frappe_equals_a_slow_reading(real_data: Path, tmp_path: Path) -> None:
             assert ids_of(log, field) == [vocabulary.get(row[field], 0) for row in rows[split]]
 
 
+@pytest.mark.slow
 def test_criteo_equals_a_slow_reading(real_data: Path, tmp_path: Path) -> None:
     path = real_data / "criteo_head10k" / "train_head10000.txt.gz"
     source = SplitShares([path], {"train": 0.7, "valid": 0.3}, by="order")
@@ -348,6 +349,7 @@ def packings(text: bytes) -> Iterator[tuple[str, bytes]]:
     yield "zstd frames", zstd.compress(text[:half]) + zstd.compress(text[half:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [1, 37, 1 << 20])
 def test_packing_and_block_size_change_nothing(block_bytes: int, tmp_path: Path, write: Write) -> None:
     text = HEADER + GOOD * 20 + '1,7,"red, dark",round\n'
@@ -386,6 +388,7 @@ def test_reading_holds_one_block_at_a_time(write: Write) -> None:
     assert blocks[-1] < 500_000
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, write: Write) -> None:
     def peak(n_rows: int) -> int:
         path = write(f"in/{n_rows}.csv", HEADER + GOOD * (n_rows // 2))

@@ -89,6 +89,7 @@ def test_the_expected_auc_is_the_sum_over_pairs() -> None:
     assert expected_auc(p) == pytest.approx(wins / sum(p[i] * (1 - p[j]) for i, j in pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairwise", [0.0, 0.4])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_bayes_auc_is_what_the_true_probabilities_reach(seed: int, pairwise: float) -> None:
@@ -117,6 +118,7 @@ def logits(log: SyntheticClickLog) -> np.ndarray:
     return np.asarray(np.log(p / (1 - p)))
 
 
+@pytest.mark.slow
 def test_the_truth_moves_by_the_drift_from_day_to_day() -> None:
     """Logits of the same samples on two days correlate by sqrt(1 - drift) for each day between them."""
     many = {f"f{i}": 1000 for i in range(40)}  # the mean over many effects
@@ -143,6 +145,7 @@ def test_every_day_a_share_of_the_ids_is_new() -> None:
     assert len(third - second - first) / len(third) == pytest.approx(0.25, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_bayes_auc_of_a_day_is_what_the_true_probabilities_reach() -> None:
     log = SyntheticClickLog(100_000, day=5, drift=0.2, new_ids=0.1)
     rows = np.arange(len(log))

@@ -62,6 +62,7 @@ def test_the_samples_in_which_an_item_was_chosen_are_read(folder: Path, tmp_path
         items.take(np.array([N_APPS]))
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--data", str(folder), f"data.cache={tmp_path / 'cache'}"]
     open_splits(load(CONFIG, [f"data.dir={folder}", settings[-1]]).data)

@@ -38,6 +38,7 @@ def model_of(name: str, job_memory: Callable[..., None], *overrides: str) -> tup
     return model, splits.train.take(np.arange(64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepfm", "dlrm", "dcn"])
 def test_click_models(kind: str, job_memory: Callable[..., None]) -> None:
     model, example = model_of("synthetic", job_memory, f"model.kind={kind}")
@@ -45,6 +46,7 @@ def test_click_models(kind: str, job_memory: Callable[..., None]) -> None:
     assert made.torch and made.onnx and set(made.onnx.rows) == {one.feature for one in made.lookups}
 
 
+@pytest.mark.slow
 def test_a_youtube_dnn(job_memory: Callable[..., None]) -> None:
     made = exported_dense_part(*model_of("youtube_dnn", job_memory), ("torch", "onnx"))
     assert made.torch and made.onnx
@@ -99,6 +101,7 @@ class Programs:
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["dice", "prelu"])
 def test_a_din_takes_any_number_of_samples_and_positions(activation: str, job_memory: Callable[..., None]) -> None:
     programs = Programs("din", job_memory, f"model.activation={activation}")
@@ -107,6 +110,7 @@ def test_a_din_takes_any_number_of_samples_and_positions(activation: str, job_me
         programs.assert_scores(batch, evaluated(programs.model, batch))
 
 
+@pytest.mark.slow
 def test_a_dien_takes_any_number_of_samples_and_the_positions_of_its_example(job_memory: Callable[..., None]) -> None:
     programs = Programs("dien", job_memory)
     for samples in (1, 2, 5, 64):

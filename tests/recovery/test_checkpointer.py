@@ -101,6 +101,7 @@ def test_a_listing_that_is_older_than_the_blobs_makes_no_checkpoint_damaged(
     assert report is not None and (report.step, report.n_lost, report.skipped) == (2, 0, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> None:
     config = replace(SMALL, policy=policy)

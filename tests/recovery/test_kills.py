@@ -289,6 +289,7 @@ def some_name(saves: Saves, rng: np.random.Generator) -> str:
     return str(rng.choice(sorted(saves.objects)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + FLIPS // 5)
 def test_any_flipped_bit_is_found(saves: Saves) -> None:
     rng = np.random.default_rng(1)
@@ -301,6 +302,7 @@ def test_any_flipped_bit_is_found(saves: Saves) -> None:
         assert_damage_is_found(saves, store, {name})
 
 
+@pytest.mark.slow
 def test_any_object_cut_short_or_deleted_is_found(saves: Saves) -> None:
     rng = np.random.default_rng(2)
     for name in sorted(saves.objects):
@@ -313,6 +315,7 @@ def test_any_object_cut_short_or_deleted_is_found(saves: Saves) -> None:
         assert_damage_is_found(saves, store, {name})
 
 
+@pytest.mark.slow
 def test_any_two_objects_in_each_others_place_are_found(saves: Saves) -> None:
     rng = np.random.default_rng(3)
     for _ in range(60):

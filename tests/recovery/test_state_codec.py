@@ -32,6 +32,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 def test_plain_values_come_back_with_their_types(value: Any) -> None:
     back = there_and_back(value)

@@ -293,6 +293,7 @@ def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.Monk
     assert tags == [{"gba_hvd.checkpoint": "s3://bucket/job/manifests/000001-00000004.json"}]
 
 
+@pytest.mark.slow
 def test_the_page_shows_them_and_says_what_was_superseded(reported: RunHistory):
     text = page(reported)
     for words in ("<h2>Checkpoints</h2>", "<h2>Recoveries</h2>", "340 rows came back", "the whole job", "a lost host",

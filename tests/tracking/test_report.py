@@ -149,6 +149,7 @@ def test_a_point_of_few_steps_counts_as_few():
     assert allreduce.samples_per_s == pytest.approx(10 / (1 / 10.0 + 9 / 1000.0))
 
 
+@pytest.mark.slow
 def test_a_job_that_has_not_ended_has_a_story_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
@@ -269,6 +270,7 @@ def test_each_switch_of_auto_has_what_was_predicted_and_what_was_achieved():
     ]
 
 
+@pytest.mark.slow
 def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
     name = "<script>alert(1)</script>"
@@ -327,6 +329,7 @@ def test_metrics_are_of_the_epoch_that_reports_them(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_only_time_within_launches_counts():
     """Two launches of 10 s, 1,000 s apart; each measures before and after an epoch."""
     launches = [{"event": kind, "step": k, "message": "", "data": {}, "unix_s": s} for kind, k, s in (
@@ -591,6 +594,7 @@ PACE = (
 )
 
 
+@pytest.mark.slow
 def test_rounds_are_one_picture_with_a_panel_for_what_was_reported(tmp_path: Path):
     pictures = drawn(PACE | gauge("job/rounds_dropped", 0, 0), tmp_path)
     assert list(pictures) == ["rounds"]
@@ -605,6 +609,7 @@ def test_rounds_that_were_all_dropped_are_shown_as_such(tmp_path: Path):
     assert "<!-- rounds/s -->" not in picture
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
@@ -692,6 +697,7 @@ def test_density_is_that_of_the_newest_end_of_an_epoch():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("second", "is_noted"), [("shadow", True), ("allreduce", False)])
 def test_staleness_of_several_modes_is_said_to_be_of_all_together(second: str, is_noted: bool):
     changes = [("allreduce", "gba", 2), ("gba", second, 9), (second, "allreduce" if second == "shadow" else "gba", 20)]

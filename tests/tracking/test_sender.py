@@ -264,6 +264,7 @@ def test_a_spool_that_may_not_grow_counts_what_it_turns_away_but_takes_the_end(s
     assert "limit" in (writer.problem or "")
 
 
+@pytest.mark.slow
 def test_a_spool_larger_than_a_chunk_is_read_piece_by_piece(spool: Path):
     text = "x" * 300_000
     write(spool, {"kind": "artifact", "path": "p", "text": text}, *points(*range(10_000)))

@@ -70,6 +70,7 @@ def first(job: Any) -> Callable[[Batch], Tensor]:
     return lambda batch: job.model(batch[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
 def test_rows_of_other_hosts_are_found_by_the_forward_pass(workers: Any, on_host: Any, clicks: Any, hosts: str) -> None:
     jobs, alone = [inside(on_host(host)) for host in hosts], inside(on_host("alone"))
@@ -87,6 +88,7 @@ def test_on_one_host_the_forward_pass_is_not_run_for_ids(workers: Any, on_host: 
     assert sum(job.model.n_passes for job in jobs) == 13
 
 
+@pytest.mark.slow
 def test_evaluation_finds_rows_by_the_pass_that_gives_its_outputs(workers: Any, on_host: Any, clicks: Any) -> None:
     jobs, alone, scores = [inside(on_host(host)) for host in "ab"], inside(on_host("alone")), dict[Any, Any]()
 

@@ -37,6 +37,7 @@ def test_batches_carry_their_index_and_their_size(training: Any, clicks: Any) ->
     assert seen == [(i, 4) for i in range(12)] + [(12, 2)]
 
 
+@pytest.mark.slow
 def test_epochs_have_orders_of_their_own_and_seeds_repeat_them(training: Any, clicks: Any) -> None:
     dataset, orders = clicks(50), []
     for seed in (1, 1, 2):
@@ -283,6 +284,7 @@ def test_an_epoch_goes_on_only_with_the_samples_and_the_order_it_was_begun_with(
     assert job.state.step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [60, 500, 20])
 def test_new_data_in_a_complete_epoch_is_refused_with_what_to_do(training: Any, clicks: Any, n: int) -> None:
     job = training(epoch=0)

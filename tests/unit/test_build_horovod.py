@@ -263,6 +263,7 @@ def test_a_failed_build_shows_the_end_of_its_log_and_leaves_nothing(
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".lock", ".log"]
 
 
+@pytest.mark.slow
 def test_python_files_are_changed_in_the_built_wheel(tmp_path: Path, published: Path) -> None:
     """With a real interpreter's `wheel`, which checks what it unpacks; the result is what is installed here."""
     import horovod

@@ -140,6 +140,7 @@ class Mixed(nn.Module):
         return self.out(torch.cat([self.one(one), self.bag(bag, per_sample_weights=self.weights)], dim=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("compile_", [False, True])
@@ -172,6 +173,7 @@ def test_a_model_in_another_dtype_gets_its_rows_in_that(
     assert model.float().one(torch.tensor([5])).dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adopted", [adoptable.HISTORY, adoptable.BAGS, adoptable.ONE_TABLE], ids=["history", "bags", "one"]
 )
@@ -191,6 +193,7 @@ def test_converted_models_compile_without_a_graph_break(convert: Convert, adopte
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_last_offset_that_is_not_the_number_of_ids_is_noticed_in_a_compiled_model(convert: Convert) -> None:
     torch._dynamo.reset()
     model = nn.ModuleDict({"m": nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)})
@@ -507,6 +510,7 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., list[Job]]]:
         job.state.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aab", "abc"])
 def test_hosts_fill_their_shards_from_the_model_and_train_as_one(
     workers: Any, jobs: Any, clicks: Any, hosts: str

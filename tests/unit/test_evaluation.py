@@ -374,6 +374,7 @@ def test_relevant_items_that_were_seen_are_counted_and_warned_of_once(workers: W
     assert warned.level == "warning" and "4 relevant items are also in `seen`" in warned.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_reading_ahead_finds_the_same(workers: Workers, on_host: Any, clicks: Any, n_workers: int) -> None:
     """Fewer batches than workers among them: 25 users in batches of 7, 12 items."""

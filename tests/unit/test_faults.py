@@ -258,6 +258,7 @@ def test_the_same_fault_planned_twice_fires_twice(folder: Path) -> None:
     assert faults.fired == faults.planned
 
 
+@pytest.mark.slow
 def test_only_one_of_many_processes_fires_a_fault(folder: Path) -> None:
     faults = FaultSchedule(folder=folder).drop_push(worker=0, at_step=0)
     workers = [in_another_process(lambda: faults.push_fault(0, 0)) for _ in range(8)]
@@ -322,6 +323,7 @@ def test_only_faults_that_are_due_can_be_carried_out() -> None:
             faults.carry_out(fault)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_dead_and_has_left_its_record(folder: Path) -> None:
     faults = FaultSchedule(folder=folder).kill(worker=1, at_step=3)
     worker = in_another_process(lambda: faults.carry_out(faults.due(1, 3)[0]))
@@ -330,6 +332,7 @@ def test_a_killed_worker_is_dead_and_has_left_its_record(folder: Path) -> None:
     assert faults.firings[0].pid == worker
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_stops_and_goes_on(folder: Path) -> None:
     faults = FaultSchedule(folder=folder).stop(worker=1, at_step=3, seconds=0.05)
     may_end, end = os.pipe()

@@ -185,6 +185,7 @@ def globally(job: Any, dataset: Any, **how: Any) -> list[float]:
     return learn(job, dataset, negatives="global", state=job.state, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_workers", "sizes"), [(2, (12, 24)), (3, (8, 24))])
 def test_global_negatives_give_the_gradients_of_one_process_with_the_global_batch(
     workers: Workers, on_host: Any, clicks: Any, n_workers: int, sizes: tuple[int, int]

@@ -67,6 +67,7 @@ DENSE: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "dense"),
     [(RULES[0], DENSE[0]), (RULES[1], DENSE[1]), (RULES[0], DENSE[2])],
@@ -195,6 +196,7 @@ BY_EPOCH: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BY_EPOCH.values(), ids=BY_EPOCH)
 def test_schedulers_drive_dense_parameters_and_rows(training: Any, clicks: Any, clicker: Any, make: Any) -> None:
     job, dataset = (

@@ -45,6 +45,7 @@ def forbidden() -> None:
 # --- one after the other ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_writer_is_let_in_at_once(store: Store) -> None:
     mine = claimed(store, "job-1", VirtualTime(forbidden))
     assert mine.epoch == 1
@@ -364,6 +365,7 @@ def assert_one_owner(let_in: list[Claim], store: RamStore) -> None:
     assert owners == [max(let_in)]
 
 
+@pytest.mark.slow
 def test_of_two_that_claim_at_once_one_gets_through_in_whatever_order_their_calls_happen() -> None:
     """Every order there is: each run says where it could have gone another way."""
     n_orders, todo = 0, [[]]
@@ -378,6 +380,7 @@ def test_of_two_that_claim_at_once_one_gets_through_in_whatever_order_their_call
     assert n_orders > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writers", [["job-1"] * 3, ["job-1", "job-2", "job-3", "job-2"]])
 @given(choices=st.lists(st.integers(0, 3), max_size=40))
 @settings(max_examples=60, deadline=None)

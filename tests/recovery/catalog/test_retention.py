@@ -137,6 +137,7 @@ def test_a_clock_that_was_set_back_costs_none_of_the_newest() -> None:
     assert {4, 5} <= set(kept(manifests, expired(manifests, names(manifests), Keep(last=2, every_s=250.0))))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
 def test_whatever_is_left_can_still_be_restored(parents: list[int], data: st.DataObject) -> None:
     manifests: list[Manifest] = []

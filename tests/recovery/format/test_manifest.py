@@ -106,6 +106,7 @@ def test_keyed_tables_may_differ_in_size_and_not_in_kind() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed() -> None:
     data = to_json(MANIFEST)
     for bit in range(8 * len(data)):

@@ -199,6 +199,7 @@ def test_rows_beyond_the_end_of_the_shard_are_not_decoded() -> None:
             decode_rows(stored(encoded), section_of(encoded, 3, first), TABLE, SHARDS)
 
 
+@pytest.mark.slow
 def test_a_decompression_bomb_is_refused_before_it_takes_memory() -> None:
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 30))
     section = section_of(encode_rows(TABLE, np.zeros((3, 11), np.float32)), 3, 0)
@@ -228,6 +229,7 @@ def test_compressed_bytes_that_are_not_one_whole_frame_are_refused(what: str) ->
         decode_rows(data, signed(section, data, raw_bytes=132, encoding="zstd"), TABLE, SHARDS)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.sampled_from(["raw", "zstd", "d8+raw", "d16+zstd", "d64+q8", "q4+zstd"]), st.data())
 @settings(max_examples=300)
 def test_no_bytes_whatever_do_more_harm_than_to_be_refused(data: bytes, encoding: str, draw: st.DataObject) -> None:

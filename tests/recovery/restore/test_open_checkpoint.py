@@ -33,6 +33,7 @@ def saved(store: Store, n: int = 3, n_shards: int = 3, policy: str = "delta") ->
     return saver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "delta"])
 def test_rows_are_those_of_the_newest_save(store: Store, policy: str) -> None:
     saver = saved(store, policy=policy)

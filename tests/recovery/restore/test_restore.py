@@ -47,6 +47,7 @@ def test_an_empty_store_restores_nothing(ram: RamStore) -> None:
     assert restore(ram, empty()) is None
 
 
+@pytest.mark.slow
 def test_a_base_comes_back_from_every_kind_of_store(store: Store) -> None:
     saver = Saver(two_tables(), store)
     train(saver.rows, 3, seed=1)
@@ -320,6 +321,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_not_passed_over(
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 def test_memory_stays_within_the_budget_whatever_the_size_of_the_table(level: int) -> None:
     def tables() -> TensorRows:

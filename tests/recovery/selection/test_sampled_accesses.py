@@ -23,6 +23,7 @@ class Phases:
         return next(self._phases) if size is None else self._rng.integers(high, size=size)
 
 
+@pytest.mark.slow
 @same
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 29), max_size=40), st.integers(0, 3)), max_size=8),

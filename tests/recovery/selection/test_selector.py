@@ -43,6 +43,7 @@ def based(policy: str, n_shards: int = 2) -> tuple[Selection, TensorRows]:
     return selection, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["delta", "mfu", "scar"])
 @pytest.mark.parametrize("piece", [1, 7, 100])
 def test_looking_in_pieces_finds_the_same_rows(policy: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:

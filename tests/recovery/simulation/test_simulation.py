@@ -74,6 +74,7 @@ def test_the_same_seed_gives_the_same_operation():
     assert simulate(world, trace, rng(1)) == simulate(world, trace, rng(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [0.6, 1.0, 3.0])
 @pytest.mark.parametrize("strategy", ["full", "partial"])
 @pytest.mark.parametrize("n_servers", [8, 1000])
@@ -90,6 +91,7 @@ def test_a_year_agrees_with_the_closed_forms(n_servers, strategy, shape):
     assert abs(mean_of(outcomes, lambda o: o.pls).sigmas_from(expected.pls)) < 3
 
 
+@pytest.mark.slow
 def test_with_all_rows_at_each_save_the_updates_lost_are_the_lost_samples():
     law = Gamma(1.0, 5000 * H)
     job = JobProfile(COSTS, 10**9, 16, law.mean_s / 16, YEAR_S)
@@ -104,6 +106,7 @@ def test_with_all_rows_at_each_save_the_updates_lost_are_the_lost_samples():
     assert mean_of(outcomes, lambda o: o.updates_lost or 0).value == pytest.approx(0.1, rel=0.2)
 
 
+@pytest.mark.slow
 def test_priorities_lose_fewer_updates_than_saves_of_all_rows_for_the_same_bytes():
     law, lost, written = Gamma(1.0, 224 * H), {}, {}
     for policy in ("full", "mfu", "scar", "ssu"):

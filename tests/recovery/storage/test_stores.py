@@ -375,6 +375,7 @@ def test_a_local_write_that_nobody_waits_for_gets_no_name(tmp_path: Path, monkey
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_given_up_on_is_cancelled() -> None:
     """A server that takes the request, and says nothing, sees the connection go; and no thread is left."""
     accepted, closed = threading.Event(), threading.Event()

@@ -117,6 +117,7 @@ class Sink:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("budget_mb", [2, 8])
 @pytest.mark.parametrize("partial", [False, True])

@@ -141,6 +141,7 @@ def test_the_reader_benchmark_alternates_its_runs_and_wants_three_of_each(tmp_pa
     assert not args.out.exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_starts_meanwhile_does_not_remove_the_memory_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -86,6 +86,7 @@ def test_what_would_fail_later_is_refused_at_once(tmp_path: Path, words: list[st
         cluster_load.check(options("--out", str(tmp_path / "out.json"), *words))
 
 
+@pytest.mark.slow
 def test_the_picture_is_small_and_the_same_each_time(tmp_path: Path):
     rows = [row("auto", 300.0), row("gba", 310.0)]
     for name in ("one.svg", "two.svg"):

@@ -195,6 +195,7 @@ def test_what_would_fail_later_is_refused_at_once(tmp_path: Path, words: list[st
         command.check(options("--out", str(tmp_path / "out.json"), *words))
 
 
+@pytest.mark.slow
 def test_the_picture_is_small_and_the_same_each_time(tmp_path: Path):
     first, second = tmp_path / "one.svg", tmp_path / "two.svg"
     for file in (first, second):

@@ -11,6 +11,7 @@ import pytest
 from gba_hvd_tools.bench import launcher
 
 
+@pytest.mark.slow
 def test_cpu_time_of_processes_that_have_ended_counts():
     before_s = launcher.cpu_s(os.getpid())
     burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"

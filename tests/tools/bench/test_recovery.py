@@ -50,6 +50,7 @@ def test_the_portion_lost_of_saves_of_all_rows_is_compared_with_the_closed_form(
     assert found == pytest.approx((44.8**2 + 11.2**2) / (2 * 56 * 28 * 8))
 
 
+@pytest.mark.slow
 def test_rows_chosen_by_accesses_and_by_steps_are_compared(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(counting, "N_ROWS", 2000)
     monkeypatch.setattr(counting, "BATCHES", (64, 4096))
@@ -162,6 +163,7 @@ def test_each_experiment_varies_what_it_is_called():
     assert {s.mean_h for s in experiments.EXPERIMENTS["mtbf"][1:]} == {8, 14, 28}
 
 
+@pytest.mark.slow
 def test_the_grid_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grid, "RS", (0.125, 1.0))
     monkeypatch.setattr(grid, "SERVERS", (2, 8))

@@ -49,6 +49,7 @@ def test_runs_that_are_equal_are_found_and_others_are_not() -> None:
         assert same_run([row], *other) is None
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_limit_is_the_dense_part_and_each_distinct_row_once() -> None:
     assert "75% of ours is not dense; 10 MB of distinct rows at 1.0 GB/s" in command.parts_of_step("bags", step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_workers_get_their_own_batches_with_as_many_ids_as_the_shape_says(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]

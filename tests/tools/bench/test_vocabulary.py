@@ -62,6 +62,7 @@ def test_frappe_without_its_files_is_refused_before_anything_runs(
     assert "frappe needs --data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_small_run_is_kept_and_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def finished(ages: dict[str, int], arrivals: Any = ()) -> tuple[dict[str, Any], 
     return ({"event": "finished", "step": 9, "message": "", "data": {"lags": ages, "arrivals": arrivals}},)
 
 
+@pytest.mark.slow
 def test_figures_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise", "--lr", "0.01", "--curvature", "5", "--age", "2", "--age-max", "6"]) == 0
     assert capsys.readouterr().out.startswith("stable: learning rate 0.01 is 0.0")
@@ -56,6 +57,7 @@ def test_a_run_that_ended_reports_its_whole_histogram() -> None:
     assert figures_of(story, needs_lr=True) == Figures(0.02, 4.0, {0: 3, 8: 1})
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_tells_the_order_of_the_ages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_the_dense_rate_that_the_library_recorded_wins_over_what_the_script_call
         assert (found.lr, found.last_lr) == (0.05, 0.01)
 
 
+@pytest.mark.slow
 def test_the_largest_rate_of_a_schedule_counts_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +169,7 @@ def test_options_without_effect_are_refused(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "says"),
     [
@@ -200,6 +204,7 @@ def test_the_run_s_momentum_counts_and_what_the_equation_lacks_is_said(
     assert ("momentum" in said) == (params.get("dense_momentum") != "0.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ahead", "limit_is_higher"), [([], True), (["--ahead", "0"], False)])
 def test_a_sweep_for_a_run_goes_by_its_rule_and_says_what_it_lacks(
     ahead: list[str], limit_is_higher: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -229,6 +234,7 @@ def test_a_run_with_too_few_steps_for_an_order_says_how_many_are_needed(
     assert "the order of 80 steps is too short, 128 are needed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_in_which_all_numbers_help_asks_for_larger_ones(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["advise", "--lr", "0.1", "--curvature", "1", "--workers", "1", "2", "--micro-batch-s", "0.03"]
     assert cli.main(arguments) == 0

@@ -91,6 +91,7 @@ def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no checkpoints" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_local_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for url in (str(tmp_path / "typo"), f"file://{tmp_path}/typo", str(tmp_path / "file")):
@@ -174,6 +175,7 @@ def test_damaged_ones_are_listed_as_such(saved: Saved, capsys: pytest.CaptureFix
     assert "is gone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_diff_counts_the_changed_rows_and_names_the_largest_change(
     saved: Saved, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +200,7 @@ def test_diff_looks_at_a_large_table_in_parts(
     assert as_json(capsys, "diff", saved.url, "000001-00000001") == whole
 
 
+@pytest.mark.slow
 def test_gc_deletes_only_when_asked(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(saved.url)
     store.put("blobs/000001-00000009/0000", [b"of a save that died"])
@@ -224,6 +227,7 @@ def test_rollback_changes_nothing_without_yes(saved: Saved, capsys: pytest.Captu
     assert open_store(saved.url).names("") == before
 
 
+@pytest.mark.slow
 def test_rollback_makes_an_earlier_one_the_newest(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     done = as_json(capsys, "rollback", saved.url, "000001-00000001", "--yes")
     assert (done["newest"], done["deleted"]) == (
@@ -344,6 +348,7 @@ def test_a_blob_that_vanishes_while_it_is_read_is_damage(saved: Saved) -> None:
     assert any("is gone" in flaw for flaw in verify(store, chain.base))
 
 
+@pytest.mark.slow
 def test_options_of_a_store_are_given_as_key_and_value(
     s3_options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -381,6 +381,7 @@ def test_what_is_inactive_is_named_with_what_to_do() -> None:
     assert job.inactive_workers({"mode": "gba", "hanging": [[1, 42, 61.7]]})[0].startswith("rank 1 (process 42) has")
 
 
+@pytest.mark.slow
 def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

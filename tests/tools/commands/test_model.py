@@ -67,6 +67,7 @@ def test_an_export_of_the_best_model_is_of_the_checkpoint_that_is_kept_for_it(
     assert "(step 6)" in said(capsys, *export)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_dense_program_that_is_asked_for(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_an_export_has_the_dense_program_that_is_asked_for(
     assert len(list((tmp_path / "m").rglob("*.pt2"))) == 1
 
 
+@pytest.mark.slow
 def test_an_export_without_an_example_says_what_refuses_it(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +95,7 @@ def test_an_export_without_an_example_says_what_refuses_it(
     assert "without --example" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_example_may_import_what_is_beside_its_file(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +173,7 @@ def frame_of(one: gba_hvd.Batch) -> pd.DataFrame:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model, url), one = exported, batch(30)
     frame_of(one).to_parquet(tmp_path / "in.parquet")
@@ -183,6 +187,7 @@ def test_a_file_is_scored(exported: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert np.allclose(pd.read_csv(tmp_path / "out.csv")["score"], found["score"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dense_columns_of_a_file_have_the_names_of_the_export(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +207,7 @@ def test_dense_columns_of_a_file_have_the_names_of_the_export(
     assert "field 'dense': price is missing" in said(capsys, *how, status=1)
 
 
+@pytest.mark.slow
 def test_a_file_is_scored_by_rows_that_stay_in_their_store(
     exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +219,7 @@ def test_a_file_is_scored_by_rows_that_stay_in_their_store(
     assert "cache_bytes is of tables='remote'" in said(capsys, *how, "--cache-bytes", 1 << 20, status=1)
 
 
+@pytest.mark.slow
 def test_rows_in_fewer_bits_give_almost_the_same_scores(
     exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +339,7 @@ def test_a_builder_that_needs_what_is_not_installed_is_one_line(
         assert "imports what is not there: cannot import name 'no_such_name'" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -353,6 +361,7 @@ def test_bad_samples_are_named_and_nothing_is_written(
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frame_of(batch(3)).to_parquet(tmp_path / "in.parquet")
     for source, more, words in (
@@ -365,6 +374,7 @@ def test_files_that_cannot_be(exported: Any, tmp_path: Path, capsys: pytest.Capt
         assert words in said(capsys, "predict", *how, status=1)
 
 
+@pytest.mark.slow
 def test_verify_names_what_is_damaged(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url = exported[1]
     assert "bytes ok" in said(capsys, "verify", url)
@@ -376,6 +386,7 @@ def test_verify_names_what_is_damaged(exported: Any, capsys: pytest.CaptureFixtu
     assert "1 objects are DAMAGED" in said(capsys, "verify", url, status=1)
 
 
+@pytest.mark.slow
 def test_diff_counts_rows_and_names_tensors(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, url = exported
     change_rows(model, "user", np.arange(10, 13), seed=99)
@@ -401,6 +412,7 @@ def test_diff_says_how_inputs_differ(exported: Any, capsys: pytest.CaptureFixtur
     assert found == ["input.dense.has_nan: False before, True now", "activation: 'none' before, 'sigmoid' now"]
 
 
+@pytest.mark.slow
 def test_diff_of_versions_at_two_urls(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, url = exported
     change_rows(model, "user", np.arange(10, 13), seed=99)

@@ -85,6 +85,7 @@ def test_observed_failures_are_weighed_with_what_was_assumed(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["between_failures"]["mean_s"] == pytest.approx(40 / 3 * 3600)
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(tmp_path, capsys):
     assert cli.main(["plan", *FIGURES, "--plot", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -142,6 +143,7 @@ def test_a_place_without_checkpoints_is_reported(tmp_path, capsys):
     assert "has no checkpoint that is whole" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_running_job_says_where_it_saves(tmp_path, capsys, monkeypatch):
     save_with(tmp_path, {"n_servers": 2})
     report = {"checkpoints": str(tmp_path)}
@@ -189,6 +191,7 @@ def test_failures_that_are_no_ascending_hours_are_refused(text, tmp_path, capsys
     assert "failures" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_simulation_prints_both_strategies_and_writes_its_results(tmp_path, capsys):
     out = tmp_path / "year.json"
     assert cli.main([*FEW, "--out", str(out), "--servers", "4", "8"]) == 0
@@ -205,6 +208,7 @@ def test_a_simulation_prints_both_strategies_and_writes_its_results(tmp_path, ca
     assert lines[1]["updates_lost"]["value"] > 0
 
 
+@pytest.mark.slow
 def test_a_simulation_takes_failures_as_they_were(tmp_path, capsys):
     (tmp_path / "trace").write_text("# hour,server\n100,3\n50,0\n9000,1\n")
     out = tmp_path / "year.json"

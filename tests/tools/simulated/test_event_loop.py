@@ -69,6 +69,7 @@ def test_steps_of_a_global_batch_are_those_of_its_mean() -> None:
     np.testing.assert_allclose(outcome.values, np.array([0.9, 0.95]) ** 15, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_time_passes_as_the_fleet_says() -> None:
     assert trained(Discipline("async"), 1, start_over=0.0).time == pytest.approx(60.0)
     assert trained(Discipline("async"), 4, start_over=0.0).time == pytest.approx(15.0)
@@ -97,6 +98,7 @@ def test_every_mode_gets_through_its_epoch(mode: str) -> None:
     assert math.isfinite(outcome.loss)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_every_time_and_another_with_another_seed() -> None:
     def loss(seed: int) -> float:
         return run(Experiment(workers=3, micro_batches=60, seed=seed)).loss
@@ -104,6 +106,7 @@ def test_a_run_is_the_same_every_time_and_another_with_another_seed() -> None:
     assert loss(0) == loss(0) != loss(1)
 
 
+@pytest.mark.slow
 def test_a_thousand_workers_are_simulated_like_three() -> None:
     outcome = run(Experiment(workers=1000, micro_batches=1500, lr=1e-5))
     assert outcome.applied == 1500 * 64
@@ -204,6 +207,7 @@ def test_histograms_of_several_jobs_are_one() -> None:
 # --- the adviser -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 1, 3, 10])
 def test_the_predicted_limit_is_the_observed_one(delay: int) -> None:
     found = observe(delay)
@@ -312,6 +316,7 @@ def test_a_job_that_cannot_be_compared_is_refused(settings: dict[str, Any], what
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "found.json", tmp_path / "found.png"
     few = ["--workers", "2", "16", "--rule", "none", "dana_zero", "--micro-batches", "200", "--lr", "0.1"]
@@ -335,6 +340,7 @@ def test_what_diverged_has_no_score(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "0.8000" in said and "0.0000" not in said
 
 
+@pytest.mark.slow
 def test_the_limits_are_printed_side_by_side(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +457,7 @@ def test_the_benchmark_measures_rules_with_other_optimizers(
     assert f"quadratic, {optimizer}: final loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_click_model_learns_through_real_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_ctr, "N_HELD_OUT", 2000)
     small_ctr.write(tmp_path, 40 * 64)

@@ -18,6 +18,7 @@ def test_the_command_names_the_scenarios_that_there_are() -> None:
     assert tuple(scenarios(SECONDS)) == SCENARIOS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_is_within_two_percent_of_the_better_mode_and_never_more_than_five_behind(name: str) -> None:
     found = compare(scenarios(SECONDS)[name])
@@ -31,6 +32,7 @@ def clusters() -> list[Comparison]:
     return [compare(random_cluster(seed, seconds=600.0)) for seed in range(10)]
 
 
+@pytest.mark.slow
 def test_over_drawn_clusters_it_loses_less_than_two_percent(clusters: list[Comparison]) -> None:
     assert mean(max(0.0, 1 - one.share) for one in clusters) <= 0.02
     assert any(one.allreduce > one.gba for one in clusters) and any(one.gba > one.allreduce for one in clusters)
@@ -41,11 +43,13 @@ def test_over_drawn_clusters_it_makes_no_more_than_one_needless_switch_each(clus
     assert sum(len(one.switches) for one in clusters) > 0
 
 
+@pytest.mark.slow
 def test_a_simulation_is_the_same_each_time() -> None:
     one, other = (compare(random_cluster(3, seconds=400.0)) for _ in range(2))
     assert (one.auto, one.switches) == (other.auto, other.switches)
 
 
+@pytest.mark.slow
 def test_a_job_that_has_no_reason_to_switch_is_compared_too() -> None:
     none = scenarios(SECONDS)["none"]
     cluster = replace(none, exchange_s=0 * none.exchange_s, serve_s=none.serve_s + 0.1)
@@ -53,18 +57,21 @@ def test_a_job_that_has_no_reason_to_switch_is_compared_too() -> None:
     assert not found.switches and not found.needless
 
 
+@pytest.mark.slow
 def test_a_policy_that_sees_both_modes_makes_no_trials_and_two_switches_for_a_straggler() -> None:
     found = compare(scenarios(SECONDS)["gba_dearer"], informed=True)
     assert [(one.to, one.is_trial) for one in found.switches] == [("gba", False), ("allreduce", False)]
     assert found.share >= 0.99 and found.worst_minute >= 0.95 and found.needless == 0
 
 
+@pytest.mark.slow
 def test_a_job_that_learns_nothing_from_its_switches_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison would notice."""
     monkeypatch.setattr("gba_hvd.switching.callback.learned", lambda stance, *_: stance)
     assert compare(scenarios(SECONDS)["gba_dearer"]).needless > 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_stores_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "auto.json"
     words = ["simulate", "auto", "--scenarios", "noise", "--seconds", "360", "--out", str(file)]

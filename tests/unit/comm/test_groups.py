@@ -250,6 +250,7 @@ del kept[:]
 """
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_given_up_changes_nothing_and_keeps_no_process_from_its_end() -> None:
     """The other worker is there, and never comes."""
     done = subprocess.run([sys.executable, "-c", HANGS], check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -271,6 +272,7 @@ class Interrupting:
 )
 
 
+@pytest.mark.slow
 def test_an_interruption_as_a_sum_begins_keeps_no_process_from_its_end() -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -300,6 +302,7 @@ def test_connections_are_at_one_address_and_are_probed() -> None:
     assert sum(fields[5].startswith("02:") for fields in connected) >= 2  # the timer of probes
 
 
+@pytest.mark.slow
 def test_what_a_group_opened_is_closed_with_it() -> None:
     def work(world: ThreadWorld) -> None:
         group = form_group("commit", world, range(world.size))

@@ -59,6 +59,7 @@ def test_all_ranks_hold_the_roots_key_and_a_listener_does_not(
     assert not wiretap.knows(KEY) and (size == 1 or len(wiretap.received) >= 32 * size)
 
 
+@pytest.mark.slow
 def test_the_key_of_a_job_never_crosses_the_network(
     workers: Workers, wiretap: Wiretap, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

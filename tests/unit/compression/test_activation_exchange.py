@@ -251,6 +251,7 @@ def same_model(jobs: list[Any], others: list[Any], atol: float) -> None:
         np.testing.assert_allclose(values, others[0].all_dense()[name], atol=atol, rtol=atol, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 @pytest.mark.parametrize("data", ["single", "bags", "weighted bags"])
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aba"])
@@ -266,6 +267,7 @@ def test_with_everything_kept_it_trains_the_same_model(
     same_model(jobs, plain, 1e-5)
 
 
+@pytest.mark.slow
 def test_equal_bags_of_several_micro_batches_are_trained_and_counted_each(workers: Workers, on_host: Any) -> None:
     """A worker takes them for one: what is pooled for the first is looked up for all."""
     dataset = BagClicks(50, False)
@@ -283,6 +285,7 @@ def test_equal_bags_of_several_micro_batches_are_trained_and_counted_each(worker
         assert counted(job)["user"].tolist() == counted(other)["user"].tolist()
 
 
+@pytest.mark.slow
 def test_a_step_may_have_more_bags_than_the_tables_have_rows(workers: Workers, on_host: Any) -> None:
     """What the memory between the workers of a host has room for follows from the rows."""
     sizes: Any = {"global_batch": 1200, "micro_batch": 400}
@@ -293,6 +296,7 @@ def test_a_step_may_have_more_bags_than_the_tables_have_rows(workers: Workers, o
     same_model(jobs, plain, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["single", "bags"])
 def test_rows_of_the_other_host_get_the_masked_gradient_and_no_more(
     workers: Workers, on_host: Any, clicks: Any, data: str, monkeypatch: pytest.MonkeyPatch

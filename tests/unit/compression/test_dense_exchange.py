@@ -97,6 +97,7 @@ def test_all_gradients_are_applied_or_wait_and_replicas_stay_equal(
     assert {job.state.step for job in jobs} == {12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [Compression.dct(1.0), Compression.topk(1.0), Compression.none], ids=str)
 def test_keeping_everything_trains_the_same_model(
     workers: Workers, on_host: Any, clicks: Any, books: Books, spec: Any
@@ -109,6 +110,7 @@ def test_keeping_everything_trains_the_same_model(
         np.testing.assert_allclose(value, plain[0].all_dense()[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coder", [Compression.bf16, Compression.int8], ids=str)
 @pytest.mark.parametrize("selector", [Compression.dct(1.0), Compression.topk(1.0)], ids=str)
 def test_a_selector_that_keeps_everything_leaves_the_value_coder_as_it_is(
@@ -122,6 +124,7 @@ def test_a_selector_that_keeps_everything_leaves_the_value_coder_as_it_is(
         assert np.array_equal(value, alone[0].all_dense()[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [Compression.dct(0.2), Compression.fp16, Compression.int8], ids=str)
 def test_a_residual_that_is_not_finite_is_named_by_all_workers(
     workers: Workers, on_host: Any, clicks: Any, books: Books, spec: Any
@@ -170,6 +173,7 @@ def test_a_gradient_that_is_refused_does_not_wait(
         assert not exchange.feedback.residual.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [Compression.topk(0.01).always(), Compression.topk(0.01)], ids=["always", "bypass"])
 def test_tensors_under_256_elements_go_as_they_are(workers: Workers, on_host: Any, clicks: Any, spec: Any) -> None:
     jobs = [on_host(host, compression=spec) for host in "ab"]
@@ -190,6 +194,7 @@ def test_a_world_of_one_trains_as_without_a_compressor(
         assert np.array_equal(value, plain.all_dense()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misses", [0, 1])
 def test_a_worker_that_missed_the_result_of_a_step_settles_what_it_sent(
     workers: Workers, on_host: Any, clicks: Any, books: Books, misses: int
@@ -202,6 +207,7 @@ def test_a_worker_that_missed_the_result_of_a_step_settles_what_it_sent(
     check_replicas(jobs)
 
 
+@pytest.mark.slow
 def test_a_step_that_nobody_saw_decided_is_rolled_back(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:
@@ -236,6 +242,7 @@ def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
     assert {job.state.step for job in jobs} == {8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_late_joiners_begin_with_none(
     workers: Workers, on_host: Any, clicks: Any, books: Books, is_known: bool
@@ -315,6 +322,7 @@ def test_workers_with_different_compressors_are_stopped(workers: Workers, on_hos
     assert "compression int8, here dct(keep=0.1" in str(results[1])
 
 
+@pytest.mark.slow
 def test_bytes_are_counted_by_direction_mode_and_kind(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:
@@ -335,6 +343,7 @@ def test_bytes_are_counted_by_direction_mode_and_kind(
     assert dense[Compression.int8.always()] < 4 * 4 * n
 
 
+@pytest.mark.slow
 def test_the_account_of_all_workers_rides_on_the_commit(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:
@@ -467,6 +476,7 @@ def test_nothing_is_compressed_if_no_tensor_pays() -> None:
     assert bypass.tensors_next() == (False, False)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_bypassed_alone_takes_its_rest_along(
     workers: Workers, on_host: Any, clicks: Any, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +499,7 @@ def test_a_tensor_that_is_bypassed_alone_takes_its_rest_along(
     assert not any(waiting[0]) and any(waiting[1])
 
 
+@pytest.mark.slow
 def test_all_workers_bypass_alike_and_lose_nothing(
     workers: Workers, on_host: Any, clicks: Any, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:

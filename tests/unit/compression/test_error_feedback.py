@@ -347,6 +347,7 @@ def test_a_message_that_is_not_what_it_should_be_is_refused(damage: Callable[[by
         sparse_message.read(damaged, N_SENT, 3)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=8))
 def test_whatever_bytes_come_nothing_outside_is_written(changes: list[tuple[int, int]]) -> None:
     damaged = whole()

@@ -200,6 +200,7 @@ def train(job: Any, dataset: Any, epochs: int) -> None:
         job.epoch(dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 @pytest.mark.parametrize("hosts", ["ab", "aba", "abc"])
 @pytest.mark.parametrize(
@@ -219,6 +220,7 @@ def test_rows_that_travel_whole_train_the_same_model(
         np.testing.assert_allclose(rows, rows_of(plain)[name], atol=tolerance, rtol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     assert all(0 < density < 1 for density in jobs[0].state.engine.model.row_coder.density)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pays", [True, False])
 def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, pays: bool
@@ -365,6 +368,7 @@ def test_what_waits_is_counted_as_lost_where_it_is_forgotten() -> None:
     assert residuals.lost == 40 and not residuals.plus(0, keys, np.zeros((10, 4), np.float32)).any()
 
 
+@pytest.mark.slow
 def test_rows_of_a_job_that_shrank_to_one_host_take_along_what_waited(
     workers: Workers, on_host: Any, clicks: Any
 ) -> None:
@@ -377,6 +381,7 @@ def test_rows_of_a_job_that_shrank_to_one_host_take_along_what_waited(
     assert before and sum(int((keys >= 0).sum()) for keys in coder._residuals._keys) < before
 
 
+@pytest.mark.slow
 def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: Any, clicks: Any) -> None:
     """A host goes, others take its shards over, and still compress what goes between them."""
     jobs = [on_host(host, row_compression=Compression.topk(0.2).always()) for host in "abc"]
@@ -437,6 +442,7 @@ def test_a_row_gradient_that_overflows_with_what_waited_is_seen_where_it_arrives
     assert coder.lost == pytest.approx(waited)
 
 
+@pytest.mark.slow
 def test_bytes_of_rows_are_fewer(workers: Workers, on_host: Any, clicks: Any) -> None:
     n_bytes = {}
     for spec, hosts in ((Compression.none, "ab"), (Compression.fp16.always(), "cd")):

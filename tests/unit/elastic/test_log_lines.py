@@ -39,6 +39,7 @@ def said(before: str = "", after: str = "", load: str = FILE) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_without_logging_of_its_own_a_script_gets_lines_with_the_time() -> None:
     lines = said(load=PACKAGE).splitlines()
     assert len(lines) == 2

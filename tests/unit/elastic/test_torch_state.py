@@ -134,6 +134,7 @@ def test_time_before_the_first_step_is_not_of_it(training: Any, clicks: Any, mon
     assert seconds == [0.0, 0.0, 1000.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tmp_path: Path) -> None:
     found = []
     for epochs in ([0], [0], [0, 1]):
@@ -195,6 +196,7 @@ def test_a_refused_launch_promises_nothing_of_the_same_command(
     assert "goes_on" not in events[0].data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_best", [None, "auc"])
 def test_the_checkpoint_of_the_best_night_stays(
     training: Any, clicks: Any, tmp_path: Path, keep_best: str | None
@@ -223,6 +225,7 @@ class LogsTheModel(gba_hvd.Callback):
     uses_last_checkpoint = True
 
 
+@pytest.mark.slow
 def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any, tmp_path: Path) -> None:
     def launch(url: Path, change: str) -> list[str]:
         job = training(epoch=0, evaluated=-1, n_shards=4 if change == "shards" else 3)
@@ -254,6 +257,7 @@ def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any,
         assert len(manifest_names(open_store(str(url)))) == (1 if is_unchanged else 2), change
 
 
+@pytest.mark.slow
 def test_a_launch_after_a_rollback_trains_the_later_epoch_again(training: Any, clicks: Any, tmp_path: Path) -> None:
     place, steps, dense = tmp_path / "saved", [], []
     for epochs in ([0], [0, 1], [0, 1]):

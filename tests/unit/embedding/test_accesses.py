@@ -89,6 +89,7 @@ def test_each_id_of_a_bag_is_an_access(training: Any) -> None:
     assert counted(job)["item"].tolist() == [0, 8, 0, 0, 0, 0, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aba"])
 @pytest.mark.parametrize("spec", [Compression.none, Compression.topk(0.5).always()], ids=str)
 @pytest.mark.parametrize("row_average", ["global", "contributors"])

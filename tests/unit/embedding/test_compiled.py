@@ -68,6 +68,7 @@ def test_a_compiled_model_has_no_graph_break_and_trains_as_the_eager_one(make_ta
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.slow
 def test_passes_of_a_compiled_model_add_up_and_can_be_cleared(make_tables: MakeTables) -> None:
     tables = make_tables({"user": (50, 8)})
     compiled = torch.compile(lambda ids: tables({"user": ids})["user"].sum(), backend="aot_eager", fullgraph=True)
@@ -84,6 +85,7 @@ def test_passes_of_a_compiled_model_add_up_and_can_be_cleared(make_tables: MakeT
     assert tables.take_gradients() == [[]]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_asked_for_by_name_train_no_rows_of_a_compiled_model(make_tables: MakeTables) -> None:
     """As GradNorm and PCGrad do: `torch.autograd.grad` for some parameters, `backward()` for the step."""
     tables, linear = make_tables({"user": (50, 8), "ad": (20, 3)}), nn.Linear(11, 2)
@@ -107,6 +109,7 @@ def test_gradients_that_are_asked_for_by_name_train_no_rows_of_a_compiled_model(
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [None, 4])
 def test_weights_of_bags_get_their_gradient_from_a_compiled_model(make_tables: MakeTables, padding: int | None) -> None:
     tables = make_tables({"item": Table(30, 8, padding_idx=padding)})
@@ -122,6 +125,7 @@ def test_weights_of_bags_get_their_gradient_from_a_compiled_model(make_tables: M
     torch.testing.assert_close(weights[1].grad, weights[0].grad)
 
 
+@pytest.mark.slow
 def test_ragged_features_of_a_compiled_model(make_tables: MakeTables) -> None:
     tables = make_tables(SIZES, features=FEATURES)
     jagged = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([4, 3, 3])], layout=torch.jagged)
@@ -145,6 +149,7 @@ def test_ragged_features_of_a_compiled_model(make_tables: MakeTables) -> None:
         torch.testing.assert_close(dense_gradients(tables), expected)
 
 
+@pytest.mark.slow
 def test_stacked_compiles(make_tables: MakeTables) -> None:
     tables = make_tables({"user": (50, 8), "ad": (20, 8)})
     ids = {"user": torch.tensor([1, 2]), "ad": torch.tensor([3, 3])}
@@ -153,6 +158,7 @@ def test_stacked_compiles(make_tables: MakeTables) -> None:
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_is_looked_up_as_well(make_tables: MakeTables) -> None:
     tables = make_tables({"user": (50, 8)})
     compiled = torch.compile(lambda ids: tables({"user": ids})["user"] * 2, backend="aot_eager", fullgraph=True)
@@ -161,6 +167,7 @@ def test_a_batch_of_another_size_is_looked_up_as_well(make_tables: MakeTables) -
         torch.testing.assert_close(compiled(ids), 2 * torch.from_numpy(tables.rows("user", ids)))
 
 
+@pytest.mark.slow
 def test_a_bad_id_is_named_by_a_compiled_model(make_tables: MakeTables) -> None:
     tables = make_tables({"user": (50, 8)})
     compiled = torch.compile(lambda ids: tables({"user": ids})["user"], backend="aot_eager", fullgraph=True)
@@ -176,6 +183,7 @@ def test_a_copy_of_the_tables_is_looked_up_as_a_copy(tmp_path: Any) -> None:
     assert copy.deepcopy(tables)._handle != tables._handle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_exporting_a_model_with_tables_is_refused_and_says_what_to_export(
     make_tables: MakeTables, strict: bool
@@ -196,6 +204,7 @@ def test_exporting_a_model_with_tables_is_refused_and_says_what_to_export(
     assert exported.module()(torch.ones(2, 8)).shape == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compile_", [False, True])
 def test_rows_stay_float32_under_autocast(make_tables: MakeTables, dtype: torch.dtype, compile_: bool) -> None:
@@ -213,6 +222,7 @@ def test_rows_stay_float32_under_autocast(make_tables: MakeTables, dtype: torch.
     torch.testing.assert_close(gradient[9], 2 * model.linear.weight.detach()[0, -8:], atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compile_", [False, True])
 def test_a_model_in_another_dtype_gets_its_rows_in_that(
@@ -289,6 +299,7 @@ def trained(folder: Path, dtype: torch.dtype, compile_: bool = False) -> tuple[T
     return linear.weight.detach().float(), rows
 
 
+@pytest.mark.slow
 def test_a_job_with_a_compiled_model_trains_the_same_model(tmp_path: Path) -> None:
     eager, compiled = (trained(tmp_path / str(flag), torch.float32, flag) for flag in (False, True))
     torch.testing.assert_close(compiled[0], eager[0])

@@ -206,6 +206,7 @@ def bags(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.lists(st.integers(0, 7), max_size=5), max_size=5))
 
 
+@pytest.mark.slow
 @given(bags(), st.sampled_from(["sum", "mean", "max", None]), st.sampled_from([None, 0, 3]))
 def test_bags_jagged_and_padded_ids_are_the_same_lookup(
     samples: list[list[int]], pooling: str | None, padding: int | None

@@ -189,6 +189,7 @@ def test_every_form_of_ids_works_and_padding_is_left_out(make_tables: Any) -> No
     assert not tables.admitted("t", [big, 5]).any() and tables.vocabulary("t").tolist() == []
 
 
+@pytest.mark.slow
 def test_a_compiled_model_looks_up_raw_ids(make_tables: Any) -> None:
     tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=500)})
     ids = {"t": torch.tensor([2**62, -3, 2**62])}
@@ -293,6 +294,7 @@ def test_an_admitted_id_starts_as_the_function_of_its_table_says_also_when_it_co
 # --- whoever trains --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [None, rows_by_id])
 @pytest.mark.parametrize("hosts", ["a", "aa", "aaa", "ab", "aab"])
 def test_any_number_of_workers_and_hosts_gives_the_same_vocabulary_and_model(
@@ -322,6 +324,7 @@ def test_any_number_of_workers_and_hosts_gives_the_same_vocabulary_and_model(
             assert np.allclose(rows, rows_of(alone[0], here)[what], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["contributors", "kept_contributors"])
 def test_rows_are_averaged_over_contributors_with_large_keys(
     on_host: Callable[..., Any], workers: Workers, row_average: str
@@ -342,6 +345,7 @@ def test_rows_are_averaged_over_contributors_with_large_keys(
     assert all(np.allclose(found[0]["dense"], other["dense"], atol=1e-5) for other in found[1:])
 
 
+@pytest.mark.slow
 def test_compressed_rows_between_hosts_carry_keys_of_64_bits(on_host: Callable[..., Any], workers: Workers) -> None:
     few = gba_hvd.Compression.ternary_ef(keep=0.5)
     jobs = [on_host(host, tables={"user": USERS, "item": (7, 3)}, row_compression=few) for host in "ab"]
@@ -678,6 +682,7 @@ def test_a_checkpoint_is_read_by_raw_ids_and_other_ids_give_the_row_that_they_sh
         opened.rows("t", [-(2**63)])
 
 
+@pytest.mark.slow
 def test_checkpoints_of_hashed_tables_of_different_sizes_are_not_compared_row_by_row(
     make_tables: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ class KeyedClicks(Clicks):
         return gba_hvd.Batch(Keyed(["user", "item"], values, [1] * len(values)), batch.dense, batch.label)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile, after a graph break
 @pytest.mark.parametrize("compile_", [False, True])
 def test_a_job_trains_from_them(tmp_path: Path, compile_: bool) -> None:

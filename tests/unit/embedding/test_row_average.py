@@ -224,6 +224,7 @@ def rows_after_an_epoch(clicker: Any, job: Any, data: Any, row_average: str) -> 
     return {name: values.detach().numpy() for name, values in weights.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ROW_AVERAGES)
 @pytest.mark.parametrize("hosts", ["a", "aab"])
 def test_allreduce_divides_as_computed_by_hand(

@@ -145,6 +145,7 @@ def test_owners_that_are_not_written_to_get_no_message() -> None:
         assert np.array_equal(kept.grad.values[kept.rows], whole.values)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=3), st.data())
 def test_every_owner_gets_its_rows_and_only_those(
     n_owners: int, groups: list[tuple[int, int]], data: st.DataObject

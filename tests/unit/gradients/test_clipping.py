@@ -98,6 +98,7 @@ def test_a_step_is_clipped_as_torch_clips_the_global_batch(
     assert norms == pytest.approx(reference.norms, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 @pytest.mark.parametrize("hosts", [HOSTS[name] for name in list(HOSTS) if len(HOSTS[name]) < 5])
 def test_any_number_of_workers_on_any_hosts_clips_alike(
@@ -116,6 +117,7 @@ def test_any_number_of_workers_on_any_hosts_clips_alike(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misses", [0, 1])
 def test_who_missed_the_result_of_a_step_applies_its_rows_with_the_factor_of_the_others(
     workers: Workers, on_host: Any, clicks: Any, misses: int

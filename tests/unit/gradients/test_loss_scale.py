@@ -143,6 +143,7 @@ def test_lazy_adam_of_rows_does_not_count_skipped_steps(training: Any, clicks: A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aa", "aaa", "ab"])
 def test_an_overflow_on_one_worker_skips_the_step_on_all(
     workers: Workers, on_host: Any, clicks: Any, hosts: str
@@ -158,6 +159,7 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all(
         assert one.hooked == alone.hooked and len(one.hooked) == 12 - 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misses", [0, 1])
 def test_who_missed_that_a_step_is_skipped_does_not_apply_it(
     workers: Workers, on_host: Any, clicks: Any, misses: int
@@ -177,6 +179,7 @@ def test_who_missed_that_a_step_is_skipped_does_not_apply_it(
         assert one.scaler.state_dict() == alone.scaler.state_dict()
 
 
+@pytest.mark.slow
 def test_what_overflowed_does_not_stay_in_the_residual(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_new_job_goes_on_with_the_scale_of_its_state(training: Any, clicks: An
     assert third.scaler.state_dict() == ours.scaler.state_dict()
 
 
+@pytest.mark.slow
 def test_training_ends_when_nothing_but_overflows_comes(training: Any, clicks: Any) -> None:
     ours = Job(training, {(epoch, micro) for epoch in range(40) for micro in range(13)}, epoch=0)
     with pytest.raises(NonFiniteGradient, match=r"step 101 .*not finite"):

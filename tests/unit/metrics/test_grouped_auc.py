@@ -44,6 +44,7 @@ def test_gauc_is_the_mean_of_the_groups_auc_weighted_by_samples() -> None:
     assert found.n_groups > 5 and found.n_groups_left_out > 5
 
 
+@pytest.mark.slow
 def test_gauc_is_scikit_learn_s_auc_of_each_group() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     logits, labels, groups = some_clicks()

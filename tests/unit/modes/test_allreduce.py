@@ -47,6 +47,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.filterwarnings("ignore:[67] workers share 4 micro-batches")
 def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
@@ -66,6 +67,7 @@ def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
     assert len({job.state.job_id for job in jobs}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3], ids=["a leader", "another worker"])
 def test_workers_that_cannot_be_connected_are_a_warning_and_horovod_carries_all(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -89,6 +91,7 @@ def test_workers_that_cannot_be_connected_are_a_warning_and_horovod_carries_all(
     assert f"rank {rank} could not be connected" in warning.data["why"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_step", [1, 2])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -132,6 +135,7 @@ def test_workers_that_join_in_the_middle_of_an_epoch_change_nothing(
         assert len(homes) == 1
 
 
+@pytest.mark.slow
 def test_a_host_that_comes_back_brings_no_row_along(workers: Workers, on_host: Any, clicks: Any) -> None:
     """Its copies say that they are 50 steps old; but the other host has been given its shards meanwhile."""
 
@@ -163,6 +167,7 @@ def test_a_host_that_comes_back_brings_no_row_along(workers: Workers, on_host: A
     assert here.state.step == back.state.step == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
 @pytest.mark.parametrize("misses", [0, 1])
 def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(
@@ -263,6 +268,7 @@ def test_evaluation_gives_every_worker_the_same_result(workers: Workers, on_host
     assert {(r.auc, r.n, r.exact) for r in results[0]} == {(expected.auc, 50, True)}
 
 
+@pytest.mark.slow
 def test_probabilities_are_not_taken_for_logits_by_any_worker(workers: Workers, on_host: Any, clicks: Any) -> None:
     jobs = [on_host("a"), on_host("b"), on_host("a")]
 

@@ -42,6 +42,7 @@ def test_a_size_that_changes_nothing_is_refused() -> None:
     assert [micro_batches_together(size, 16, 4) for size in (None, 8, 16)] == [1, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 @pytest.mark.parametrize(("hosts", "size"), [("a", 8), ("a", 16), ("aa", 8), ("ab", 8)])
 def test_parameters_losses_and_accounts_are_those_of_micro_batches(
@@ -104,6 +105,7 @@ def test_single_micro_batches_are_measured_where_measurements_decide(
     assert [len(rows) for rows in data.taken] == sizes
 
 
+@pytest.mark.slow
 def test_single_micro_batches_are_those_of_a_worker_s_usual_batches(workers: Any, training: Any) -> None:
     """So a worker decodes no lane of another one to measure."""
     jobs = [training(epoch=0, more={"sync_micro_batch": 8}) for _ in range(2)]  # M = 4: two batches a step
@@ -122,6 +124,7 @@ def test_single_micro_batches_are_those_of_a_worker_s_usual_batches(workers: Any
     assert [len(set(own.read_so_far)) for own in shards.values()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_an_operator_s_auto_reaches_the_chief_from_any_host_and_all_workers_measure(
     workers: Any, on_host: Any, clicks: Any
 ) -> None:

@@ -59,6 +59,7 @@ def read_epoch(data: ParquetStream, plan: EpochPlan, n_workers: int, n_readers: 
     return [sample for first in sorted(found) for sample in found[first]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_workers", "n_readers"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (3, 1), (1, 16)])
 def test_each_row_group_is_decoded_about_once_by_all_workers_together(
     tmp_path: Path, decoded: list[tuple[str, int]], n_workers: int, n_readers: int
@@ -80,6 +81,7 @@ def test_uneven_groups_are_decoded_once_more_at_most_where_lanes_share_them(
     assert len(decoded) <= GROUPS + 5
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_for_any_number_of_workers(tmp_path: Path):
     data = write(tmp_path / "a.parquet", np.arange(GROUPS * SIZE), ParquetStream)
     plan = EpochPlan(GROUPS * SIZE, 8 * 16, 16)
@@ -87,6 +89,7 @@ def test_the_order_is_the_same_for_any_number_of_workers(tmp_path: Path):
     assert orders[0] == orders[1] == orders[2] == orders[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"prefetch": 0}, {"prefetch": 2}])
 def test_training_on_a_stream_decodes_each_row_group_once(
     tmp_path: Path, training: Callable[..., Any], decoded: list[tuple[str, int]], how: dict[str, int]

@@ -70,6 +70,7 @@ def train(job: Any, dataset: Any, **how: Any) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"prefetch": 0}, {"shuffle": False}])
 @pytest.mark.parametrize("segment", [1, 3, 100, None])
 @pytest.mark.parametrize("counts", [True, False])
@@ -97,6 +98,7 @@ def test_a_shard_is_read_once_to_be_counted_and_trained(training: Callable[..., 
     assert max(Counter(shards.read_so_far).values()) == 1
 
 
+@pytest.mark.slow
 def test_the_order_depends_on_the_seed_and_not_on_how_it_is_counted(training: Callable[..., Any]):
     orders = []
     for seed, counts in ((0, True), (0, False), (1, False)):
@@ -106,6 +108,7 @@ def test_the_order_depends_on_the_seed_and_not_on_how_it_is_counted(training: Ca
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.slow
 def test_counting_is_reported_once_and_each_time_that_it_is_slow(
     training: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -121,6 +124,7 @@ def test_counting_is_reported_once_and_each_time_that_it_is_slow(
     assert sum(event.data["samples"] for event in found) == sum(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [2, 3])
 def test_each_worker_counts_the_shards_of_its_lanes(training: Callable[..., Any], workers: Any, n_workers: int):
     jobs = [training(epoch=0) for _ in range(n_workers)]
@@ -137,6 +141,7 @@ def test_each_worker_counts_the_shards_of_its_lanes(training: Callable[..., Any]
     assert sum(read.values()) == 16, read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_workers", "n_shards", "n_warned"), [(1, 1, 0), (2, 16, 0), (2, 1, 1)])
 def test_workers_that_read_the_same_shards_are_warned_of(
     training: Callable[..., Any], workers: Any, n_workers: int, n_shards: int, n_warned: int
@@ -149,6 +154,7 @@ def test_workers_that_read_the_same_shards_are_warned_of(
     assert all("the samples are in 1 row groups or shards" in event.message for event in warned)
 
 
+@pytest.mark.slow
 def test_an_epoch_resumes_in_the_segment_where_it_stands(training: Callable[..., Any]):
     whole, shards = training(epoch=0), Shards(SIZES)
     expected = train(whole, ShardedStream(shards.names, shards.read, segment=3))
@@ -223,6 +229,7 @@ def test_an_epoch_is_not_resumed_with_shards_in_another_order(training: Callable
         train(job, ShardedStream(shards.names[::-1], shards.read, segment=4), seed=4)
 
 
+@pytest.mark.slow
 def test_a_position_beyond_the_last_segment_is_refused_without_a_record_of_the_shards(training: Callable[..., Any]):
     job, shards = stopped(training, 1), Shards([16] * 16)
     progress = job.state.engine.progress
@@ -234,6 +241,7 @@ def test_a_position_beyond_the_last_segment_is_refused_without_a_record_of_the_s
     assert job.state.samples.total == 16 * 16
 
 
+@pytest.mark.slow
 def test_the_next_epoch_may_have_other_shards(training: Callable[..., Any]):
     job = training(epoch=0)
     for job.state.epoch, (n_shards, segment) in enumerate([(16, 4), (24, 4), (24, 5)]):
@@ -277,6 +285,7 @@ def test_only_datasets_of_known_length_are_evaluated(training: Callable[..., Any
         gba_hvd.evaluate(job.model, stream, job.state)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_shards_that_were_counted_ahead_are_given_up_after_a_switch(training: Callable[..., Any]):
     job, shards = training(epoch=0), Shards([16] * 48)
     data = ShardedStream(shards.names, shards.read, segment=12)
@@ -290,6 +299,7 @@ def test_shards_that_were_counted_ahead_are_given_up_after_a_switch(training: Ca
     assert n_kept[0] > 12 and max(n_kept[2], n_kept[3]) <= 9  # of 4 lanes 2 windows each, and one more shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [6, 10, 16, 40])
 @pytest.mark.parametrize("how", [{}, {"prefetch": 6}])
 def test_a_shard_is_kept_until_what_is_read_ahead_of_it_is_read(

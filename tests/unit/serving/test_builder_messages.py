@@ -29,6 +29,7 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
         Builder.of(build, {}, None).call()
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_file_is_named_when_it_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = "import json, torch\nimport shop_of_mine.nets\nfrom gba_hvd import Batch\n\ndef make(): ..."
     with caplog.at_level(logging.WARNING, logger="gba_hvd"):

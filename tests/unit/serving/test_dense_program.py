@@ -21,6 +21,7 @@ from tests.unit.serving.test_export import checkpoint
 from tests.unit.serving.test_save_and_load import Converted, Trained, converted_batch, raw_users
 
 
+@pytest.mark.slow
 def test_a_program_is_kept_with_what_its_rows_are(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(30)
     expected = evaluated(model, one)
@@ -44,6 +45,7 @@ def test_a_program_is_kept_with_what_its_rows_are(trained: Trained, tmp_path: Pa
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashed", [False, True])
 def test_a_checkpoint_gives_the_same_program_as_the_job(trained: Trained, tmp_path: Path, hashed: bool) -> None:
     arguments = {"users": 100, "hashed": hashed}
@@ -87,6 +89,7 @@ class Stacked(nn.Module):
         return self.out(self.tables.stacked(ids).flatten(1)) * known
 
 
+@pytest.mark.slow
 def test_stacked_rows_and_ids_that_are_used_otherwise(job_memory: Callable[..., None], tmp_path: Path) -> None:
     model = Stacked()
     job_memory(model.tables)
@@ -152,6 +155,7 @@ class Positions(OfHistory):
         return self.out((rows * self.position[: rows.shape[1]]).sum(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "taken", "of_onnx"),
     [

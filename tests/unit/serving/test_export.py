@@ -43,6 +43,7 @@ def checkpoint(
     commit_parts(store, selection, target, [save_part(rows, selection, store, target, config)], lambda parts: state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["all", "touched"])
 @pytest.mark.parametrize("hashed", [False, True])
 def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hashed: bool, stored: str) -> None:
@@ -71,6 +72,7 @@ def test_options_are_for_the_store_of_the_model(trained: Trained, tmp_path: Path
     assert gba_hvd.export_model(tmp_path / "c", url, build=CODE, asynchronous=False).version == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashed", [False, True])
 def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
     trained: Trained, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +132,7 @@ def test_what_does_not_fit_is_refused(trained: Trained, tmp_path: Path, how: dic
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "export"])
 def test_a_disk_that_is_full_in_the_middle_leaves_the_version_before(
     trained: Trained, small_disk: Path, tmp_path: Path, how: str

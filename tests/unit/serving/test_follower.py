@@ -105,6 +105,7 @@ def damage(url: Path, manifest: Manifest) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashed", [False, True])
 def test_each_update_gives_the_predictions_of_the_job(serve: Callable[..., Served], hashed: bool) -> None:
     served = serve(hashed=hashed)
@@ -133,6 +134,7 @@ def test_each_update_gives_the_predictions_of_the_job(serve: Callable[..., Serve
     assert served.is_equal()
 
 
+@pytest.mark.slow
 def test_a_follower_goes_back_with_the_checkpoints(serve: Callable[..., Served]) -> None:
     served = serve()
     served.job.update()
@@ -148,6 +150,7 @@ def test_a_follower_goes_back_with_the_checkpoints(serve: Callable[..., Served])
     assert follower.poll() is None and not follower.flaws
 
 
+@pytest.mark.slow
 def test_ids_that_are_admitted_and_evicted_travel(serve: Callable[..., Served]) -> None:
     served = serve(hashed=True)
     follower, tables = served.follower(), served.job.model.tables
@@ -171,6 +174,7 @@ def test_ids_that_are_admitted_and_evicted_travel(serve: Callable[..., Served]) 
     assert torch.equal(served.model(one), evaluated(served.job.model, one))
 
 
+@pytest.mark.slow
 def test_a_chain_that_began_anew_is_loaded_from_its_base(serve: Callable[..., Served]) -> None:
     served = serve()
     follower = served.follower()
@@ -188,6 +192,7 @@ def test_a_chain_that_began_anew_is_loaded_from_its_base(serve: Callable[..., Se
     assert served.is_equal()
 
 
+@pytest.mark.slow
 def test_a_damaged_update_is_named_and_passed_over_until_a_base_comes(
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_damaged_update_is_named_and_passed_over_until_a_base_comes(
     assert not follower.flaws
 
 
+@pytest.mark.slow
 def test_what_came_before_a_damaged_update_is_applied(serve: Callable[..., Served]) -> None:
     served = serve()
     follower = served.follower()
@@ -232,6 +238,7 @@ def test_what_came_before_a_damaged_update_is_applied(serve: Callable[..., Serve
     assert torch.equal(served.model(served.one), expected)
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_altered_is_passed_over(serve: Callable[..., Served]) -> None:
     served = serve()
     follower = served.follower()
@@ -245,6 +252,7 @@ def test_a_manifest_that_is_altered_is_passed_over(serve: Callable[..., Served])
     assert list(follower.flaws) == [served.job.made[-1].name]
 
 
+@pytest.mark.slow
 def test_a_job_that_rolled_back_is_followed(serve: Callable[..., Served]) -> None:
     """What it saves under a new claim is newer, also at an earlier step."""
     served = serve()
@@ -259,6 +267,7 @@ def test_a_job_that_rolled_back_is_followed(serve: Callable[..., Served]) -> Non
     assert served.is_equal()
 
 
+@pytest.mark.slow
 def test_the_most_used_rows_come_first_where_saves_have_a_budget(serve: Callable[..., Served]) -> None:
     served = serve(policy="mfu", row_fraction=0.1)
     served.job.selection._small = frozenset()  # tables of less than 1000 rows are saved whole
@@ -283,6 +292,7 @@ def test_the_most_used_rows_come_first_where_saves_have_a_budget(serve: Callable
     assert served.is_equal()
 
 
+@pytest.mark.slow
 def test_requests_see_whole_updates_only(serve: Callable[..., Served]) -> None:
     """A thread predicts all the time; each of its answers is that of some update, and they come in order."""
     served = serve()
@@ -322,6 +332,7 @@ def test_requests_see_whole_updates_only(serve: Callable[..., Served]) -> None:
     assert len(set(numbers)) == 21
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_halfway_leaves_the_state_before(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +363,7 @@ def test_an_update_that_fails_halfway_leaves_the_state_before(
     assert served.is_equal()
 
 
+@pytest.mark.slow
 def test_the_thread_follows_until_it_is_closed(serve: Callable[..., Served]) -> None:
     served, applied, arrived = serve(), [], threading.Event()
 
@@ -391,6 +403,7 @@ def test_closing_raises_what_the_thread_died_of(serve: Callable[..., Served]) ->
     follower.close()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_followed_is_refused(
     serve: Callable[..., Served], trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

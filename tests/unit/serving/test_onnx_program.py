@@ -37,6 +37,7 @@ def run(folder: Path, rows: Any, fields: Any) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", ["onnx", ("torch", "onnx")])
 def test_an_onnx_file_computes_what_the_model_does_for_any_number_of_samples(
     trained: Trained, tmp_path: Path, formats: Any
@@ -69,6 +70,7 @@ class NamedAsOperators(nn.Module):
         return self.head(torch.cat(list(rows.values()), 1)).squeeze(1) * fields["linear"]
 
 
+@pytest.mark.slow
 def test_features_may_be_named_as_operators_and_parameters_are() -> None:
     model, samples = NamedAsOperators(), torch.export.Dim("samples")
     rows, fields = {name: torch.rand(3, 4) for name in ("cat", "head.weight", "score")}, {"linear": torch.rand(3)}
@@ -79,6 +81,7 @@ def test_features_may_be_named_as_operators_and_parameters_are() -> None:
     assert made.fields == {"linear": "linear"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_the_same_file_as_the_job(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(10)
     checkpoint(model, model.tables, tmp_path / "c")
@@ -93,6 +96,7 @@ class TwoOutputs(Stacked):
         return {"click": out, "buy": out * 2}
 
 
+@pytest.mark.slow
 def test_ids_that_the_dense_part_uses_are_an_input_and_outputs_keep_their_names(
     job_memory: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -125,6 +129,7 @@ class Unusual(Stacked):
         return self.spectrum(super().forward(ids))
 
 
+@pytest.mark.slow
 def test_a_model_without_an_onnx_form_is_refused_and_nothing_written(
     job_memory: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -138,6 +143,7 @@ def test_a_model_without_an_onnx_form_is_refused_and_nothing_written(
     assert len([name for name in objects(tmp_path / "m") if name.endswith(".pt2")]) == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_refused(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +164,7 @@ def test_a_file_that_computes_something_else_is_refused(
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 def test_without_the_runtime_the_form_is_checked_and_the_log_says_so(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +174,7 @@ def test_without_the_runtime_the_form_is_checked_and_the_log_says_so(
     assert "not compared with the model: onnxruntime is not installed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_without_the_extra_the_command_that_installs_it_is_said(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str

@@ -111,6 +111,7 @@ TABLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("shard_bytes", [4096, 300_000])
 @pytest.mark.parametrize("rows", TABLES, ids=lambda rows: f"{rows.n_rows}x{rows.dim}, {rows.ids} hashed")
@@ -165,6 +166,7 @@ def test_the_cache_keeps_the_blocks_used_last_and_no_more_than_its_bytes() -> No
     assert sum(block.data.nbytes for block in cache._blocks.values()) <= 4 * BLOCK_BYTES
 
 
+@pytest.mark.slow
 def test_requests_of_several_threads_see_whole_rows_while_blocks_are_dropped() -> None:
     rows, store = Rows(16, n_rows=30_000), RamStore()
     manifest = written(store, rows, shard_bytes=1 << 20)
@@ -311,6 +313,7 @@ def test_an_id_outside_its_table_is_named_with_its_sample(trained: Trained, tmp_
 # --- a server that speaks the S3 protocol ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["all", "touched"])
 @pytest.mark.parametrize("hashed", [False, True])
 def test_predictions_from_s3_are_those_of_rows_in_memory(
@@ -377,6 +380,7 @@ def server() -> Iterator[Server]:
         one.stop()
 
 
+@pytest.mark.slow
 def test_errors_of_the_server_are_tried_again_and_then_said(trained: Trained, server: Server) -> None:
     model, one = trained(users=5000), batch(64, 5000)
     url = f"s3://mine/{uuid.uuid4().hex}"
@@ -393,6 +397,7 @@ def test_errors_of_the_server_are_tried_again_and_then_said(trained: Trained, se
     assert torch.equal(opened(one), evaluated(model, one)), "nothing of the failed request is left"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back(trained: Trained, server: Server) -> None:
     model, url = trained(users=5000), f"s3://mine/{uuid.uuid4().hex}"
     gba_hvd.save_model(model, url, build=CODE, arguments={"users": 5000}, shard_bytes=1 << 20, **server.options)

@@ -198,6 +198,7 @@ def test_a_model_on_a_gpu_is_compared_on_its_example(job_memory: Any, tmp_path: 
 # --- versions --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_version_writes_the_shards_that_have_changed(trained: Trained, tmp_path: Path) -> None:
     model, url = trained(users=100_000), tmp_path / "m"
     first = gba_hvd.save_model(model, url, build=CODE, arguments={"users": 100_000})

@@ -75,6 +75,7 @@ def vector(rank: int, number: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(31 * number + rank), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_rank_has_the_sum_in_the_order_of_the_ranks(tmp_path: Path, n: int, dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_every_rank_has_the_sum_in_the_order_of_the_ranks(tmp_path: Path, n: int
         assert [status(pid) for pid in pids] == [0] * n
 
 
+@pytest.mark.slow
 def test_a_message_is_not_written_over_while_another_rank_reads_it(tmp_path: Path) -> None:
     """One rank is always late: the other is at most one sum ahead of it."""
 
@@ -108,6 +110,7 @@ def test_a_message_is_not_written_over_while_another_rank_reads_it(tmp_path: Pat
         assert [status(pid) for pid in pids] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", ["before", "while it posts"])
 def test_who_waits_for_a_worker_that_died_learns_that_there_will_be_no_sum(
     tmp_path: Path, dies: str, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +130,7 @@ def test_who_waits_for_a_worker_that_died_learns_that_there_will_be_no_sum(
         assert [status(pids[0]), status(pids[2])] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_after_it_posted_leaves_the_sum_to_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +152,7 @@ def test_a_worker_that_dies_after_it_posted_leaves_the_sum_to_all_others(
         assert [status(pids[0]), status(pids[2])] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_lives_and_leaves_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had posted before counts."""
 
@@ -174,6 +179,7 @@ def test_a_worker_that_lives_and_leaves_is_not_waited_for(tmp_path: Path, monkey
         assert [status(pid) for pid in pids] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_a_worker_that_lives_is_reported_and_ends_when_it_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +205,7 @@ def test_a_long_wait_for_a_worker_that_lives_is_reported_and_ends_when_it_contin
         assert [status(pid) for pid in pids] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_stays_stopped_counts_as_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "0.1")
 
@@ -214,6 +221,7 @@ def test_a_worker_that_stays_stopped_counts_as_gone(tmp_path: Path, monkeypatch:
         assert status(pids[1]) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_dead_are_seen_while_another_rank_is_slow(tmp_path: Path) -> None:
     def work(rank: int, summed: HostSum) -> None:
         if rank == 2:
@@ -229,6 +237,7 @@ def test_the_dead_are_seen_while_another_rank_is_slow(tmp_path: Path) -> None:
         assert [status(pid) for pid in pids] == [0, 0, -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_sum_that_was_interrupted_is_not_taken_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

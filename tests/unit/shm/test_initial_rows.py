@@ -26,6 +26,7 @@ def box_muller(bits: np.ndarray, std: float = 1.0) -> np.ndarray:
     return std * np.sqrt(-2 * np.log(u1)) * np.array([np.cos(angle), np.sin(angle)])
 
 
+@pytest.mark.slow
 def test_they_are_the_formula_rounded_once() -> None:
     bits = np.random.default_rng(1).integers(0, 2**64, 1_000_000, np.uint64)
     found, expected = normals(bits, 0.02), box_muller(bits, 0.02).astype(np.float32)

@@ -376,6 +376,7 @@ memory.close()
 """
 
 
+@pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("option", ["within_size", "always", "never"])
 def test_rows_are_in_huge_pages_where_the_file_system_has_them(option: str) -> None:

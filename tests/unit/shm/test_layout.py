@@ -18,6 +18,7 @@ sizes = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(1, 9))
 def test_no_two_numbers_share_a_word(tables: dict[str, tuple[int, int]], n_shards: int) -> None:
     layout = Layout.of(tables, SLOTS, n_shards, seed=0, init_std=0.01)

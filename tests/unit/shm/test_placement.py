@@ -27,6 +27,7 @@ def worlds(draw: st.DrawFn, equal_hosts: bool = False) -> tuple[WorkerTopology, 
     return WorkerTopology(tuple(100 + 7 * h for h in hosts)), holdings
 
 
+@pytest.mark.slow
 @given(worlds())
 def test_every_shard_has_one_home_and_a_server_that_lives_there(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -36,6 +37,7 @@ def test_every_shard_has_one_home_and_a_server_that_lives_there(world: tuple[Wor
         assert members.hosts[placed.rank[shard]] == members.order[home]
 
 
+@pytest.mark.slow
 @given(worlds())
 def test_a_shard_comes_from_a_newest_copy(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -52,6 +54,7 @@ def test_a_shard_comes_from_a_newest_copy(world: tuple[WorkerTopology, list[Host
             assert (holdings[source].placed[shard], holdings[source].finished[shard]) == newest
 
 
+@pytest.mark.slow
 @given(worlds())
 def test_after_moving_and_dropping_one_copy_is_left(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -63,6 +66,7 @@ def test_after_moving_and_dropping_one_copy_is_left(world: tuple[WorkerTopology,
     assert have == set(enumerate(placed.host))
 
 
+@pytest.mark.slow
 @given(worlds())
 def test_no_move_would_make_the_busiest_host_less_busy(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -73,6 +77,7 @@ def test_no_move_would_make_the_busiest_host_less_busy(world: tuple[WorkerTopolo
     assert all((c + 1) / w >= busiest for c, w in zip(count, workers, strict=True))
 
 
+@pytest.mark.slow
 @given(worlds(equal_hosts=True))
 def test_equal_hosts_hold_as_many_shards_within_one(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -81,6 +86,7 @@ def test_equal_hosts_hold_as_many_shards_within_one(world: tuple[WorkerTopology,
     assert max(count) - min(count) <= 1
 
 
+@pytest.mark.slow
 @given(worlds(equal_hosts=True))
 def test_as_few_shards_move_as_can_be(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
@@ -96,6 +102,7 @@ def test_as_few_shards_move_as_can_be(world: tuple[WorkerTopology, list[HostShar
     assert len(placed.moves) == fewest
 
 
+@pytest.mark.slow
 @given(worlds())
 def test_the_workers_of_a_host_share_its_shards(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world

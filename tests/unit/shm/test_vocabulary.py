@@ -203,6 +203,7 @@ class Model:
         return None
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.dictionaries(st.integers(-30, 30), st.integers(1, 9), max_size=20), max_size=25),
     st.sampled_from([("", 0), ("lfu", 0), ("ttl", 3)]),
@@ -219,6 +220,7 @@ def test_a_full_bucket_evicts_as_the_model_does(steps: list[dict[int, int]], evi
         assert found.stats([0]).size == len(expected)
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.integers(0, 40), st.integers(1, 3), max_size=20), max_size=20), st.integers(1, 6))
 def test_with_room_for_all_admission_counts_lookups(steps: list[dict[int, int]], admit_after: int) -> None:
     found, counts = vocabulary(2000, n_shards=2, admit_after=admit_after), dict.fromkeys(range(41), 0)

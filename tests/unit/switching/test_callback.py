@@ -222,6 +222,7 @@ def test_a_job_with_an_optimizer_that_no_server_can_step_may_have_a_callback(tra
         other.state.register_callbacks([GBACallback(mode="gba", rule="gap_aware")])
 
 
+@pytest.mark.slow
 def test_the_limit_that_a_switch_is_warned_of_goes_by_the_rule() -> None:
     reasons = []
     for rule in ("none", None):
@@ -236,6 +237,7 @@ def test_the_limit_that_a_switch_is_warned_of_goes_by_the_rule() -> None:
     assert "warning" not in reasons[1]
 
 
+@pytest.mark.slow
 def test_of_adam_the_warning_goes_by_its_first_moment_and_the_look_ahead() -> None:
     """The equation has the momentum that the rule looks ahead with; Adam's steps are 1 - beta of plain momentum's."""
     limits = {}
@@ -358,6 +360,7 @@ def test_what_an_operators_mode_does_not_use_is_said_when_it_is_entered() -> Non
     assert options_idle(GBACallback(tolerance=2), "gba", 9) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "n_pushes"), [("gba", 6), ("async", 1), ("hop_bw", 2), ("ma", None)])
 def test_a_rate_that_is_unstable_in_a_mode_is_said_once_when_the_speeds_are_known(
     mode: str, n_pushes: int | None
@@ -620,6 +623,7 @@ def in_gba(callback: GBACallback, seconds: list[float], steps: int, first: int, 
         callback.measured_async(step, seconds, 6, 0.003, n_pushed=6, elapsed_s=per_step_s)
 
 
+@pytest.mark.slow
 def test_a_switch_that_does_not_pay_is_undone_and_remembered_through_a_restart() -> None:
     callback = GBACallback()
     for step in range(1, 100):

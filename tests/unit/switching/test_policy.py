@@ -174,6 +174,7 @@ def test_a_gain_between_the_two_limits_changes_nothing(mode: str) -> None:
     assert stance == Stance(mode, 0, 0)
 
 
+@pytest.mark.slow
 @given(st.lists(measured(), min_size=1, max_size=60), st.integers(1, 6), st.integers(0, 12))
 def test_switches_are_never_closer_than_patience_and_minimum_stay(
     series: list[Rates], patience: int, min_stay: int
@@ -361,6 +362,7 @@ def test_what_a_trial_has_cost_is_taken_from_the_budget() -> None:
     assert stance.spent_s == pytest.approx(10 * 0.5 + 1.0) and not stance.is_trial
 
 
+@pytest.mark.slow
 def test_trials_that_lost_hosts_end_are_within_the_budget_too() -> None:
     options, stance, n_trials = Options(), Stance("allreduce", 0), 0
     for step, at_s in enumerate(range(0, 3600, 4), 5000):

@@ -69,6 +69,7 @@ def test_expected_drops_agree_with_a_run_of_the_rules(n_micro: int, factor: floa
     assert expected_drops(rates, tolerance=4) == pytest.approx(run, abs=0.001)
 
 
+@pytest.mark.slow
 @given(measured(), st.integers(0, 10))
 def test_old_values_are_a_share_and_a_larger_tolerance_admits_no_fewer(rates: Rates, tolerance: int) -> None:
     drops = expected_old_values(rates, tolerance)

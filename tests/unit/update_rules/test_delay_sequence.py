@@ -66,6 +66,7 @@ def test_momentum_without_delay_has_the_limit_of_heavy_ball() -> None:
     assert delay_sequence.stability(alone([0] * 600), 0.9).limit == pytest.approx(2 * 1.9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_same_ages_in_another_order_have_another_limit() -> None:
     """Which neither their mean nor random ages can know, nor bound."""
     regular, other = alone(([0] * 8 + [8]) * 60), alone(([0] * 16 + [8] * 2) * 30)
@@ -137,6 +138,7 @@ def test_pushes_of_a_late_worker_count_and_add_nothing() -> None:
     assert np.mean(shares) == pytest.approx(27 / 28, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_advice_goes_by_the_order_where_it_is_known() -> None:
     arrivals = expected_arrivals([0.3, 0.5, 1.0, 1.0, 2.0], 1)
     known = stability.advise(0.1, 1.0, {3: 1}, arrivals=arrivals)
@@ -173,6 +175,7 @@ def test_with_values_ahead_the_squares_of_one_age_have_the_limit_of_its_equation
         assert delay_roots.mean_square_limit({delay: 1}, momentum, 0.9) == pytest.approx(expected, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_the_advice_goes_by_values_ahead() -> None:
     ages = {0: 56, 1: 44}
     without, with_it = (stability.advise(0.1, 1.0, ages, 0.9, ahead=ahead) for ahead in (0.0, 0.9))

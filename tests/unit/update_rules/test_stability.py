@@ -103,6 +103,7 @@ def test_advice_goes_from_stable_over_near_to_unstable(lr: float, level: str) ->
     assert ("lower the learning rate" in advice.reason) == (level == "unstable")
 
 
+@pytest.mark.slow
 def test_ages_that_vary_much_are_near_the_limit_sooner() -> None:
     ages = {0: 1, 8: 1}
     advice = advise(0.48 * delay_roots.limit(ages), 1.0, ages)
@@ -213,6 +214,7 @@ def test_a_step_that_ends_at_the_minimum_is_the_fastest_there_is() -> None:
     assert usual.progress == pytest.approx(-math.log(0.99) / 0.05), "the slowest direction counts"
 
 
+@pytest.mark.slow
 def test_what_the_tolerance_drops_takes_no_part() -> None:
     strict, mild = (scaled(8, [0.05] * 7 + [1.0], 8, tolerance, 0.0, 0.01, 1.0) for tolerance in (1, 100))
     assert strict.dropped_share > 0 == mild.dropped_share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from gba_hvd.embedding.on_device.copies import AllRows, HotRows
@@ -75,6 +76,7 @@ def test_all_rows_are_those_of_the_host_until_they_are_forgotten(device: torch.d
     torch.testing.assert_close(copies.read(keys)[0], records_of(keys))
 
 
+@pytest.mark.slow
 def test_what_was_put_is_found_with_its_numbers(device: torch.device) -> None:
     hot = hot_rows(1000, device)
     keys = torch.from_numpy(np.random.default_rng(1).choice(10**6, 200, replace=False)).to(device)

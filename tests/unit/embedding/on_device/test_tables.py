@@ -206,6 +206,7 @@ def train(folder: Path, clicks: Any, device: torch.device, epochs: int = 3, **se
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -275,6 +276,7 @@ class Stacked(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot_rows", [0, "all"])
 def test_keys_of_batches_that_are_read_ahead_are_on_the_device(
     device: torch.device, clicks: Any, tmp_path: Path, hot_rows: int | str

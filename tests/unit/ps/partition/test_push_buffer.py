@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ def test_the_same_micro_batch_under_another_lease_is_another_push() -> None:
     assert len(buffer) == 1
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=30), st.integers(0, 31))
 def test_bytes_are_those_of_the_pushes_that_are_there(leases: list[tuple[int, int]], oldest: int) -> None:
     buffer = PushBuffer()

@@ -146,6 +146,7 @@ def test_a_strict_save_that_read_rows_of_a_later_step_has_failed(hosts: Callable
     assert [report.state for report in job.save(7, n_parts=1, step=4, generation=1)] == ["done"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "refused", ["/0000-", "/0001-", "/part-0001", "/state"], ids=["own rows", "a peer's rows", "a list", "the state"]
 )
@@ -187,6 +188,7 @@ def test_a_part_that_was_saved_in_vain_is_deleted_with_the_next_save(
     assert job.saved_numbers() == [6]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., Hosts]) -> None:
     job = hosts(keep_last=2)
     for number in (1, 2):
@@ -215,6 +217,7 @@ def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts
     assert (rows.slab(0, 1).columns[0] == 7.0).all()
 
 
+@pytest.mark.slow
 def test_what_the_job_went_on_from_never_expires(hosts: Callable[..., Hosts]) -> None:
     job = hosts(keep_last=1)
     job.save(1)
@@ -225,6 +228,7 @@ def test_what_the_job_went_on_from_never_expires(hosts: Callable[..., Hosts]) ->
     assert job.saved_numbers() == [3, 1]
 
 
+@pytest.mark.slow
 def test_keep_last_counts_what_earlier_launches_saved_and_no_other_jobs(hosts: Callable[..., Hosts]) -> None:
     job = hosts(keep_last=2)
     mine, other = SaveAbout(job="mine"), SaveAbout(job="other")

@@ -87,6 +87,7 @@ def missed_in(chain: Chain, place: Hosts, into: ShardMemory) -> int:
     return missed
 
 
+@pytest.mark.slow
 def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     for host, memory in enumerate(job.memories):
@@ -103,6 +104,7 @@ def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> 
     assert not job.store.names(f"blobs/{job.claim.epoch:06d}-last/")
 
 
+@pytest.mark.slow
 def test_steps_that_shards_missed_are_counted(hosts: Callable[..., Hosts]) -> None:
     """Killed between the commit and the end of applying: one shard is behind, one is in the middle, one is ahead."""
     job = hosts()
