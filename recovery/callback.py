@@ -228,7 +228,7 @@ class CheckpointCallback:
         if self.keep_best is None or (value := metrics.get(self.keep_best.removeprefix("-"))) is None:
             return
         value = -float(value) if self.keep_best.startswith("-") else float(value)
-        if value > self._best:  # (not so of a NaN; of equals the earlier stays)
+        if math.isfinite(value) and value > self._best:  # (of equals the earlier stays)
             self._best, self.best_step, self._is_best_due = value, step, step > self._last_step
 
     def on_event(self, event: Any) -> None:

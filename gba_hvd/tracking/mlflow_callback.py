@@ -348,12 +348,14 @@ class MLflowCallback(Callback):
     # These travel with the elastic state.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
+        state = {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
+        return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = state.get("run_id") or self._run_id
         self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
+        self._best_checkpoint = state.get("best_checkpoint") or self._best_checkpoint
 
     @property
     def spool(self) -> Path | None:

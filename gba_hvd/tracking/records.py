@@ -190,9 +190,11 @@ def _same(event: Record) -> tuple[Any, ...]:
     """What two events of a kind have in common where they report the same.
 
     Every worker reports a switch, each with the seconds it took there; not all know the reason. A checkpoint is
-    reported again by a worker that takes over from rank 0.
+    reported again by a worker that takes over from rank 0, and so is a pause, with the seconds that it measured.
     """
     kind, manifest = event.get("event"), event.get("data", {}).get("manifest")
     if kind == "checkpoint" and manifest:
         return (event["data"].get("saved_step"), manifest)
+    if kind == "training_continues":
+        return (event.get("step"), event.get("data", {}).get("cause"))
     return (event.get("step"), None if kind == "switch" else event.get("message"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from recovery.catalog.chains import Chain, Skipped
 from recovery.catalog.retention import BEST_STEP, best_kept, first_epoch_of, newest_with_best
+from recovery.errors import Damaged
 from recovery.format.manifest import Manifest
 
 BEST_METRIC, BEST_VALUE = "best_metric", "best_value"  # beside BEST_STEP in a manifest; not of older versions
@@ -40,6 +42,19 @@ def best_checkpoint(manifests: Collection[Manifest]) -> BestCheckpoint | None:
         return None
     about = namer.about
     return BestCheckpoint(kept, about[BEST_STEP], str(about.get(BEST_METRIC, "")), about.get(BEST_VALUE))
+
+
+def best_chain(found: Sequence[Chain | Skipped]) -> BestCheckpoint | None:
+    """Of what `chains` found. Raises Damaged where the best one may be among those that are skipped.
+
+    The next one would bear its score.
+    """
+    best = best_checkpoint([one.newest for one in found if isinstance(one, Chain)])
+    if best is not None:
+        for one in found:
+            if isinstance(one, Skipped) and (one.step is None or best.step <= one.step <= best.manifest.step):
+                raise Damaged(f"the checkpoint of the best model ({best.words}) may be a damaged one: {one.words}")
+    return best
 
 
 def _of_the_newest_run(manifests: Sequence[Manifest]) -> list[Manifest]:

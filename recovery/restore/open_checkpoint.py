@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recovery import state_codec
-from recovery.catalog.best import best_checkpoint
+from recovery.catalog.best import best_chain
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import to_json
@@ -309,7 +309,7 @@ def open_checkpoint(
 
 def _best_step(store: Store) -> int:
     """The step of the checkpoint of the best model."""
-    best = best_checkpoint([one.newest for one in chains(store) if isinstance(one, Chain)])
+    best = best_chain(list(chains(store)))
     if best is None:
         raise BadInput(
             f"{store.url} has no checkpoint of the best model: CheckpointCallback(keep_best=METRIC) keeps it, once the "

@@ -315,7 +315,8 @@ def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(
         before_the_loss = [saved["kind"] for saved in events(job, "checkpoint") if saved["time"] < back["time"]]
         assert before_the_loss[:2] == ["full", kind] and set(before_the_loss) == {"full", kind}
         assert 0 <= back["pls"] < 1 and back["pls"] == back["pls_total"] and back["total_samples"] == 4000
-        assert back["pls"] > 0 or settings == PLANNED, "a planned one may be of the step of the loss"
+        # A save that took long, on a busy machine, lets the next one be of the step of the loss; so may a planned one.
+        assert (back["pls"] > 0) == (back["age"] > 0)
         job.assert_every_sample_once(epochs=4)
 
 

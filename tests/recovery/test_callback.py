@@ -13,7 +13,7 @@ from recovery.errors import BadInput
 
 def test_the_best_step_is_that_of_the_largest_value_and_of_equals_the_first() -> None:
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="valid_auc")
-    for step, value in ((10, 0.7), (20, math.nan), (30, 0.8), (40, 0.8), (50, 0.6)):
+    for step, value in ((10, 0.7), (20, math.nan), (25, math.inf), (30, 0.8), (40, 0.8), (50, 0.6)):
         callback.on_metrics(step, {"valid_auc": value, "loss": 9.0})
     assert callback.best_step == 30
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="-valid_logloss")

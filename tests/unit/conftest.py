@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     yield make
     for job in made:
         job.state.close()
+    for folder in tmp_path.glob("job-*/gba-hvd-*"):  # kept for a restart; its server ends when it is gone
+        shutil.rmtree(folder)
 
 
 @pytest.fixture

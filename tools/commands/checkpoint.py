@@ -83,13 +83,17 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from recovery.catalog.best import best_checkpoint
+    from recovery.catalog.best import best_chain
     from recovery.catalog.chains import Skipped, chains
+    from recovery.errors import Damaged
 
     store = store_of(args.url, args.option)
     listed: list[dict[str, Any]] = []
     found_here = list(chains(store))
-    best = best_checkpoint([one.newest for one in found_here if not isinstance(one, Skipped)])
+    try:
+        best = best_chain(found_here)
+    except Damaged:  # its own line says so
+        best = None
     for found in found_here:
         if isinstance(found, Skipped):
             listed.append({"name": found.name, "ok": False, "why": found.why})

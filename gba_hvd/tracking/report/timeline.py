@@ -116,7 +116,7 @@ def _what_was_lost(recovery: Record) -> str:
     """
     if recovery["launch_before"] == "finished" and not recovery["strategy"]:
         return "resumed"
-    if recovery["launch_before"] == "interrupted" and not recovery["strategy"]:
+    if recovery["launch_before"] == "interrupted" and not recovery["strategy"] and not recovery["rows_lost"]:
         return "nothing: it was interrupted (Ctrl-C or SIGTERM)"
     return {True: "the whole job", False: "a lost host", None: "resumed"}[lost_the_job(recovery)]
 

@@ -58,6 +58,18 @@ def test_the_checkpoint_of_the_best_model_is_opened_by_that_name(ram: RamStore) 
     assert recovery.open_checkpoint(ram, "best").step == 4
 
 
+def test_another_checkpoint_is_not_opened_in_place_of_the_best_one_that_is_damaged(ram: RamStore) -> None:
+    saver = Saver(two_tables(3), ram, Config(**{**vars(SMALL), "policy": "full"}))
+    for seed in range(3):
+        train(saver.rows, 2, seed=seed)
+        saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.7})
+    (name,) = [name for name in ram.objects if name.endswith(saver.made[1].name)]
+    ram.objects[name] = ram.objects[name][:10]
+    with pytest.raises(Damaged, match=r"the best model \(valid_auc 0.7000 of step 3\) may be a damaged one: "):
+        recovery.open_checkpoint(ram, "best")
+    assert recovery.open_checkpoint(ram).step == 6
+
+
 def test_tables_say_what_there_is(ram: RamStore) -> None:
     saved(ram, 1)
     about = recovery.open_checkpoint(ram).tables["user"]
