@@ -247,8 +247,7 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
     sentence has its text; one line where the traceback has no line of the script. One line it shows of a worker that
-    ends because of another one, too. Belongs to the process: the
-    first caller's question decides.
+    ends because of another one, too. Belongs to the process: the first caller's question decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, _IS_OURS, False):

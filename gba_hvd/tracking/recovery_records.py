@@ -234,10 +234,22 @@ def _made_again(events: Sequence[Record], step: int, resumed: Mapping[str, Any])
     return {"age": max(0, int(mark.get("step", 0)) - step), "samples_redone": samples or None}
 
 
+def without_survived(events: Sequence[Record]) -> list[Record]:
+    """Without failures of a worker after which the others continued: in the same launch a new world formed."""
+    kept, has_formed = list[Record](), False
+    for event in reversed(events):
+        kind = event.get("event")
+        if kind in ("membership", "started"):
+            has_formed = kind == "membership"
+        if kind != "failed" or not has_formed:
+            kept.append(event)
+    return kept[::-1]
+
+
 def _last_of_the_launch_before(events: Sequence[Record]) -> Record | None:
     starts = [i for i, event in enumerate(events) if event.get("event") == "started"]
     earlier = events[: starts[-1]] if starts else events
-    marks = [event for event in earlier if event.get("event") in _OF_A_LAUNCH]
+    marks = [event for event in without_survived(earlier) if event.get("event") in _OF_A_LAUNCH]
     return marks[-1] if marks else None
 
 

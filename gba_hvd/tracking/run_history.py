@@ -118,7 +118,9 @@ class RunHistory:
         times = [point.ms for points in self.history.values() for point in points]
         times += [recovery_records.ms_of(event) for event in self.events if "unix_s" in event]
         begins = [self.started_ms, *starts[1:]]
-        reported = self.events_of(*recovery_records.ENDS)
+        reported = [
+            e for e in recovery_records.without_survived(self.events) if e.get("event") in recovery_records.ENDS
+        ]
         times_of_ends = [recovery_records.ms_of(event) for event in reported if "unix_s" in event]
         ends = []
         for begin, until in zip(begins, [*begins[1:], None], strict=True):
@@ -222,7 +224,9 @@ class RunHistory:
             return ""
         if kept is not None:
             return f"{kept.words}, in the checkpoint of step {kept.saved_step:,}" if kept.saved_step != step else ""
-        return f"{best.name}, at step {best.step:,}" if best is not None and int(step) > best.step else ""
+        if best is None or step <= best.step or all(one.step <= best.step for one in self.measured):
+            return ""  # nothing says that a later model is worse
+        return f"{best.name}, at step {best.step:,}"
 
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]

@@ -32,6 +32,7 @@ from gba_hvd.tracking.recovery_records import (
     pointers,
     recoveries,
     resumes_of_points,
+    without_survived,
 )
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.overview import headline, what_went_wrong
@@ -426,3 +427,9 @@ def test_the_choice_between_full_and_partial_recovery_is_told():
     partial = Event("rows_restored", 8, "", {"rows_restored": 500, "strategy": "partial"})
     assert recovery_words(partial) == "step 8: 500 rows restored, partial recovery"
     assert metrics_of("rows_restored", 8, partial.data) == (8, {"rows_restored": 500, "recovery_full": 0.0})
+
+
+def test_a_failure_that_others_survived_is_no_end_of_a_launch() -> None:
+    events = [{"event": kind} for kind in ("started", "failed", "membership", "switch", "failed", "started", "failed")]
+    kept = [event["event"] for event in without_survived(events)]
+    assert kept == ["started", "membership", "switch", "failed", "started", "failed"]

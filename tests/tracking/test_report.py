@@ -509,6 +509,7 @@ def test_a_logged_model_that_is_not_the_best_one_is_named_with_the_checkpoint_of
     assert "--step 20 is, with valid_auc 0.8000" in next_steps(story_of(*saved))[0].text
     none_kept = story_of(logged, history=scored(0.7, 0.8, 0.6, 0.5))
     assert "no checkpoint was kept of it" in next_steps(none_kept)[0].text
+    assert story_of(logged, history=scored(0.6, 0.7, 0.8)).better_than_logged == "", "no score since"
 
 
 def test_failures_are_counted_with_their_pls():
