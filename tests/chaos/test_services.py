@@ -57,12 +57,14 @@ def connected(proxy: services.Proxy) -> socket.socket:
     return socket.create_connection(("127.0.0.1", proxy.ports[0]), timeout=30)
 
 
+@pytest.mark.slow
 def test_the_proxy_passes_everything_when_there_is_no_fault(proxy: services.Proxy) -> None:
     with connected(proxy) as connection:
         said_back(connection)
     assert not proxy.met
 
 
+@pytest.mark.slow
 def test_a_cut_holds_everything_until_it_is_over_and_loses_nothing(proxy: services.Proxy) -> None:
     with connected(proxy) as connection:
         said_back(connection)
@@ -71,6 +73,7 @@ def test_a_cut_holds_everything_until_it_is_over_and_loses_nothing(proxy: servic
     assert proxy.met
 
 
+@pytest.mark.slow
 def test_delay_and_loss_are_met_by_what_passes(proxy: services.Proxy) -> None:
     with connected(proxy) as connection:
         proxy.fault("network_delay", 30)
@@ -80,6 +83,7 @@ def test_delay_and_loss_are_met_by_what_passes(proxy: services.Proxy) -> None:
     assert proxy.met
 
 
+@pytest.mark.slow
 def test_a_reset_breaks_connections_and_new_ones_work(proxy: services.Proxy) -> None:
     with connected(proxy) as connection:
         said_back(connection)
@@ -90,6 +94,7 @@ def test_a_reset_breaks_connections_and_new_ones_work(proxy: services.Proxy) -> 
         said_back(connection)
 
 
+@pytest.mark.slow
 def test_a_tracking_server_answers_500_or_nothing() -> None:
     bad = services.BadTracking(hangs=False)
     asked = http.client.HTTPConnection(bad.uri.removeprefix("http://"), timeout=30)

@@ -37,6 +37,7 @@ def test_the_table_counts_by_kind(record: Record) -> None:
     assert lines["all"].schedules == 2
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_where_it_was_interrupted(
     record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

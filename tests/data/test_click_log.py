@@ -123,12 +123,14 @@ def test_a_cut_part_is_named(dataset: Path, keep: int) -> None:
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_a_missing_part_is_named(dataset: Path) -> None:
     (dataset / "train/part-00003.arrow").unlink()
     with pytest.raises(BadInput, match=r"part-00003\.arrow: cannot be opened"):
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_a_part_with_damaged_ends_is_named(dataset: Path) -> None:
     part = dataset / "train/part-00003.arrow"
     whole = part.read_bytes()
@@ -138,6 +140,7 @@ def test_a_part_with_damaged_ends_is_named(dataset: Path) -> None:
             ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_parts_cannot_be_swapped(dataset: Path) -> None:
     first, last = sorted((dataset / "train").iterdir())[:: len(list((dataset / "train").iterdir())) - 1]
     manifest = json.loads((dataset / MANIFEST).read_text())
@@ -168,6 +171,7 @@ def test_a_damaged_manifest_is_named(dataset: Path, content: str) -> None:
         ClickLog.open(dataset)
 
 
+@pytest.mark.slow
 def test_a_manifest_of_another_version_is_refused(dataset: Path) -> None:
     manifest = json.loads((dataset / MANIFEST).read_text())
     (dataset / MANIFEST).write_text(json.dumps(manifest | {"version": 99}))

@@ -80,6 +80,7 @@ def test_synthetic_splits_are_different_rows_of_one_truth() -> None:
     assert splits.auc_bayes is not None and 0.75 < splits.auc_bayes < 0.85
 
 
+@pytest.mark.slow
 def test_each_epoch_of_a_log_by_day_has_its_own_samples_and_is_tested_on_the_day_after() -> None:
     made = Synthetic(train=1000, valid=300, test=200, by_day=True, drift=0.2)
     splits = open_splits(Data(synthetic=made))

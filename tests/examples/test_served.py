@@ -21,6 +21,7 @@ def test_click_models(kind: str) -> None:
     check(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["din", "dien"])
 def test_sequence_models(name: str) -> None:
     check(load(CONFIGS / f"{name}.yaml"))
@@ -45,6 +46,7 @@ def test_a_youtube_dnn_needs_the_popularity_of_its_items() -> None:
         build(config.as_dict(), {"user": 2, "item": 3}, 0)
 
 
+@pytest.mark.slow
 def test_the_settings_say_what_is_logged() -> None:
     config = load(CONFIGS / "synthetic.yaml", ["log_model.registered_model_name=ctr", "log_model.alias=best"])
     splits = open_splits(config.data)

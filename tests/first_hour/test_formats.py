@@ -46,6 +46,7 @@ def avazu(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_avazu_with_all_other_columns_and_features_of_its_hour(tmp_path: Path) -> None:
     columns = ["--label", "click", "--timestamp", "hour", "--ignore", "id", "--categorical", "rest"]
     columns += ["--split-by", "order"]
@@ -67,6 +68,7 @@ def test_ids_in_hexadecimal_are_refused_as_numbers(tmp_path: Path, capsys: pytes
     assert "can be read as numbers, such as 10000e05; make it --categorical site_id" in reported
 
 
+@pytest.mark.slow
 def test_ratings_between_colons_without_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ratings(tmp_path / "ratings.dat")
     reported = refused(capsys, tmp_path / "out", path, "--label", "like", "--categorical", "user,movie")
@@ -79,6 +81,7 @@ def test_ratings_between_colons_without_header(tmp_path: Path, capsys: pytest.Ca
     assert sum(map(len, logs.values())) == 6000
 
 
+@pytest.mark.slow
 def test_ratings_become_labels_from_a_number_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [f"{i % 50}::{i % 30}::{i % 5 + 1}::978300760" for i in range(N)]
     (tmp_path / "ratings.dat").write_text("\n".join(lines) + "\n")
@@ -92,6 +95,7 @@ def test_ratings_become_labels_from_a_number_on(tmp_path: Path, capsys: pytest.C
     assert labels.mean() == pytest.approx(2 / 5)
 
 
+@pytest.mark.slow
 def test_a_tsv_with_a_header(tmp_path: Path) -> None:
     lines = ["label\tuser\tprice", *(f"{i % 2}\tu{i % 9}\t{i / 7:.2f}" for i in range(N))]
     (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
@@ -99,6 +103,7 @@ def test_a_tsv_with_a_header(tmp_path: Path) -> None:
     assert (log.tables, log.n_dense) == ({"user": 10}, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delimiter", [";", "|", ","])
 def test_quoted_values_hold_their_delimiter(tmp_path: Path, delimiter: str) -> None:
     lines = [delimiter.join(["label", '"C1, site_id"', "user"])]
@@ -109,6 +114,7 @@ def test_quoted_values_hold_their_delimiter(tmp_path: Path, delimiter: str) -> N
         assert log["train"].tables == {"C1, site_id": 5, "user": 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress], ids=["gz", "zst"])
 def test_packed_text_is_looked_at_like_plain_text(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     packed = tmp_path / "log.csv.packed"

@@ -297,6 +297,7 @@ def test_a_store_that_refuses_to_delete_costs_space_only(saving: Kind, ram: RamS
     assert len(ram.names("manifests/")) == 1
 
 
+@pytest.mark.slow
 def test_a_second_job_at_the_same_place_is_refused(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     def newest_sign() -> str:
         return max(name for name in ram.names("claims/") if "-mine." in name)
@@ -362,6 +363,7 @@ def test_leaving_waits_for_the_save_in_flight(saving: Kind, ram: RamStore, rows:
     assert handle.result(0).manifest.name in ram.objects
 
 
+@pytest.mark.slow
 def test_leaving_cancels_a_save_that_takes_too_long(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     events: list[Event] = []
     config = replace(SMALL, close_timeout_s=0.1, rate_bytes_s=1000.0)

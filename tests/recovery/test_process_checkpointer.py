@@ -271,6 +271,7 @@ class Stopped:
         self.theirs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [lambda it: it.save(1, 10).result(60), ProcessCheckpointer.restore])
 def test_a_child_without_a_sign_of_life_is_killed_and_nobody_waits_for_it(tmp_path: Path, ask: object) -> None:
     stopped = Stopped()

@@ -218,6 +218,7 @@ def test_a_page_holds_everything_and_refers_to_nothing(whole_page: str):
         assert heading in shown.text
 
 
+@pytest.mark.slow
 def test_nothing_a_job_says_becomes_html(whole_page: str):
     assert "<b>not bold</b>" not in whole_page
     evil = "<script>alert(1)</script>\"'&"

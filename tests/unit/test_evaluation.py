@@ -88,6 +88,7 @@ def check(scores: dict[str, gba_hvd.TaskScores], data: Impressions) -> None:
     assert all(one.exact and not one.note for one in scores.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", ["tensor", "tuple", "mapping"])
 @pytest.mark.parametrize(("n_workers", "n"), [(1, 50), (2, 50), (3, 50), (3, 13)])
 def test_tasks_have_their_own_outputs_labels_masks_and_metrics(
@@ -294,6 +295,7 @@ def retrieve(job: Any, users: Numbered, items: Numbered, **how: Any) -> gba_hvd.
     return gba_hvd.evaluate_retrieval(job.model, users, items, job.state, batch=7, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_workers", "n_users", "n_items"), [(1, 25, 31), (2, 25, 31), (3, 25, 31), (3, 5, 10), (2, 30, 5)]
 )

@@ -355,6 +355,7 @@ def test_any_worker_kills_a_server_and_only_one_does(folder: Path, server: subpr
     assert schedules[1].fired == schedules[1].planned
 
 
+@pytest.mark.slow
 def test_a_server_is_stopped_and_goes_on(server: subprocess.Popen[bytes]) -> None:
     faults = FaultSchedule().stop_server(host=0, at_step=0, seconds=0.05)
     assert faults.carry_out(faults.due(5, 0)[0], {0: server.pid})

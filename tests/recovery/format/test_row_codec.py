@@ -120,6 +120,7 @@ def test_quantised_weights_are_within_half_a_step_of_their_row_and_slots_are_exa
     assert encoded.raw_bytes == pytest.approx(share * records.nbytes, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=5, max_size=5))
 def test_any_row_survives_quantisation(bits: int, weights: list[float]) -> None:

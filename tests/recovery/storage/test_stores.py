@@ -81,6 +81,7 @@ def test_a_password_in_a_url_is_not_repeated_in_messages() -> None:
     assert FsspecStore("memory://user:secret@host/job").url == "memory://***@host/job"
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_missing_is_named(s3_options: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"s3://absent/job cannot hold checkpoints.*'absent' does not exist"):
         check(open_store("s3://absent/job", timeout_s=100, tries=1, **s3_options))
@@ -105,6 +106,7 @@ def test_without_credentials_the_message_says_where_to_put_them(
         check(store)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_an_error_that_may_pass() -> None:
     once = {"retries": {"total_max_attempts": 1}}
     options = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:9", "config_kwargs": once}
@@ -118,6 +120,7 @@ def test_a_web_server_that_is_not_there_is_an_error_that_may_pass() -> None:
         FsspecStore("http://127.0.0.1:9/job").names("manifests/")
 
 
+@pytest.mark.slow
 def test_listings_of_a_web_server_have_no_sizes_and_a_missing_folder_is_empty(tmp_path: Path) -> None:
     (tmp_path / "job" / "manifests").mkdir(parents=True)
     (tmp_path / "job" / "manifests" / "1").write_bytes(b"x")
@@ -325,6 +328,7 @@ def test_a_local_disk_that_hangs_is_an_error(ram: RamStore) -> None:
             store.put(NAME, [b"x"])
 
 
+@pytest.mark.slow
 def test_a_large_object_may_take_longer_by_a_least_rate(ram: RamStore) -> None:
     data, wait = bytes(4 << 20), threading.Event()
     faulty = FaultyStore(ram).slows("put", 1, lambda: wait.wait(1.0))
@@ -354,6 +358,7 @@ def test_threads_of_a_store_that_hangs_are_few_and_the_refusal_says_so(ram: RamS
         RetryingStore.get(store, NAME)
 
 
+@pytest.mark.slow
 def test_a_local_write_that_nobody_waits_for_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes may be others by then."""
     asked, release, before = threading.Event(), threading.Event(), os.fsync

@@ -71,6 +71,7 @@ def test_a_failed_run_shows_the_first_traceback_not_the_launchers(tmp_path: Path
         measure.launch(measure.Variant("broken", (sys.executable, "-c", code)), [], log=tmp_path / "log", timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path):
     code = "import signal, sys; print('ready', flush=True); signal.pause()"
     with pytest.raises(measure.RunFailed, match="stuck: still running after 1 s"):

@@ -30,6 +30,7 @@ def test_figures_are_by_mean_time_and_contestant(result):
     assert "auc" not in result
 
 
+@pytest.mark.slow
 def test_each_contestant_is_what_it_is_called(result):
     rows = result["platforms"]["production"]["figures"]["28h"]
     assert rows["naive"]["round_h"] == rows["full"]["round_h"] < 3
@@ -40,6 +41,7 @@ def test_each_contestant_is_what_it_is_called(result):
     assert len({row["failures"] for row in rows.values()}) == 1  # all meet the same
 
 
+@pytest.mark.slow
 def test_the_portion_lost_of_saves_of_all_rows_is_compared_with_the_closed_form(result):
     production = result["platforms"]["production"]
     for mean, rows in production["figures"].items():
@@ -62,11 +64,13 @@ def test_rows_chosen_by_accesses_and_by_steps_are_compared(tmp_path, capsys, mon
     assert all(0 < one["rows_in_common"] <= 1 for one in found)
 
 
+@pytest.mark.slow
 def test_the_order_of_the_overheads_is_the_papers(result):
     for rows in result["overhead_pct"].values():
         assert max(rows[name] for name in rows if name.startswith("cpr_")) < rows["naive"] / 5 < rows["full"] / 7
 
 
+@pytest.mark.slow
 def test_measured_costs_are_a_platform_of_their_own(result):
     measured = result["platforms"]["measured"]
     assert measured["costs"]["save_s"] == 100
@@ -211,6 +215,7 @@ def test_failures_are_as_many_as_expected_and_the_same_for_all():
         assert all(0 < step < 1000 and 0 <= server < emulation.SERVERS for step, server in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "asks"),
     [

@@ -59,6 +59,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> 
     return json.loads(said(capsys, *args, "--json", status=status))
 
 
+@pytest.mark.slow
 def test_ls_lists_the_newest_first(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     listed = as_json(capsys, "ls", saved.url)["checkpoints"]
     assert [(one["name"], one["kind"], one["step"], one["samples"], one["chain"], one["ok"]) for one in listed] == [
@@ -70,6 +71,7 @@ def test_ls_lists_the_newest_first(saved: Saved, capsys: pytest.CaptureFixture[s
     assert "000001-00000002" in text and "delta" in text and "DAMAGED" not in text
 
 
+@pytest.mark.slow
 def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
     for seed in range(3):
@@ -101,6 +103,7 @@ def test_a_local_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: p
             assert f"there is no folder {url.removeprefix('file://')}: is it written as" in said.err and not said.out
 
 
+@pytest.mark.slow
 def test_show_reports_tables_chain_and_sizes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, "show", saved.url, "000001-00000001")
     assert shown["kind"] == "full" and shown["n_shards"] == 3 and shown["chain"] == [saved.names[0]]
@@ -166,6 +169,7 @@ def test_verify_finds_what_is_gone_or_of_another_length(
     assert name == (saved.names[0] if damage == "manifest" else saved.names[1])
 
 
+@pytest.mark.slow
 def test_damaged_ones_are_listed_as_such(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     saved.blob("000001-00000002").unlink()
     text = said(capsys, "ls", saved.url)
@@ -192,6 +196,7 @@ def test_diff_counts_the_changed_rows_and_names_the_largest_change(
     assert all(table["changed"] == 0 and table["largest"] is None for table in same)
 
 
+@pytest.mark.slow
 def test_diff_looks_at_a_large_table_in_parts(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

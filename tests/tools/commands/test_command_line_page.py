@@ -22,6 +22,7 @@ def page() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_listed_command_has_a_section_and_every_option_a_line(page: ModuleType) -> None:
     text = page.on_page_markdown((DOCS / "COMMAND_LINE.md").read_text(), None)
     sections = {part.partition("\n")[0]: part for part in text.split("# gba-hvd")}

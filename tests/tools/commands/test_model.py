@@ -55,6 +55,7 @@ def exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str
     return model, tmp_path / "m"
 
 
+@pytest.mark.slow
 def test_an_export_of_the_best_model_is_of_the_checkpoint_that_is_kept_for_it(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +273,7 @@ def of_strings(job_memory: Any, tmp_path: Path) -> tuple[nn.Module, gba_hvd.Batc
     return model, one, tmp_path
 
 
+@pytest.mark.slow
 def test_strings_are_hashed_as_in_training_where_that_is_said(
     of_strings: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +325,7 @@ def test_a_column_that_cannot_be_hashed_is_named(
     assert words in said(capsys, *how, status=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["import no_such_package", "from gba_hvd import no_such_name"])
 @pytest.mark.parametrize("where", ["in the file", "in the callable"])
 def test_a_builder_that_needs_what_is_not_installed_is_one_line(
@@ -403,6 +406,7 @@ def test_diff_counts_rows_and_names_tensors(exported: Any, capsys: pytest.Captur
     assert "has no version 7" in said(capsys, "diff", url, 7, status=1)
 
 
+@pytest.mark.slow
 def test_diff_says_how_inputs_differ(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, url = exported
     one = batch(2)
@@ -427,6 +431,7 @@ def test_diff_of_versions_at_two_urls(exported: Any, tmp_path: Path, capsys: pyt
     assert "--new-url, which is not given" in said(capsys, "diff", url, 1, "--new-option", "key=k", status=1)
 
 
+@pytest.mark.slow
 def test_diff_of_hashed_tables(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = {"build": CODE, "arguments": {"users": 300, "hashed": True}, "tables": "touched"}
     model = trained(users=300, hashed=True)
@@ -437,6 +442,7 @@ def test_diff_of_hashed_tables(trained: Trained, tmp_path: Path, capsys: pytest.
     assert (user["changed"], user["added"], user["removed"], user["shared"]) == (0, 2, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_a_run(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

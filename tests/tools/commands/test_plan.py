@@ -99,6 +99,7 @@ def save_with(place, about):
     return rows.schema.n_bytes
 
 
+@pytest.mark.slow
 def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys):
     measured = JobMeasurements().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
     measured = replace(measured, load_s=9.0)
@@ -161,6 +162,7 @@ def test_a_job_that_does_not_run_here_is_reported(tmp_path, capsys):
     assert "'absent' does not run here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "asks"),
     [

@@ -150,6 +150,7 @@ def test_one_worker_is_as_python_with_its_exit_code(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("['--epochs', '3']")
 
 
+@pytest.mark.slow
 def test_a_discovery_command_is_asked(tmp_path: Path) -> None:
     assert check_discovery("echo h1:2; echo h2:3")[1] == 5
     script = tmp_path / "hosts.sh"

@@ -141,6 +141,7 @@ def test_without_a_launcher_the_allreduce_says_how_to_get_one(tmp_path: Path, mo
     assert "make setup" in check_allreduce().advice
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_has_no_status() -> None:
     status, _ = run_group(["/bin/sh", "-c", "sleep 600 & wait"], timeout_s=0.2)
     assert status is None

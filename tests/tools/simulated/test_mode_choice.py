@@ -38,6 +38,7 @@ def test_over_drawn_clusters_it_loses_less_than_two_percent(clusters: list[Compa
     assert any(one.allreduce > one.gba for one in clusters) and any(one.gba > one.allreduce for one in clusters)
 
 
+@pytest.mark.slow
 def test_over_drawn_clusters_it_makes_no_more_than_one_needless_switch_each(clusters: list[Comparison]) -> None:
     assert mean(one.needless for one in clusters) <= 1
     assert sum(len(one.switches) for one in clusters) > 0

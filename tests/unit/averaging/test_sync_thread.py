@@ -278,6 +278,7 @@ def test_updates_made_during_a_round_survive_it_under_the_difference_rule():
     assert workers[0].values == [201.0, 201.0], "the sum of all replicas is what came in"
 
 
+@pytest.mark.slow
 def test_a_round_that_fails_is_dropped_and_the_next_world_goes_on():
     meeting = Meeting(2)
     workers = [Worker([float(rank)] * 2, Servers(2)) for rank in range(2)]
@@ -328,6 +329,7 @@ def test_elastic_rounds_bring_replicas_and_central_copy_together():
     assert stop_together(workers) == [True, True]
 
 
+@pytest.mark.slow
 def test_an_elastic_round_without_a_server_is_dropped_and_tried_again():
     servers = Servers(2)
     servers.fails = True
@@ -380,6 +382,7 @@ def test_in_the_foreground_there_is_a_round_every_k_steps_and_no_other():
     assert stop_together(workers) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nobody_is_idle")
 def test_threads_of_one_replica_wait_for_its_foreground_round_together(monkeypatch: pytest.MonkeyPatch):
     (worker, other) = started([[0.0, 0.0], [4.0, 4.0]], every=2)
@@ -427,6 +430,7 @@ def test_the_bytes_of_a_round_are_those_of_the_ring_that_carries_it():
         }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_micro_batch_takes_part_in_the_rounds_of_the_others():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()
@@ -438,6 +442,7 @@ def test_a_worker_without_a_micro_batch_takes_part_in_the_rounds_of_the_others()
     assert stop_together(workers) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_no_micro_batch_yet_takes_part_in_the_rounds_of_the_others():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     before = workers[0].rounds.n_done  # more than none, if this thread is late
@@ -447,6 +452,7 @@ def test_a_worker_that_has_no_micro_batch_yet_takes_part_in_the_rounds_of_the_ot
     assert stop_together(workers) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nobody_is_idle")
 def test_a_foreground_round_that_is_late_is_reported_and_training_goes_on():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
@@ -482,6 +488,7 @@ def test_what_is_reported_is_of_the_rounds_since_the_last_report():
     assert workers[0].rounds.drain_metrics() is None
 
 
+@pytest.mark.slow
 def test_a_worker_whose_rounds_all_fail_reports_how_many_were_dropped_and_no_pace():
     servers = Servers(2)
     servers.fails = True

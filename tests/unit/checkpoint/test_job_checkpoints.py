@@ -72,6 +72,7 @@ def test_a_checkpoint_of_other_batches_is_refused(name: str) -> None:
         checkpoints(None, **{name: 32}).check_fits(about(None))
 
 
+@pytest.mark.slow
 def test_a_place_that_another_job_has_claimed_meanwhile_is_reported(tmp_path: Path) -> None:
     """What was saved before never expires then."""
     events: list[Event] = []
@@ -154,6 +155,7 @@ def test_a_job_that_started_over_beside_another_ones_checkpoints_takes_no_row_of
         place.filled(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("about", "resume", "first"),
     [
@@ -176,6 +178,7 @@ def test_what_earlier_launches_of_the_job_saved_is_its_own(
     assert job.location() == {"first_epoch": first, "epochs": [3], "resumed_epoch": 0}
 
 
+@pytest.mark.slow
 def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(place: Place) -> None:
     resumed = place.save(1, 1.0)
     job = place.job()
@@ -205,6 +208,7 @@ def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> N
     assert (job.first_epoch, place.events) == (1, [])
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_was_gone(place: Place) -> None:
     job = place.job()
     job.claim_location("job")

@@ -233,6 +233,7 @@ def test_what_is_in_a_memory_is_its_rows_and_its_state(memory: ShardMemory) -> N
 # --- a last checkpoint -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_holds_the_memory_once_when_nobody_has_lived_there_for_long_enough(memory: ShardMemory) -> None:
     now = [0.0]
 

@@ -78,6 +78,7 @@ def test_a_checkpoint_that_is_in_flight_when_a_chief_takes_over_is_a_new_one() -
     assert [event.data.get("found", False) for event in chief.events if event.kind == "checkpoint"] == [False]
 
 
+@pytest.mark.slow
 def test_the_failure_of_an_earlier_save_is_not_that_of_the_one_that_is_waited_for() -> None:
     chief = Chief()
     assert chief.saves("mfu", "failed", why="the store is away") == 5

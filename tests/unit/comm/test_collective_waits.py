@@ -119,6 +119,7 @@ def names() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_operation_has_words_and_no_others_have() -> None:
     found = names()
     assert len(found) > 40

@@ -129,6 +129,7 @@ def test_a_world_that_could_not_be_formed_may_be_asked_for_again(launcher: Launc
     slot.verify(PATIENCE_S)  # it was let in, and the others died before it had left its mark
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:
     with Launcher() as server:
         slot = server.slot()
@@ -150,6 +151,7 @@ def test_without_an_elastic_launcher_nothing_is_asked(launcher: Launcher) -> Non
     assert not launcher.values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [WorkerEvicted("it was away"), LauncherUnreachable("it is cut off")])
 def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
     monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -202,6 +202,7 @@ def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     rejoin._thread.join(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_an_end_that_waits_for_a_world_reports_it_before_the_end(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gba_hvd.elastic.torch_state._FAILED_TIMEOUT_S", 0.2)
     monkeypatch.setattr("gba_hvd.elastic.torch_state._END_TIMEOUT_S", 0.2)
@@ -215,6 +216,7 @@ def test_an_end_that_waits_for_a_world_reports_it_before_the_end(held: Any, monk
     assert held.reported.ended == len(held.reported.received)
 
 
+@pytest.mark.slow
 def test_a_mode_that_is_left_while_a_world_forms_says_what_it_waits_for(held: Any) -> None:
     emit = held.engine.emit
 

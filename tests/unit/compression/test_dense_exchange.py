@@ -281,6 +281,7 @@ def test_a_job_that_shrinks_to_one_worker_sends_what_waited(
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_what_all_workers_had_not_sent(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:
@@ -296,6 +297,7 @@ def rest_of(job: Any) -> Any:
     return job.state.engine.model.compression.state(job.state.world)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:

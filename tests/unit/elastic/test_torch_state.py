@@ -169,6 +169,7 @@ def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clic
     assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said
 
 
+@pytest.mark.slow
 def test_a_refused_launch_promises_nothing_of_the_same_command(
     training: Any, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +430,7 @@ def test_a_job_is_interrupted_while_it_waits_for_the_claim_of_another(
     assert str(ended.value) == text and diary.received == ["interrupted", f"end KILLED {ended.value!r}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt("SIGTERM"), None])
 def test_the_claim_is_released_before_the_end_is_reported(
     training: Any, tmp_path: Path, error: BaseException | None
@@ -473,6 +475,7 @@ def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_late_joiner_goes_on_like_those_it_joins(training: Any, clicks: Any) -> None:
     def a_job() -> Any:
         job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1), epoch=0, best=0.0, history=[], mean=torch.zeros(2))

@@ -91,6 +91,7 @@ def test_without_an_elastic_launcher_there_is_no_next_chief(monkeypatch: pytest.
     assert worker.waits() == "" and worker.n_looks == 0
 
 
+@pytest.mark.slow
 def test_that_the_state_is_not_kept_is_reported_once_in_a_process(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

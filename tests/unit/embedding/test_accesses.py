@@ -53,6 +53,7 @@ def looked_up(clicks: Any, epochs: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 def test_every_lookup_counts_whatever_the_weights_of_its_micro_batch(
     training: Any, clicks: Any, row_average: str

@@ -306,6 +306,7 @@ def test_a_job_with_a_compiled_model_trains_the_same_model(tmp_path: Path) -> No
     np.testing.assert_allclose(compiled[1], eager[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_job_trains_a_model_in_bfloat16(tmp_path: Path) -> None:
     whole, half = trained(tmp_path / "whole", torch.float32), trained(tmp_path / "half", torch.bfloat16)
     assert half[1].dtype == np.float32

@@ -507,6 +507,7 @@ def test_a_smaller_table_takes_the_most_used_or_is_refused(make_tables: Any, tmp
     assert wide.vocabulary("t").tolist() == before.vocabulary("t").tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["delta", "mfu", "scar"])
 def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tmp_path: Path, policy: str) -> None:
     tables = filled(make_tables, n=60, capacity=64, evict="lfu")

@@ -145,6 +145,7 @@ def test_a_job_trains_from_them(tmp_path: Path, compile_: bool) -> None:
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tensors_and_collections_of_torchrec(
     tmp_path: Path, make_tables: MakeTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:

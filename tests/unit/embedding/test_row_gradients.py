@@ -32,6 +32,7 @@ def row_grad(keys: list[int], dim: int, seed: int = 0) -> RowGrad:
     return RowGrad(np.array(keys, dtype=np.int64), rng.normal(size=(len(keys), dim)).astype(np.float32))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2**62) | st.integers(0, 20), max_size=200))
 def test_distinct_keys_are_numbered_by_first_appearance(keys: list[int]) -> None:
     found, number, _ = distinct(np.array(keys, dtype=np.int64))

@@ -290,6 +290,7 @@ def test_hosts_that_were_given_other_rows_are_told_to_seed_the_script(workers: W
         workers.together(jobs, lambda one: one.state.sync())
 
 
+@pytest.mark.slow
 def test_on_one_host_the_rows_of_its_first_worker_count(workers: Workers, on_host: Any) -> None:
     jobs = [on_host(host) for host in "aab"]
     for one, value in zip(jobs, (1.0, 5.0, 1.0), strict=True):

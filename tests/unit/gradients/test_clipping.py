@@ -165,6 +165,7 @@ def test_a_rule_whose_workers_push_momentum_refuses_to_clip(training: Any) -> No
         job.state.register_callbacks([gba_hvd.GBACallback(mode="gba", rule="dana_slim")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_step_hooks_run_at_global_steps_and_are_refused_where_servers_step(
     training: Any, clicks: Any, register: str

@@ -77,6 +77,7 @@ def test_groups_of_one_class_each_have_no_gauc() -> None:
 # --- ratings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_errors_are_scikit_learn_s() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(6)

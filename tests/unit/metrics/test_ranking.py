@@ -99,6 +99,7 @@ def test_lists_and_their_order_are_those_of_loops() -> None:
         assert np.isneginf(found.scores[query, len(expected) :]).all()
 
 
+@pytest.mark.slow
 def test_ndcg_is_scikit_learn_s_where_no_scores_are_equal() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(5)

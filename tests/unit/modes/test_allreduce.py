@@ -204,6 +204,7 @@ def test_rows_that_leave_with_their_host_start_over_and_are_counted(
     assert jobs[0].state.step == 4
 
 
+@pytest.mark.slow
 def test_every_worker_learns_of_one_workers_bad_number(workers: Workers, on_host: Any, clicks: Any) -> None:
     jobs = [on_host("a"), on_host("a"), on_host("b")]
 
@@ -258,6 +259,7 @@ def test_a_late_joiner_with_other_settings_does_not_end_the_job(workers: Workers
     assert old.state.samples.applied == 100
 
 
+@pytest.mark.slow
 def test_evaluation_gives_every_worker_the_same_result(workers: Workers, on_host: Any, clicks: Any) -> None:
     jobs, alone = [on_host("a"), on_host("b"), on_host("a")], on_host("alone")
     results = [
@@ -360,6 +362,7 @@ def test_a_curvature_that_each_worker_has_measured_may_differ(workers: Workers, 
     assert workers.outcomes(jobs, lambda job: job.state.sync()) == [None, None]
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_those_of_python(workers: Workers, on_host: Any) -> None:
     jobs = [on_host("a"), on_host("a")]
     for job, min_stay in zip(jobs, (4, np.int64(4)), strict=True):
@@ -384,6 +387,7 @@ def test_a_worker_that_cannot_open_its_memory_stops_all(workers: Workers, on_hos
     assert "Not a directory" in str(results[1])
 
 
+@pytest.mark.slow
 def test_rows_of_an_earlier_job_are_not_taken_for_ours(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

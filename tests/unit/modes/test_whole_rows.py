@@ -94,6 +94,7 @@ def pulled(whole: WholeRows, world: World, keys: Sequence[int], n_groups: int, r
     whole.pull([np.array(keys, np.int64)] * n_groups, world.alltoall, returns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [False, True], ids=["", "accesses are counted"])
 @pytest.mark.parametrize("extra", [0, 1], ids=["", "contributors are counted"])
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)

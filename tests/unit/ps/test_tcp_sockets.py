@@ -442,6 +442,7 @@ def over_tls(raw: Raw, router: TcpRouter, key: bytes = KEY) -> ssl.SSLSocket:
     raise AssertionError("no handshake")
 
 
+@pytest.mark.slow
 def test_within_tls_the_proof_is_asked_for_as_well() -> None:
     router, port = a_router(with_tls=True)
     for given, is_taken in ((KEY, True), (OTHER, False)):

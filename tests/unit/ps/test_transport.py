@@ -128,6 +128,7 @@ def test_what_a_server_of_this_host_is_asked_is_no_traffic(
     assert (("sent", "header") in counted) is (("received", "header") in counted) is not local
 
 
+@pytest.mark.slow
 def test_a_request_that_is_put_off_is_sent_again_and_the_reason_is_kept(
     tmp_path: Path, stub: Callable[[Reaction], Stub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_request_that_is_put_off_is_sent_again_and_the_reason_is_kept(
     client.close()
 
 
+@pytest.mark.slow
 def test_a_server_with_the_other_wire_is_named_when_a_request_fails(tmp_path: Path, stub: Callable[..., Stub]) -> None:
     server = stub(lambda number, request: Ok())
     endpoint = Endpoint(2, 0, "127.0.0.1", server.listener.port, 0, "plain")
@@ -178,6 +180,7 @@ def test_an_answer_of_another_version_ends_the_wait_and_not_the_thread(
     client.close()
 
 
+@pytest.mark.slow
 def test_requests_that_wait_when_the_client_closes_fail(tmp_path: Path) -> None:
     client = a_client(tmp_path)
     client.start()
@@ -196,6 +199,7 @@ def test_a_client_that_was_never_started_can_be_closed(tmp_path: Path) -> None:
         future.result(60)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_kills_the_thread_is_reported_to_all_requests(tmp_path: Path) -> None:
     client = a_client(tmp_path)
@@ -213,6 +217,7 @@ def test_what_kills_the_thread_is_reported_to_all_requests(tmp_path: Path) -> No
     client.close()
 
 
+@pytest.mark.slow
 def test_what_is_asked_when_a_request_fails_fails_too(tmp_path: Path) -> None:
     """A callback that sends the next request, while the thread ends."""
     client = a_client(tmp_path)
@@ -343,6 +348,7 @@ def test_a_training_state_of_more_than_two_gibibytes_arrives(stub: Callable[[Rea
     assert_arrives(stub, tmp_path, (2 << 30) + (64 << 20), local=True)
 
 
+@pytest.mark.slow
 def test_without_the_key_a_connection_holds_little_and_not_for_long(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     listener = transport.Listener(context, tmp_path, "s", "127.0.0.1", 0, KEY)

@@ -71,6 +71,7 @@ def test_each_row_group_is_decoded_about_once_by_all_workers_together(
     assert sorted(decoded) == [("a.parquet", group) for group in range(GROUPS)]
 
 
+@pytest.mark.slow
 def test_uneven_groups_are_decoded_once_more_at_most_where_lanes_share_them(
     tmp_path: Path, decoded: list[tuple[str, int]]
 ):

@@ -212,6 +212,7 @@ class Branching(Stacked):
 EXAMPLE = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "example", "words"),
     [

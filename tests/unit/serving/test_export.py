@@ -99,6 +99,7 @@ def test_large_tables_are_read_in_parts_of_which_each_is_read_once(
     assert 1 < reads.count("user") <= 5
 
 
+@pytest.mark.slow
 def test_a_converted_model(job_memory: Callable[..., None], tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Converted()

@@ -389,6 +389,7 @@ def test_the_thread_follows_until_it_is_closed(serve: Callable[..., Served]) -> 
         assert arrived.wait(60)
 
 
+@pytest.mark.slow
 def test_closing_raises_what_the_thread_died_of(serve: Callable[..., Served]) -> None:
     served, came = serve(), threading.Event()
 

@@ -108,6 +108,7 @@ def converted_batch(n: int, seed: int = 1) -> tuple[torch.Tensor, dict[str, torc
     return draw(30, n), {"shown": draw(30, n, 3), "bag": draw(7, n, 2), "kept": draw(5, n)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_converted_model_is_converted_again(job_memory: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     model = Converted()
@@ -214,6 +215,7 @@ def test_a_version_writes_the_shards_that_have_changed(trained: Trained, tmp_pat
     assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
 
 
+@pytest.mark.slow
 def test_an_object_store_does_as_a_folder_does(trained: Trained) -> None:
     model, one, url = trained(), batch(20), f"memory://{uuid.uuid4().hex}"
     first = gba_hvd.save_model(model, url, build=CODE, input_example=batch(2))
@@ -223,6 +225,7 @@ def test_an_object_store_does_as_a_folder_does(trained: Trained) -> None:
     assert torch.equal(gba_hvd.load_for_inference(url)(one), evaluated(model, one))
 
 
+@pytest.mark.slow
 def test_a_shard_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(20)
     gba_hvd.save_model(model, tmp_path / "m", build=CODE)
@@ -243,6 +246,7 @@ def test_rows_of_a_table_with_rows_of_its_own_to_begin_with_are_all_stored(job_m
         assert np.array_equal(opened.tables.rows(name, np.arange(n)), model.tables.rows(name, np.arange(n)))
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(20)
     gba_hvd.save_model(model, tmp_path / "m", build=CODE)
@@ -252,6 +256,7 @@ def test_a_file_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Pa
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1, 500])
 def test_a_manifest_that_a_store_has_in_part_is_passed_over(trained: Trained, tmp_path: Path, left: int) -> None:
     """A folder never has one; a store without atomic writes keeps what an interrupted save has written."""
@@ -267,6 +272,7 @@ def test_a_manifest_that_a_store_has_in_part_is_passed_over(trained: Trained, tm
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
 
 
+@pytest.mark.slow
 def test_an_old_version_stays_what_it_was(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(20)
     gba_hvd.save_model(model, tmp_path / "m", build=CODE)
@@ -279,6 +285,7 @@ def test_an_old_version_stays_what_it_was(trained: Trained, tmp_path: Path) -> N
         gba_hvd.load_for_inference(tmp_path / "m", version=3)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_grows_keeps_its_shards(trained: Trained, tmp_path: Path) -> None:
     arguments = {"users": 3200, "hashed": True}
     model = trained(**arguments)
@@ -291,6 +298,7 @@ def test_a_vocabulary_that_grows_keeps_its_shards(trained: Trained, tmp_path: Pa
     assert second.new_shards == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 7))  # three shards, the dense part, the claim of a number, the manifest
 def test_a_save_that_dies_leaves_the_version_before(
     trained: Trained, tmp_path: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
@@ -536,6 +544,7 @@ def test_a_table_that_is_missing(trained: Trained, tmp_path: Path) -> None:
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/m", "https://no-such-host.invalid/m"])
 def test_a_server_that_is_not_there_is_not_taken_for_one_without_models(url: str) -> None:
     with pytest.raises(StoreError, match=r"/m: versions/ cannot be listed: Cannot connect to host"):

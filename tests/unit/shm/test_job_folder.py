@@ -234,6 +234,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return be
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_host_lives_in_is_refused(tmp_path: Path, elsewhere: Callable[..., None]) -> None:
     memory = open_(tmp_path)
     elsewhere(processes=17)
@@ -246,6 +247,7 @@ def test_a_folder_that_another_host_lives_in_is_refused(tmp_path: Path, elsewher
     assert not memory.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_container_that_is_started_again_goes_on_with_the_rows(
     tmp_path: Path, elsewhere: Callable[..., None]
 ) -> None:

@@ -34,6 +34,7 @@ def test_no_two_numbers_share_a_word(tables: dict[str, tuple[int, int]], n_shard
     assert layout.n_bytes == 4 * n_shards * layout.region_words
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(1, 9))
 def test_every_row_has_a_key_of_its_own_that_leads_back_to_it(
     tables: dict[str, tuple[int, int]], n_shards: int

@@ -205,6 +205,7 @@ def test_a_folder_that_cannot_be_made_is_refused(open_memory: Open) -> None:
         open_memory(base=Path("/proc/gba"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -240,6 +241,7 @@ with open(sys.argv[1], "r+") as alive:
 """
 
 
+@pytest.mark.slow
 def test_a_second_job_of_one_name_is_refused_while_somebody_lives_in_the_memory(tmp_path: Path) -> None:
     """The error names the first job, and advises not to remove its memory; once it has ended the second takes over."""
     mine = ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "first")
@@ -284,6 +286,7 @@ def test_what_becomes_of_the_file_behind_the_pages_is_seen(open_memory: Open, tm
     assert "RemoveIPC" in memory.trouble()
 
 
+@pytest.mark.slow
 def test_a_refused_opener_does_not_keep_the_memory_alive(open_memory: Open) -> None:
     owner = open_memory(a_layout(seed=3))
     with pytest.raises(ShardMemoryError):

@@ -20,6 +20,7 @@ def test_nothing_was_written_yet(tmp_path: Path) -> None:
     assert SnapshotFile(tmp_path / "s").read() is None
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary(max_size=700), min_size=1, max_size=8))
 def test_the_newest_write_is_read_here_and_by_a_successor(writes: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -439,6 +439,7 @@ def test_an_average_of_rows_is_reported_where_a_step_is_one_push(mode: str) -> N
     assert "leave row_average out" in event.message
 
 
+@pytest.mark.slow
 def test_in_allreduce_mode_a_rule_changes_nothing(training: Callable[..., Any], clicks: Callable[..., Any]) -> None:
     def momentum(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)

@@ -38,6 +38,7 @@ def test_allreduce_waits_for_the_largest_share_as_well_as_for_the_slowest_worker
     assert predicted(uneven)[0] == pytest.approx(8 / 0.5)
 
 
+@pytest.mark.slow
 @given(measured(), st.integers(0, 10))
 def test_expected_drops_are_a_share_and_a_larger_tolerance_drops_no_more(rates: Rates, tolerance: int) -> None:
     drops = expected_drops(rates, tolerance)

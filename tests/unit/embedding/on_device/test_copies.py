@@ -86,6 +86,7 @@ def test_what_was_put_is_found_with_its_numbers(device: torch.device) -> None:
     assert not any(here(hot, keys + 10**5 * 2))
 
 
+@pytest.mark.slow
 def test_the_one_that_was_used_longest_ago_makes_room(device: torch.device) -> None:
     hot = hot_rows(8, device)  # one set
     for key in range(8):
@@ -104,6 +105,7 @@ def test_what_is_used_now_makes_no_room(device: torch.device) -> None:
     assert not any(here(hot, new))
 
 
+@pytest.mark.slow
 def test_of_keys_that_want_one_set_as_many_get_a_place_as_it_has(device: torch.device) -> None:
     hot = hot_rows(8, device)
     keys = keys_of(*range(50), device=device)
@@ -124,6 +126,7 @@ def test_new_numbers_reach_those_that_are_there_wherever_they_are(device: torch.
         torch.testing.assert_close(records, records_of(key) + 0.5 * hits)
 
 
+@pytest.mark.slow
 def test_forgotten_ones_are_not_found(device: torch.device) -> None:
     hot = hot_rows(64, device)
     keys = keys_of(*range(20), device=device)

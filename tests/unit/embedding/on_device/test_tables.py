@@ -437,6 +437,7 @@ def test_converted_modules_give_their_tables_the_device_of_the_model(tmp_path: P
     assert tables.device == torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_training_state_is_kept_after_the_rows_are_written(
     device: torch.device, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

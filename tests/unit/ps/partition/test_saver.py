@@ -166,6 +166,7 @@ def test_nothing_stays_of_a_save_that_failed_before_its_manifest(
     assert job.saved_numbers() == [6, 4]
 
 
+@pytest.mark.slow
 def test_blobs_stay_when_the_manifest_may_be_there(hosts: Callable[..., Hosts], refusing: Any) -> None:
     opened = refusing(lambda name: name == "manifests/000001-00000005.json")
     job = hosts()
@@ -174,6 +175,7 @@ def test_blobs_stay_when_the_manifest_may_be_there(hosts: Callable[..., Hosts], 
     assert any(name.startswith("blobs/000001-00000005/") for name in job.store.names(""))
 
 
+@pytest.mark.slow
 def test_a_part_that_was_saved_in_vain_is_deleted_with_the_next_save(
     hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., 
     assert job.saved_numbers() == [4, 3]
 
 
+@pytest.mark.slow
 def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts: Callable[..., Hosts]) -> None:
     job = hosts(policy="delta")
     rows = ShardRows(job.memory)

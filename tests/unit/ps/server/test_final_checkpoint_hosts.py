@@ -119,6 +119,7 @@ def test_steps_that_shards_missed_are_counted(hosts: Callable[..., Hosts]) -> No
     assert missed_in(job.checkpoints()[0], job, job.memories[1]) == 5 + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_rows_that_do_not_belong_to_the_state_are_refused(hosts: Callable[..., Hosts], host: int) -> None:
     job = hosts()
@@ -132,6 +133,7 @@ def test_rows_that_do_not_belong_to_the_state_are_refused(hosts: Callable[..., H
     assert not job.checkpoints()
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_have_each_shard_once_save_nothing(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     job.memories[0].set_absent(0)
@@ -152,6 +154,7 @@ def test_without_a_training_state_nothing_is_saved_and_all_learn_why(hosts: Call
     assert not job.checkpoints()
 
 
+@pytest.mark.slow
 def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_time(hosts: Callable[..., Hosts]) -> None:
     job = hosts(final_checkpoint_s=0.5)
     job.gone(0, state_of())
@@ -161,6 +164,7 @@ def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_tim
     assert not job.checkpoints()
 
 
+@pytest.mark.slow
 def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[..., Hosts]) -> None:
     job = hosts(final_checkpoint_s=0.5)
     job.gone(1)
@@ -191,6 +195,7 @@ def test_workers_that_go_on_elsewhere_make_it_stop(hosts: Callable[..., Hosts], 
     assert not job.checkpoints()
 
 
+@pytest.mark.slow
 def test_a_save_that_nobody_was_left_to_ask_the_other_host_for_fails_and_the_last_one_is_made(
     hosts: Callable[..., Hosts],
 ) -> None:
@@ -212,6 +217,7 @@ def test_a_save_that_nobody_was_left_to_ask_the_other_host_for_fails_and_the_las
     assert (chain.newest.number, chain.newest.step) == (STEP + 1, STEP)
 
 
+@pytest.mark.slow
 def test_what_was_saved_already_is_not_saved_again(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     for _ in range(2):

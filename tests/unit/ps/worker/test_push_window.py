@@ -98,6 +98,7 @@ def test_a_coordinator_that_does_not_take_the_report_is_reported_later(answer: A
     assert push_window.drain()
 
 
+@pytest.mark.slow
 def test_a_push_waits_for_a_place_and_gives_up() -> None:
     push_window, _ = of(Coordinator(Ok()))
     for _ in range(MAX_IN_FLIGHT):
