@@ -481,15 +481,7 @@ def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
     "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], int64[::1],float32[:, ::1])"
 )
 def gather_stored(
-    keys: Any,
-    start: int,
-    first_key: Any,
-    first_bucket: Any,
-    bits: Any,
-    words: Any,
-    memory: Any,
-    missing: Any,
-    out: Any,
+    keys: Any, start: int, first_key: Any, first_bucket: Any, bits: Any, words: Any, memory: Any, missing: Any, out: Any
 ) -> int:
     """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket in no memory.
 

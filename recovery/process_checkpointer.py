@@ -109,17 +109,7 @@ class ProcessCheckpointer:
         # The name is given here, so that a child that takes the place of another is of the same job.
         config = replace(config, job=config.job or f"run-{secrets.token_hex(6)}")
         self._begin = Begin(
-            url,
-            rows.memory,
-            config,
-            takeover,
-            None,
-            tracker_path,
-            counters,
-            rng,
-            storage_options,
-            nice,
-            silence_s,
+            url, rows.memory, config, takeover, None, tracker_path, counters, rng, storage_options, nice, silence_s
         )
         self.url = (open_store(url, **storage_options) if isinstance(url, str | Path) else url).url
         self._report, self._config = EventReporter(self.url, on_event), config

@@ -266,10 +266,7 @@ class Partition:
             self.arrivals.append(sorted(shares.items()))
 
     def _merge(
-        self,
-        request: Apply | Measure,
-        found: Mapping[tuple[int, int], BufferedPush],
-        dropped: Sequence[BufferedPush],
+        self, request: Apply | Measure, found: Mapping[tuple[int, int], BufferedPush], dropped: Sequence[BufferedPush]
     ) -> _Merged:
         here = [m for m in request.members if (m.micro, m.serial) in found]
         pushes = [(found[m.micro, m.serial], m.weight) for m in here]
