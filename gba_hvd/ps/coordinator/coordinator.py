@@ -220,9 +220,8 @@ class Coordinator:
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
         self.works(request.worker)
-        self._traffic[request.worker] = max(
-            self._traffic.get(request.worker, NOTHING), request.traffic
-        )  # both only grow
+        # Both only grow.
+        self._traffic[request.worker] = max(self._traffic.get(request.worker, NOTHING), request.traffic)
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
         )
@@ -547,8 +546,7 @@ class Coordinator:
         self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
-            micro: _Handed(serial, worker, self._clock())
-            for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
+            work["micro"]: _Handed(work["serial"], work["worker"], now) for work in state["ledger"]["outstanding"]
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
