@@ -170,7 +170,10 @@ class JobPosition(Struct, tag="Position"):
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
-    """expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised."""
+    """The right to compute one micro-batch. A serial is given once: a micro-batch handed out again has a new one.
+
+    expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised
+    """
 
     micro: int
     serial: int

@@ -27,7 +27,6 @@ from gba_hvd.ps.messages import (
     Enter,
     HeartbeatMsg,
     JobPosition,
-    LeaseGrant,
     LeaseReply,
     LeaseRequest,
     Measure,
@@ -193,9 +192,8 @@ class Coordinator:
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            expected = ledger.expected(request.worker)
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples, expected)
-            return LeaseReply(self.position(), lease)
+            answer.expected = ledger.expected(request.worker)
+            return LeaseReply(self.position(), answer)
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
         if isinstance(answer, Drained):
