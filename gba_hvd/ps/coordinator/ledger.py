@@ -515,17 +515,14 @@ class Ledger:
     def _take(self, worker: int) -> int:
         """The next micro-batch for this worker, of the step that is being handed out."""
         if not self._row:
-            self._row = self._row_from(self._next)
-            self._next += len(self._row)
+            first, of_step = self._next, self.cut.n_micro
+            self._next = min((first // of_step + 1) * of_step, self._n_total)
+            self._row = list(range(first, self._next))
         micro = min(self._row, key=lambda one: self._rank(worker, one))
         self._row.remove(micro)
         readers = self._readers.setdefault(micro % self.cut.n_micro, [])
         self._readers[micro % self.cut.n_micro] = [*(one for one in readers if one != worker), worker][-2:]
         return micro
-
-    def _row_from(self, first: int) -> list[int]:
-        """From a micro-batch on, those of its step."""
-        return list(range(first, min((first // self.cut.n_micro + 1) * self.cut.n_micro, self._n_total)))
 
     def _rank(self, worker: int, micro: int) -> tuple[int, int]:
         """Whether the worker reads the lane of this micro-batch: the less, the sooner it gets it."""
