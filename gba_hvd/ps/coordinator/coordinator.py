@@ -544,7 +544,7 @@ class Coordinator:
         self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
-            work["micro"]: _Handed(work["serial"], work["worker"], now) for work in state["ledger"]["outstanding"]
+            micro: _Handed(serial, worker, now) for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])

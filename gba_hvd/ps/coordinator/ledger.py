@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
-import msgspec
-
 from gba_hvd.epoch import EpochPlan, SampleAccount, run_number
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.ps.coordinator.discipline import Discipline
@@ -100,6 +98,10 @@ class _Work:
     token: int
     rejected: bool = False
     values_step: int = -1
+
+
+def _fields(work: _Work) -> list[Any]:
+    return [work.worker, work.request, work.micro, work.serial, work.token, work.rejected, work.values_step]
 
 
 class Ledger:
@@ -394,6 +396,7 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or msgpack."""
+        plan = self._decided
         return {
             "cut": vars(self.cut).copy(),
             "discipline": vars(self.discipline).copy(),
@@ -412,11 +415,14 @@ class Ledger:
             "n_resolved": self._n_resolved,
             "again": sorted(self._again),
             "serial": self._serial,
-            "outstanding": [msgspec.to_builtins(work) for work in self._outstanding.values()],
+            "outstanding": [_fields(work) for work in self._outstanding.values()],
             "revoked": list(self._revoked),
-            "accepted": [msgspec.to_builtins(work) for work in self._accepted],
-            "decided": msgspec.to_builtins(self._decided),
+            "accepted": [_fields(work) for work in self._accepted],
+            "decided": None if plan is None else [list(vars(member).values()) for member in plan.members],
             "skips": self.skips,
+            "overflowed": plan is not None and plan.overflowed,
+            "clipped": None if plan is None or plan.clipped is None else list(plan.clipped),
+            "row_damping": None if plan is None or plan.row_damping is None else list(plan.row_damping),
             "held": self._held,
             "clock": [list(pair) for pair in self._clock.items()],
         }
@@ -424,22 +430,42 @@ class Ledger:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The ledger that `state()` was taken from, with an account of its own."""
-        same = {name: state[name] for name in ("epoch", "segment", "step", "skips")}
+        cut, discipline = EpochPlan(**state["cut"]), Discipline(**state["discipline"])
         account = SampleAccount(**state["account"])
         ledger = cls(
-            EpochPlan(**state["cut"]), Discipline(**state["discipline"]), steps_done=0, account=account, **same
+            cut,
+            discipline,
+            epoch=state["epoch"],
+            segment=state.get("segment", 0),
+            steps_done=0,
+            step=state["step"],
+            account=account,
+            skips=state["skips"],
         )
-        ledger.staleness_histogram, ledger.age_histogram = dict(state["histogram"]), dict(state["ages"])
+        ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
+        ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
         ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
-        ledger._row = list(state["row"])
+        ledger._row = list(state.get("row", ()))
+        if "row" not in state and ledger._next % cut.n_micro:  # a version before gave them out in order
+            ledger._row = ledger._row_from(ledger._next)
+            ledger._next += len(ledger._row)
         ledger._again, ledger._serial = list(state["again"]), state["serial"]  # sorted, so a heap
-        for work in msgspec.convert(state["outstanding"], list[_Work]):
-            ledger._hand_out(work)
+        for fields in state["outstanding"]:
+            ledger._hand_out(_Work(*fields))
         ledger._revoked = dict.fromkeys(state["revoked"])
-        ledger._accepted = deque(msgspec.convert(state["accepted"], list[_Work]))
-        ledger._decided = msgspec.convert(state["decided"], StepPlan | None)
-        ledger._held, ledger._clock = state["held"], dict(state["clock"])
+        ledger._accepted = deque(_Work(*fields) for fields in state["accepted"])
+        if state["decided"] is not None:
+            members = tuple(Member(*fields) for fields in state["decided"])
+            clipped = None if state["clipped"] is None else tuple(state["clipped"])
+            n_samples = sum(member.n_samples for member in members)
+            damping = state.get("row_damping")
+            ledger._decided = StepPlan(
+                ledger.step + 1, members, n_samples, clipped, state["overflowed"],
+                None if damping is None else tuple(damping),
+            )  # fmt: skip
+        ledger._held = state["held"]
+        ledger._clock = {worker: clock for worker, clock in state["clock"]}
         return ledger
 
     # The rules of each discipline
@@ -515,14 +541,17 @@ class Ledger:
     def _take(self, worker: int) -> int:
         """The next micro-batch for this worker, of the step that is being handed out."""
         if not self._row:
-            first, of_step = self._next, self.cut.n_micro
-            self._next = min((first // of_step + 1) * of_step, self._n_total)
-            self._row = list(range(first, self._next))
+            self._row = self._row_from(self._next)
+            self._next += len(self._row)
         micro = min(self._row, key=lambda one: self._rank(worker, one))
         self._row.remove(micro)
         readers = self._readers.setdefault(micro % self.cut.n_micro, [])
         self._readers[micro % self.cut.n_micro] = [*(one for one in readers if one != worker), worker][-2:]
         return micro
+
+    def _row_from(self, first: int) -> list[int]:
+        """From a micro-batch on, those of its step."""
+        return list(range(first, min((first // self.cut.n_micro + 1) * self.cut.n_micro, self._n_total)))
 
     def _rank(self, worker: int, micro: int) -> tuple[int, int]:
         """Whether the worker reads the lane of this micro-batch: the less, the sooner it gets it."""

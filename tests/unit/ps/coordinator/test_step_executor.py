@@ -122,7 +122,7 @@ def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(ma
 def factors_on_disk(scene: Scene) -> Any:
     saved = scene.records.ledger(GENERATION)
     assert saved is not None
-    return saved["ledger"]["decided"] and saved["ledger"]["decided"]["clipped"]
+    return saved["ledger"]["clipped"]
 
 
 def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied(make: Callable[..., Scene]) -> None:
@@ -150,7 +150,7 @@ def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied
 def damping_on_disk(scene: Scene) -> Any:
     saved = scene.records.ledger(GENERATION)
     assert saved is not None
-    return saved["ledger"]["decided"] and saved["ledger"]["decided"]["row_damping"]
+    return saved["ledger"]["row_damping"]
 
 
 def test_how_rows_are_damped_is_in_the_ledger_before_a_server_sees_it(make: Callable[..., Scene]) -> None:
