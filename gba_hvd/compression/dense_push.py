@@ -19,7 +19,7 @@ import numpy as np
 
 from gba_hvd.compression import sparse_message
 from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
-from gba_hvd.compression.error_feedback import Feedback, plain_of, spans_of
+from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class DensePush:
                    f"dense gradients for server {s}", "a push takes")
             for s, spans in enumerate(self._candidates)
         ]  # fmt: skip
+        ends = np.cumsum([0, *feedback.sizes])
+        self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in parts]
         self._timings: deque[tuple[int, bool, StepTiming]] = deque()
         self._answered_s = [time.perf_counter()] * len(parts)
         self._decisions = decisions
@@ -70,11 +72,11 @@ class DensePush:
         feedback = self._feedback
         feedback.begin()
         frames: list[Frame] = []
-        for s, (part, candidates) in enumerate(zip(self._parts, self._candidates, strict=True)):
+        for s, (part, candidates, slices) in enumerate(zip(self._parts, self._candidates, self._slices, strict=True)):
             chosen = self._bypass[s].tensors_next() if self._is_remote[s] else ()
             if not any(chosen):
                 feedback.flush(flat, candidates)
-                frames.append(Frame(_together(flat, plain_of(feedback.sizes, part, part))))
+                frames.append(Frame(_together(flat, slices)))
                 continue
             began_s = time.perf_counter()
             whole = {span.tensor for span, is_ in zip(candidates, chosen, strict=True) if not is_}
@@ -100,14 +102,16 @@ class DensePush:
         while self._timings:
             server, coded, took = self._timings.popleft()
             bypass = self._bypass[server]
-            costs = []
-            if bypass.decides_next:
-                feedback, tensors = self._feedback, [span.tensor for span in self._candidates[server]]
-                saved = ((t, max(0.0, 4 * feedback.sizes[t] - feedback.sent_bytes[t])) for t in tensors)
-                costs = [Cost(float(feedback.encode_s[t]), n_bytes) for t, n_bytes in saved]
+            costs = [self._cost(span) for span in self._candidates[server]] if bypass.decides_next else []
             decision = bypass.saw(coded, [took], costs)
             if decision is not None and decision.changed:
                 self._decisions.append(decision)
+
+    def _cost(self, span: TensorSpan) -> Cost:
+        t = span.tensor
+        return Cost(
+            float(self._feedback.encode_s[t]), max(0.0, 4 * self._feedback.sizes[t] - self._feedback.sent_bytes[t])
+        )
 
 
 def read(data: Any, sizes: Sequence[int], whole: Collection[int] = ()) -> np.ndarray:
