@@ -279,14 +279,7 @@ class _Epoch:
     _ahead: ReadAhead | None = None
     _reader_of: Callable[[Share], int] | None = None
 
-    def __init__(
-        self,
-        n_samples: int,
-        state: TorchState,
-        order: EpochOrder,
-        cut: EpochPlan,
-        how: _How,
-    ) -> None:
+    def __init__(self, n_samples: int, state: TorchState, order: EpochOrder, cut: EpochPlan, how: _How) -> None:
         self.cut, self.epoch, self.segment, self.n_samples = cut, order.epoch, order.segment, n_samples
         self.order_digest = digest(dataclasses.asdict(order))
         self._state, self._order, self._keys, self._count = state, order, how.keys, how.n_samples

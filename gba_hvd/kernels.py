@@ -293,7 +293,7 @@ def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
 
 @_compiled("int64(int64[:, ::1], int64[::1], int64[::1], int64[:, ::1])")
 def fill_keys_of_columns(ids: Any, first_key: Any, n_rows: Any, out: Any) -> int:
-    """out[b, f] = first_key[f] + ids[f, b]; returns the first f with an id outside 0 to n_rows[f] - 1, or -1."""
+    """out[b, f] = first_key[f] + ids[f, b]; returns an f with an id outside 0 to n_rows[f] - 1, or -1."""
     n_fields, n = ids.shape
     at_once = 64  # samples, whose part of `out` stays in the cache meanwhile
     for begin in range(0, n, at_once):
@@ -306,18 +306,6 @@ def fill_keys_of_columns(ids: Any, first_key: Any, n_rows: Any, out: Any) -> int
                 out[b, f] = base + row
             if signs < 0:
                 return f
-    return -1
-
-
-@_compiled("int64(int64[:, ::1], int64[::1], int64[::1], int64[:, ::1])")
-def fill_stacked_keys(ids: Any, first_key: Any, n_rows: Any, out: Any) -> int:
-    """out[b, f] = first_key[f] + ids[b, f]; returns the first f with an id outside 0 to n_rows[f] - 1, or -1."""
-    n_fields = ids.shape[1]
-    for b in range(ids.shape[0]):
-        for f in range(n_fields):
-            if not 0 <= ids[b, f] < n_rows[f]:
-                return f
-            out[b, f] = first_key[f] + ids[b, f]
     return -1
 
 
@@ -379,29 +367,6 @@ def number_distinct_parts(keys: Any, ends: Any, slots: Any, distinct: Any, numbe
         count += found
         lo = hi
     return count
-
-
-@_compiled("int64(int64[::1], int64, int32[::1], int64[::1], int64[::1])")
-def keys_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, out: Any) -> int:
-    """Stable counting sort of keys by the owner of each key's shard. Returns how many have one.
-
-    owner: int32 [n_shards], -1: none, its keys are left out; start: int64 [n_owners + 1], filled
-    out: int64 [n], filled so far
-    """
-    start[:] = 0
-    owners = np.empty(len(keys), np.int32)
-    for i in range(len(keys)):
-        owners[i] = owner[keys[i] % n_shards]
-        if owners[i] >= 0:
-            start[owners[i] + 1] += 1
-    for r in range(1, len(start)):
-        start[r] += start[r - 1]
-    place = start.copy()
-    for i in range(len(keys)):
-        if owners[i] >= 0:
-            out[place[owners[i]]] = keys[i]
-            place[owners[i]] += 1
-    return int(start[len(start) - 1])
 
 
 @_compiled("void(int64[::1], int64[::1], int32[::1], int64[::1])")
@@ -481,15 +446,7 @@ def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
     "int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], int64[::1],float32[:, ::1])"
 )
 def gather_stored(
-    keys: Any,
-    start: int,
-    first_key: Any,
-    first_bucket: Any,
-    bits: Any,
-    words: Any,
-    memory: Any,
-    missing: Any,
-    out: Any,
+    keys: Any, start: int, first_key: Any, first_bucket: Any, bits: Any, words: Any, memory: Any, missing: Any, out: Any
 ) -> int:
     """out[i] = the row of keys[i], from `start` on. Returns -1, or where to continue after a bucket in no memory.
 
@@ -524,19 +481,22 @@ def gather_stored(
 def order_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, order: Any) -> None:
     """Stable counting sort of positions by the owner of each key's shard.
 
-    owner: int32 [n_shards]; start: int64 [n_owners + 1], filled; order: int32 [n], filled.
+    owner: int32 [n_shards], -1: none, its keys are left out; start: int64 [n_owners + 1], filled
+    order: int32 [n], filled up to start[n_owners]
     """
     start[:] = 0
     owners = np.empty(len(keys), np.int32)
     for i in range(len(keys)):
         owners[i] = owner[keys[i] % n_shards]
-        start[owners[i] + 1] += 1
+        if owners[i] >= 0:
+            start[owners[i] + 1] += 1
     for r in range(1, len(start)):
         start[r] += start[r - 1]
     place = start.copy()
     for i in range(len(keys)):
-        order[place[owners[i]]] = i
-        place[owners[i]] += 1
+        if owners[i] >= 0:
+            order[place[owners[i]]] = i
+            place[owners[i]] += 1
 
 
 @_compiled("void(int64[::1], float32[:, ::1], int32[::1], int64[::1], float32[:, ::1])")

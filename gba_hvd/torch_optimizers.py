@@ -62,7 +62,7 @@ def spec_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     kind = user_class(optimizer)
     _check_usable(kind)
-    if not _is_torch(kind) and kind not in _registered:
+    if getattr(torch.optim, kind.__name__, None) is not kind and kind not in _registered:
         raise BadInput(
             f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim: call "
             f"gba_hvd.register_optimizer({kind.__name__}) on every worker, so that the servers may import it"
@@ -157,10 +157,6 @@ def _check_usable(kind: type[torch.optim.Optimizer]) -> None:
             f"{kind.__name__} needs a closure and cannot accumulate micro-batches: "
             "use SGD, Adagrad, Adam or another one-pass optimizer"
         )
-
-
-def _is_torch(kind: type) -> bool:
-    return getattr(torch.optim, kind.__name__, None) is kind
 
 
 def _to_plain(value: Any, place: str) -> Any:

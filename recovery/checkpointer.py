@@ -209,10 +209,10 @@ class Checkpointer:
 
     def _save(self, request: SaveRequest) -> Saved:
         assert self._claim is not None
-        kind, why = (
-            ("full", "full: asked for") if request.kind == "full" else self._active_chain.next_kind(request.kind)
-        )
-        parent = None if kind == "full" or self._active_chain.chain is None else self._active_chain.chain.newest.name
+        kind, why = "full", "full: asked for"
+        if request.kind != "full":
+            kind, why = self._active_chain.next_kind(request.kind)
+        parent = None if kind == "full" or self.newest is None else self.newest.name
         self._number += 1  # a save that is tried again takes another number, so its blobs other names
         what = (kind, parent, request.step, request.samples, self._rows.schema, request.about)
         target = SaveTarget(self._claim.epoch, self._number, *what)

@@ -97,7 +97,7 @@ class ProcessCheckpointer:
         """nice: how much the child stands back for others, 0 to 19. silence_s: without a heartbeat for so long, it
         is killed. The others, and a store, which must be one that can be pickled, as in `Checkpointer`."""
         config = config or Config()
-        if not rows.memory.is_shared:
+        if not rows.is_shared:
             raise BadInput(
                 "these rows lie in memory of this process alone: make them with of_optimizer(..., shared=True) or "
                 "TensorRows(..., shared=True), or use a Checkpointer"
@@ -109,17 +109,7 @@ class ProcessCheckpointer:
         # The name is given here, so that a child that takes the place of another is of the same job.
         config = replace(config, job=config.job or f"run-{secrets.token_hex(6)}")
         self._begin = Begin(
-            url,
-            rows.memory,
-            config,
-            takeover,
-            None,
-            tracker_path,
-            counters,
-            rng,
-            storage_options,
-            nice,
-            silence_s,
+            url, rows, config, takeover, None, tracker_path, counters, rng, storage_options, nice, silence_s
         )
         self.url = (open_store(url, **storage_options) if isinstance(url, str | Path) else url).url
         self._report, self._config = EventReporter(self.url, on_event), config

@@ -258,7 +258,10 @@ class SyncThread:
                 if failure:
                     self._note_failure(failure, world)
                 else:
-                    self._note_done(took_s)
+                    self.n_done += 1
+                    if self._had_part:
+                        self._n_own += 1
+                        self._seconds.append(took_s)
                     rest_s = max(self._averaging.pause_s, (1 / _OF_A_CORE - 1) * cpu_s)
                     is_quiet = world.size == 1 or self._averaging.algorithm == "none"
                     self._not_before_s = self._clock() + (_QUIET_S if is_quiet else rest_s)
@@ -303,7 +306,9 @@ class SyncThread:
         else:
             # Grows through all of the worker's modes and worlds, while its process lives.
             target = self._central.blend(copy, time.monotonic_ns())
-            self._measure(copy, target)
+            if len(target):
+                self._spread = float((copy.values - target).square().mean()) ** 0.5
+            self._note_steps(copy)
             replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
         return True
 
@@ -378,22 +383,11 @@ class SyncThread:
         self._diverged()
         return None
 
-    def _measure(self, copy: ReplicaSnapshot, target: Tensor) -> None:
-        if len(target):
-            self._spread = float((copy.values - target).square().mean()) ** 0.5
-        self._note_steps(copy)
-
     def _note_steps(self, copy: ReplicaSnapshot) -> None:
         with self._changed:
             self._had_part = True
             self._steps.append(copy.n_steps - self._steps_then)
             self._steps_then = copy.n_steps
-
-    def _note_done(self, took_s: float) -> None:
-        self.n_done += 1
-        if self._had_part:
-            self._n_own += 1
-            self._seconds.append(took_s)
 
     def _note_failure(self, why: str, world: World) -> None:
         self._not_before_s = self._clock() + _AFTER_A_FAILURE_S

@@ -30,12 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
-    AllreduceOptions,
-    AllToAllOptions,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.own_address import own_address

@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import index_codec, sparse_message
-from gba_hvd.compression.row_codec import n_keys, read_keys, read_present, sections, split, write_keys, write_present
+from gba_hvd.compression.row_codec import (
+    gradients_of,
+    n_keys,
+    read_keys,
+    read_present,
+    sections,
+    split,
+    write_keys,
+    write_present,
+)
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import Spec
 from gba_hvd.compression.thresholds import Thresholds
@@ -136,17 +145,11 @@ def write_back(borrowed: Borrowed, grad: RowGrad, spec: Spec, dim: int) -> bytes
 
     grad: int64 keys [n], distinct, in any order, also others; float32 [n, dim + more]; accesses go as one more column
     """
-    grad = with_access_column(grad)
-    order = np.argsort(grad.keys, kind="stable")
-    at = np.minimum(np.searchsorted(grad.keys, borrowed.keys, sorter=order), max(0, len(order) - 1))
-    here = grad.keys[order[at]] == borrowed.keys if len(order) else np.zeros(len(borrowed.keys), bool)
-    present = np.flatnonzero(here).astype(np.int32)
-    values = grad.values[order[at[present]]] if len(present) else grad.values[:0]
-    kind, where = index_codec.encode(present, len(borrowed.keys))
+    present, values = gradients_of(borrowed.keys, with_access_column(grad))
     what = np.ascontiguousarray(values[:, :dim])[_mask(borrowed, dim)[present]]
     more = np.ascontiguousarray(values[:, dim:]).reshape(-1)
     sent, _ = sparse_message.write(None, what, len(what), spec.values, more, sees=False)
-    return write_present(kind, where, len(present), sent)
+    return write_present(present, len(borrowed.keys), sent)
 
 
 def read_back(data: Any, borrowed: Borrowed, dim: int, extra: int, counted: bool = False) -> RowGrad:

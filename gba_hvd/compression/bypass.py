@@ -83,11 +83,7 @@ class Bypass:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        is_forced: bool = False,
-        what: str = "dense gradients",
-        each: str = "a step's take",
+        self, names: Sequence[str], is_forced: bool = False, what: str = "dense gradients", each: str = "a step's take"
     ) -> None:
         self._names, self._is_forced, self._what, self._each = list(names), is_forced, what, each
         self._ahead: deque[bool] = deque(() if is_forced else _FIRST)

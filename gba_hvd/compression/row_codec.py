@@ -164,15 +164,8 @@ class RowCoder:
 
         Rows of other owners are not looked at.
         """
-        order = np.argsort(grad.keys, kind="stable")
-        at = np.searchsorted(grad.keys, lent, sorter=order)
-        at = np.minimum(at, max(0, len(order) - 1))
-        here = grad.keys[order[at]] == lent if len(order) else np.zeros(len(lent), bool)
-        present = np.flatnonzero(here).astype(np.int32)
-        values = grad.values[order[at[present]]] if len(present) else grad.values[:0]
-        kind, where = index_codec.encode(present, len(lent))
-        sent = self.write(group, RowGrad(lent[present], values))
-        return write_present(kind, where, len(present), sent)
+        present, values = gradients_of(lent, grad)
+        return write_present(present, len(lent), self.write(group, RowGrad(lent[present], values)))
 
     def clear(self) -> None:
         """This worker was left behind: what waits is lost, and counted."""
@@ -215,9 +208,19 @@ def decode_row_gradients(data: Any, lent: np.ndarray, dim: int, extra: int = 0) 
     return read(sent, lent[present], dim, extra)
 
 
-def write_present(kind: int, where: bytes, n: int, sent: bytes) -> bytes:
-    """A message of gradients: of which n things that were lent (`index_codec`), and their values."""
-    return _BACK.pack(kind, len(where), n, len(sent)) + where + sent
+def gradients_of(lent: np.ndarray, grad: RowGrad) -> tuple[np.ndarray, np.ndarray]:
+    """(which of these keys, int64 [n], have a gradient: int32 [k], their gradients: [k, dim]). Others stay out."""
+    order = np.argsort(grad.keys, kind="stable")
+    at = np.minimum(np.searchsorted(grad.keys, lent, sorter=order), max(0, len(order) - 1))
+    here = grad.keys[order[at]] == lent if len(order) else np.zeros(len(lent), bool)
+    present = np.flatnonzero(here).astype(np.int32)
+    return present, grad.values[order[at[present]]] if len(present) else grad.values[:0]
+
+
+def write_present(present: np.ndarray, n_lent: int, sent: bytes) -> bytes:
+    """A message of gradients: of which of the things that were lent, and their values."""
+    kind, where = index_codec.encode(present, n_lent)
+    return _BACK.pack(kind, len(where), len(present), len(sent)) + where + sent
 
 
 def read_present(data: Any, n_lent: int, what: str) -> tuple[np.ndarray, np.ndarray]:

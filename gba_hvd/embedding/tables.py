@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -514,11 +514,8 @@ class EmbeddingTables(FollowsModule):
         if (found := ids.of(device)) is None:
             return None
         self._n_unused = 0
-        self.looked_up.update(source.table for source in self._sources_of(ids))
+        self.looked_up.update(self._sources[name].table for name in ids)
         return self._stacked_on_device(device, found.group, found.keys, found.order)
-
-    def _sources_of(self, features: Iterable[str]) -> list[Source]:
-        return [self._sources[name] for name in features]
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -544,9 +541,7 @@ class EmbeddingTables(FollowsModule):
                 f"stacked() takes fields of tables of one dimension, got {dims}; call tables(ids) for others"
             )
         columns = [column for column in ids.values() if isinstance(column, Tensor) and column.ndim == 1]
-        if any(
-            isinstance(column, Tensor) and column.ndim == 1 and len(column) != len(columns[0]) for column in columns
-        ):
+        if any(len(column) != len(columns[0]) for column in columns):
             raise BadInput(f"stacked(): all fields need {len(columns[0])} ids, got {[len(c) for c in columns]}")
         has_padding = any(source.padding_key is not None for source in sources)
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
@@ -616,9 +611,9 @@ class EmbeddingTables(FollowsModule):
             return None
         if columns[0].device.type != "cpu" or self._recorders or self.memory is None:
             return None
-        stacked = torch.stack(columns, dim=1).numpy()
-        keys = np.empty_like(stacked)
-        if kernels.fill_stacked_keys(stacked, plain.first_key, plain.n_rows, keys) >= 0:
+        stacked = torch.stack(columns).numpy()
+        keys = np.empty(stacked.shape[::-1], np.int64)
+        if kernels.fill_keys_of_columns(stacked, plain.first_key, plain.n_rows, keys) >= 0:
             return None  # (the other path says which id it is)
         dim = self.layout.groups[plain.group].dim
         return self._frozen_rows(plain.group, keys.reshape(-1)).view(*keys.shape, dim)
@@ -677,11 +672,9 @@ class EmbeddingTables(FollowsModule):
         """The lookup as rows that are pooled here, after what other hosts have pooled."""
         if not self.pools_bags:
             return lookup
-        if weights_train is None:
-            weights_train = bool(
-                lookup.weights is not None and lookup.weights.requires_grad and torch.is_grad_enabled()
-            )
-        if weights_train and lookup.weights is not None:
+        if lookup.weights is not None and (
+            torch.is_grad_enabled() and lookup.weights.requires_grad if weights_train is None else weights_train
+        ):
             raise BadInput(
                 f"{lookup.source}: the weights of its bags ask for a gradient, and row_compression=dct_mp pools rows "
                 "of other hosts there, without sending them: use another row_compression, or detach the weights"

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -92,12 +92,12 @@ def decide(engine: Engine, world: World, agreed: Agreement, placement: Placement
     if world.rank == agreed.source and not is_begun:
         mine = checkpoints.decide_recovery(len(placement.new), engine.reports.seconds_since_step)
     if is_begun and rollback.decision is not None:
-        mine = RecoveryDecision.of_mapping(rollback.decision), None
+        mine = RecoveryDecision(**rollback.decision), None
     owner = agreed.decider if is_begun else agreed.source
-    word = json.dumps(mine[0].to_mapping()).encode() if world.rank == owner and mine[0] is not None else None
-    decision = RecoveryDecision.of_mapping(json.loads(world.broadcast("recovery", word, owner)))
+    word = json.dumps(asdict(mine[0])).encode() if world.rank == owner and mine[0] is not None else None
+    decision = RecoveryDecision(**json.loads(world.broadcast("recovery", word, owner)))
     if decision.strategy == "full":
-        rollback.decision = decision.to_mapping()
+        rollback.decision = asdict(decision)
         world.gather("recovery agreed", np.zeros(1, dtype=np.int64))
     return Recovery(decision, mine[1])
 

@@ -63,9 +63,8 @@ def resume_previous_job(
     mine = (engine.job.key or new_key()) if world.rank == agreed.source else None
     engine.identify(key=share_key(world, mine, agreed.source, shared_secret(), agreed.is_restart))
     if taken is not None and engine.model.tables.memory is not None:
-        engine.model.tables.memory.give_to(
-            owner_of(engine.job.key)
-        )  # before others of the host open it: a collective follows
+        # Before others of the host open it: a collective follows.
+        engine.model.tables.memory.give_to(owner_of(engine.job.key))
     if checkpoints is not None:
         _claim_location(engine, world, agreed, job_id, is_leader, taken)
     return job_id, agreed, taken
@@ -108,9 +107,8 @@ def _resume_from_memory(
     def look() -> None:
         nonlocal found, state
         limit_s = checkpoints.callback.final_checkpoint_s + _FLUSH_MARGIN_S
-        memory = (
-            tables.memory if is_leader else None
-        )  # open already when this process tried before and could not finish
+        # Open already when this process tried before and could not finish.
+        memory = tables.memory if is_leader else None
         if is_leader and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
             memory = open_memory(engine, job_id, b"")  # of two that are started at once, the second is refused
             reaper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm

@@ -156,9 +156,8 @@ class AllreduceExchange:
             self._tables.on_device.forget()
         self._memory.claim(self._mine)
         coder = self._row_coder
-        self._has_local_residuals = coder is not None and coder.has_residuals_for(
-            self._is_local
-        )  # with shards of lost hosts
+        # With shards of lost hosts.
+        self._has_local_residuals = coder is not None and coder.has_residuals_for(self._is_local)
         if self.row_exchange is not None:
             self.row_exchange.resume()
 

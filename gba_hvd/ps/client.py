@@ -7,6 +7,7 @@ servers recognise what they have had. When a server of this host is gone, the th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -157,17 +158,9 @@ class Client:
         """No server of this host will answer any more: requests to them fail from now on, and need not wait."""
         self._gone = self._gone | {s: why for s, endpoint in enumerate(self.servers) if endpoint.host == host}
 
-    def call(
-        self,
-        server: int,
-        body: Request,
-        frames: Sequence[Any] = (),
-        *,
-        pull: bool = False,
-        timeout_s: float | None = None,
-    ) -> Reply:
+    def call(self, server: int, body: Request, frames: Sequence[Any] = ()) -> Reply:
         """Send a request and wait for its reply. Raises ServerLost after the time-out, GbaError when it is refused."""
-        reply = self.send(server, body, frames, pull=pull, timeout_s=timeout_s).result()
+        reply = self.send(server, body, frames).result()
         if isinstance(reply.body, Refused):
             raise GbaError(f"server {server} refused {type(body).__name__}: {reply.body.why}")
         return reply
@@ -210,7 +203,8 @@ class Client:
                     self._look_after(sockets, pending, now)
                     for socket in sockets.values():
                         transport.tick(socket)
-            self._send_leave(sockets)
+            if self.beat is not None:
+                self._send_unanswered(sockets, Leave(self.beat().worker, self.finished))
         except BaseException as error:
             over = f"the client's thread died of {type(error).__name__}: {error}"
             log.exception("the thread that talks to the servers died")
@@ -315,18 +309,10 @@ class Client:
     def _send_beat(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if not self.folder_lost:
             self.folder_lost = launch.folder_lost(self._folder, self._folder_fd)
-        if self.beat is None:
-            return
-        message = wire.encode(self._job, 0, self.beat())
-        try:
-            sockets[0, False].send_multipart([message], flags=zmq.DONTWAIT)
-        except zmq.Again:
-            return
-
-    def _send_leave(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is not None:
-            message = wire.encode(self._job, 0, Leave(self.beat().worker, self.finished))
-            try:
-                sockets[0, False].send_multipart([message], flags=zmq.DONTWAIT)
-            except zmq.Again:
-                return
+            self._send_unanswered(sockets, self.beat())
+
+    def _send_unanswered(self, sockets: dict[tuple[int, bool], Any], body: Request) -> None:
+        """To the first server, without waiting."""
+        with contextlib.suppress(zmq.Again):
+            sockets[0, False].send_multipart([wire.encode(self._job, 0, body)], flags=zmq.DONTWAIT)

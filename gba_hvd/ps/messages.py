@@ -158,21 +158,22 @@ class JobPosition(Struct, tag="Position"):
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
     failure: str = ""  # training cannot continue
-    membership_epoch: int = msgspec.field(
-        name="world", default=0
-    )  # how often the membership changed; workers form a new Horovod world when it grows
+    # How often the membership changed; workers form a new Horovod world when it grows.
+    membership_epoch: int = msgspec.field(name="world", default=0)
     saved: SaveStatus | None = None
     leaving: bool = False  # some worker is to leave, and waits for a checkpoint
     loss_scale: tuple[float, int, int] | None = None  # as of `LossScale.now`, after `step`
-    remapped: dict[int, int] = msgspec.field(
-        name="moved", default_factory=dict
-    )  # as of `Ledger.resume_order`, in the job this one resumes from
+    # As of `Ledger.resume_order`, in the job this one resumes from.
+    remapped: dict[int, int] = msgspec.field(name="moved", default_factory=dict)
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
-    """expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised."""
+    """The right to compute one micro-batch. A serial is given once: a micro-batch handed out again has a new one.
+
+    expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised
+    """
 
     micro: int
     serial: int
@@ -721,6 +722,3 @@ Answer = (
     | StatusReport
     | Refused
 )
-
-
-# --- checks of frames ------------------------------------------------------------------------------------------------

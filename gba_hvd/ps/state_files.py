@@ -50,13 +50,13 @@ class StateFiles:
         return stored["control"], stored["pull"]
 
     def save_address(self, control: int, pull: int) -> None:
-        self._replace("address", json.dumps({"control": control, "pull": pull, "pid": os.getpid()}).encode())
+        replace_file(self.path("address"), json.dumps({"control": control, "pull": pull, "pid": os.getpid()}))
 
     def save_failure(self, error: Exception) -> None:
-        self._replace("failed", f"{type(error).__name__}: {error}".encode())
+        replace_file(self.path("failed"), f"{type(error).__name__}: {error}")
 
     def save_session(self, enter: Enter, idle: bool) -> None:
-        self._replace("session", msgspec.msgpack.encode({"idle": idle, "enter": enter}))
+        replace_file(self.path("session"), msgspec.msgpack.encode({"idle": idle, "enter": enter}))
 
     def session(self) -> tuple[Enter, bool] | None:
         """As `save_session` had them; None when no mode was entered here."""
@@ -83,9 +83,6 @@ class StateFiles:
         if self._ledger_file is None:
             self._ledger_file = SnapshotFile(self.path("ledger"))
         return self._ledger_file
-
-    def _replace(self, name: str, data: bytes) -> None:
-        replace_file(self.path(name), data)
 
 
 MARK = "ps-*.flushing"  # a file that is there meanwhile; a restart of the job waits for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
 from gba_hvd.shm.layout import NO_KEY, Layout
+from recovery import state_codec
 
 
 def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
@@ -24,6 +25,17 @@ def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
         raise ProtocolError(f"{what}: {len(frame)} bytes are no whole number of {dtype}")
     array = np.frombuffer(frame, dtype=dtype)
     return array if array.flags.aligned else array.copy()
+
+
+def optimizer_state(frame: Any, n_tensors: int) -> list[Mapping[str, Any]]:
+    """The state of each dense tensor (state_codec). Raises ProtocolError."""
+    try:
+        state = state_codec.decode(bytes(frame))
+    except Exception as error:  # any error that bytes not written by the codec may cause
+        raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
+    if not isinstance(state, list) or len(state) != n_tensors or not all(isinstance(e, dict) for e in state):
+        raise ProtocolError(f"optimizer state: expected a list of {n_tensors} dicts, one for each tensor")
+    return state
 
 
 def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -> None:
@@ -36,8 +48,8 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
             raise ProtocolError(f"table {spec.tables[0].name!r}: {NO_KEY} is no key")
         _refuse_foreign(layout, keys, mine)
         return
-    first = np.array(spec.first, np.int64)
-    if _are_all_here(layout, keys, mine, first, np.array([table.n_rows for table in spec.tables], np.int64)):
+    first, n_rows = np.array(spec.first, np.int64), np.array([table.n_rows for table in spec.tables], np.int64)
+    if kernels.find_bad_key(np.require(keys, np.int64, ("C", "A", "W")), layout.n_shards, mine, first, n_rows) < 0:
         return
     if keys.min() < 0 or keys.max() >= spec.rows_per_shard * layout.n_shards:
         raise ProtocolError(
@@ -46,19 +58,12 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
         )
     table = np.searchsorted(first, keys // layout.n_shards, side="right") - 1
     rows = keys - first[table] * layout.n_shards
-    beyond = np.flatnonzero(rows >= np.array([t.n_rows for t in spec.tables])[table])
+    beyond = np.flatnonzero(rows >= n_rows[table])
     if len(beyond):
         at = beyond[0]
         found = spec.tables[table[at]]
         raise ProtocolError(f"table {found.name!r} has rows 0 to {found.n_rows - 1}, got {rows[at]}")
     _refuse_foreign(layout, keys, mine)
-
-
-def _are_all_here(layout: Layout, keys: np.ndarray, mine: np.ndarray, first: np.ndarray, n_rows: np.ndarray) -> bool:
-    """Whether all keys are rows in shards of `mine`, in one pass; why not is found in others."""
-    return bool(
-        kernels.find_bad_key(np.require(keys, np.int64, ("C", "A", "W")), layout.n_shards, mine, first, n_rows) < 0
-    )
 
 
 def _refuse_foreign(layout: Layout, keys: np.ndarray, mine: np.ndarray) -> None:

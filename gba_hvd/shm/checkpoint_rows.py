@@ -48,10 +48,7 @@ class ShardRows:
     """
 
     def __init__(
-        self,
-        memory: ShardMemory,
-        mine: Callable[[], Sequence[int]] | None = None,
-        filling: bool = False,
+        self, memory: ShardMemory, mine: Callable[[], Sequence[int]] | None = None, filling: bool = False
     ) -> None:
         self.schema = schema_of(memory.layout)
         self._memory, self._mine, self._filling = memory, mine or memory.ready, filling

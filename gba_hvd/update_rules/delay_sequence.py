@@ -120,10 +120,8 @@ def growth(products: np.ndarray, arrivals: Arrivals, momentum: float = 0.0, ahea
     velocity, newest, done = np.zeros(len(products)), 0, 0
     every = max(1, min(max(_RESCALED, length // 4), len(steps) // 4))
     total = np.zeros(len(products))
-    at, sizes = (
-        [],
-        [],
-    )  # logarithms of the size, from the second turn on: other directions of the start are gone by then
+    # Logarithms of the size, from the second turn on: other directions of the start are gone by then.
+    at, sizes = [], []
     for turn in range(1 + _COUNTED):
         for ages, shares in steps:
             if len(ages) == 1:

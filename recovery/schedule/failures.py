@@ -79,9 +79,13 @@ def fit(times_s: Sequence[float], fewest: int = _FEWEST_FOR_SHAPE) -> Gamma | No
     gap = math.log(mean_s) - float(np.log(times).mean())
     if len(times) < fewest or gap < 1e-9:  # all alike: no finite shape would do
         return Gamma(1.0, mean_s)
+    import torch  # (not to estimate a mean)
+
     shape = (3 - gap + math.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
     for _ in range(20):
-        step = (math.log(shape) - digamma(shape) - gap) / (1 / shape - trigamma(shape))
+        x = torch.tensor(shape, dtype=torch.float64)
+        digamma, trigamma = float(torch.special.digamma(x)), float(torch.special.polygamma(1, x))
+        step = (math.log(shape) - digamma - gap) / (1 / shape - trigamma)
         shape = max(shape - step, shape / 2)
         if abs(step) < 1e-10 * shape:
             break
@@ -106,24 +110,6 @@ def failure_times(law: Gamma, until_s: float, n_servers: int, rng: np.random.Gen
         times = times + rng.gamma(law.shape, scale, len(times))
     trace = np.concatenate(found) if found else np.empty((0, 2))
     return trace[np.argsort(trace[:, 0], kind="stable")]
-
-
-def digamma(x: float) -> float:
-    """The derivative of log gamma, for x > 0."""
-    shift = 0.0
-    while x < 10:
-        shift, x = shift - 1 / x, x + 1
-    y = 1 / (x * x)
-    return shift + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y * (1 / 240 - y / 132))))
-
-
-def trigamma(x: float) -> float:
-    """The derivative of `digamma`, for x > 0."""
-    shift = 0.0
-    while x < 10:
-        shift, x = shift + 1 / (x * x), x + 1
-    y = 1 / (x * x)
-    return shift + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y * (1 / 30 - y * 5 / 66))))
 
 
 def _quantile(shape: float, z: float) -> float:

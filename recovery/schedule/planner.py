@@ -117,7 +117,8 @@ def plan(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = Non
         strategy = "partial" if partial.overhead <= full.overhead * (1 - margin) else "full"
     kind, r = _saves(job.costs, strategy, objectives)
     chosen = full if strategy == "full" else partial
-    per_day = _round_shares(job.costs, strategy, objectives) * job.n_bytes * _DAY_S / chosen.round_s
+    shares = _of_a_round(job.costs, strategy, objectives, 1.0, None)  # of all rows, new bases included
+    per_day = shares * job.n_bytes * _DAY_S / chosen.round_s
     longest = 1.0 if kind == "full" else 1 + objectives.rebase_at if objectives.rebase_at < math.inf else 1.0
     stored = job.n_bytes * objectives.kept_bases * longest
     puts_per_month = 30 * max(per_day / _PUT_BYTES, _DAY_S / (r * chosen.round_s))
@@ -187,11 +188,6 @@ def _saves(costs: Costs, strategy: str, objectives: Objectives) -> tuple[str, fl
         return objectives.policy, 1.0 if objectives.policy in ("full", "delta") else objectives.r
     small = costs.delta_share is not None and costs.delta_share <= _DELTA_PAYS
     return ("delta" if small else "full"), 1.0
-
-
-def _round_shares(costs: Costs, strategy: str, objectives: Objectives) -> float:
-    """What a round of saves writes, new bases included, as a share of all rows."""
-    return _of_a_round(costs, strategy, objectives, 1.0, None)
 
 
 def _round_stall_s(job: JobProfile, strategy: str, objectives: Objectives) -> float:

@@ -12,8 +12,7 @@ is more to redo, and full recovery is estimated with that age.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recovery.policies import is_lossless
@@ -48,14 +47,6 @@ class RecoveryDecision:
             "strategy": self.strategy, "strategy_reason": self.reason, "strategy_asked": self.asked,
             "overhead_full": self.full, "overhead_partial": self.partial, "pls_expected": self.expected_pls,
         }  # fmt: skip
-
-    def to_mapping(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_mapping(cls, values: Mapping[str, Any]) -> RecoveryDecision:
-        """The inverse of `to_mapping`, as JSON leaves it."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,6 @@ def largest(importance: np.ndarray, k: int) -> np.ndarray:
     return at_least(importance, limit.key, limit.quotas[0])
 
 
-def changed(since: np.ndarray) -> np.ndarray:
-    """Indices of the rows accessed since they were last saved. since: uint32 [n]. Returns int64, ascending."""
-    return np.flatnonzero(since)
-
-
 def l2_change(now: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """SCAR's importance, squared: how far rows are from the kept copy. float32 [n, W] each; returns float32 [n]."""
     far = np.empty(len(now), np.float32)

@@ -162,7 +162,7 @@ class Selection:
 
     def _changed(self, table: int, shard: int) -> RowIndices:
         n = len(self._source.slab(table, shard))
-        found = [importance.changed(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
+        found = [np.flatnonzero(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
         indices = np.concatenate(found) if found else np.empty(0, np.int64)
         return slice(0, n) if len(indices) == n else indices  # all rows need no indices
 

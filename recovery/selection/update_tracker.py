@@ -48,7 +48,8 @@ class Tracker:
         self._source, schema = source, source.schema
         parts = [(t, s) for s in range(schema.n_shards) for t in range(len(schema.tables))]
         sizes = [schema.tables[t].rows_in(s, schema.n_shards) for t, s in parts]
-        self._about = xxhash.xxh3_128_hexdigest(json.dumps([counters, _boot(), repr(schema)]).encode())
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+        self._about = xxhash.xxh3_128_hexdigest(json.dumps([counters, boot, repr(schema)]).encode())
         self._map = _open(path, _HEADER_BYTES + 4 * sum(sizes)) if path else None
         whole = (
             np.zeros(sum(sizes), np.uint32)
@@ -169,7 +170,3 @@ def _reserve(path: Path, fd: int, at: int, n_bytes: int) -> None:
             f"what was saved of the rows (4 bytes each) has no room in {path.parent}: {n_bytes:,} bytes are needed, "
             f"{error.strerror}; enlarge it, or save with policy='full', which keeps no such account"
         ) from error
-
-
-def _boot() -> str:
-    return _BOOT.read_text().strip() if _BOOT.exists() else ""

@@ -115,7 +115,7 @@ class SimulatedRows:
         if kind == "ssu":
             return [stream.take() for stream in self._streams]
         if kind == "delta":
-            return [importance.changed(self._tracker.updates_since_save(0, shard)) for shard in self.shards()]
+            return [np.flatnonzero(self._tracker.updates_since_save(0, shard)) for shard in self.shards()]
         important = [
             importance.l2_change(self._values[s], self._kept[s])
             if kind == "scar"

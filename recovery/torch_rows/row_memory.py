@@ -110,9 +110,11 @@ class RowMemory:
         self._marks[1] = step
 
     def shards(self) -> Sequence[int]:
+        """The shards that are here: all of them, in ascending order."""
         return range(self.schema.n_shards)
 
     def slab(self, table: int, shard: int) -> RowView:
+        """Rows of a table in a shard, as views of the tensors."""
         mine = slice(shard, None, self.schema.n_shards)
         return RowView(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
 
@@ -135,6 +137,7 @@ class RowMemory:
         return self.sampled.lists
 
     def step_marks(self, shard: int) -> tuple[int, int]:
+        """(finished, begun): the last steps finished and begun on a shard; readers use them as a seqlock."""
         finished = self.finished
         return finished, self.begun
 

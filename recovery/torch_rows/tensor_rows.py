@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recovery.errors import BadInput
-from recovery.rows import Column, RowView, Schema, Table
+from recovery.rows import Column, Schema, Table
 from recovery.selection.sampled_accesses import SampledAccesses
 from recovery.torch_rows.row_memory import RowMemory, share_
 
@@ -36,7 +36,7 @@ class RowParts:
     moves_all: bool = True
 
 
-class TensorRows:
+class TensorRows(RowMemory):
     """A `RowSource` of torch tensors on the CPU, with counters of its own (4 bytes a row).
 
         rows = of_optimizer(model, optimizer)            # or TensorRows({"user": Parts(weight, {"sum": ...})})
@@ -70,13 +70,13 @@ class TensorRows:
             raise BadInput(f"expected at least one table and one shard, got {list(tables)}, n_shards={n_shards}")
         self.tables = dict(tables)
         self._current = current or (lambda: self.tables)
-        self.schema = Schema(tuple(_table(name, parts) for name, parts in tables.items()), n_shards)
+        schema = Schema(tuple(_table(name, parts) for name, parts in tables.items()), n_shards)
         counts = [torch.zeros(len(parts.weight), dtype=torch.int32) for parts in tables.values()]
         step_marks = torch.full((2,), first_step, dtype=torch.int64)
         columns = [_tensors(parts) for parts in tables.values()]
         if shared:
             share_([*itertools.chain(*columns), *counts, step_marks])
-        self.memory = RowMemory(self.schema, columns, counts, step_marks)
+        super().__init__(schema, columns, counts, step_marks)
         self._number = {name: number for number, name in enumerate(tables)}
         self._rng = np.random.default_rng()
         self._accessed: dict[str, list[np.ndarray]] = {}
@@ -84,19 +84,7 @@ class TensorRows:
     @property
     def last_step(self) -> int:
         """The last step that was finished; -1 or the restored step before the first."""
-        return self.memory.finished
-
-    def shards(self) -> Sequence[int]:
-        """The shards that are here: all of them, in ascending order."""
-        return self.memory.shards()
-
-    def slab(self, table: int, shard: int) -> RowView:
-        """Rows of a table in a shard, as views of the tensors."""
-        return self.memory.slab(table, shard)
-
-    def step_marks(self, shard: int) -> tuple[int, int]:
-        """(finished, begun): the last steps finished and begun on a shard; readers use them as a seqlock."""
-        return self.memory.step_marks(shard)
+        return self.finished
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int]:
@@ -106,13 +94,12 @@ class TensorRows:
         step is over.
         """
         self._check()
-        memory = self.memory
-        memory.begun = step = memory.finished + 1
+        self.begun = step = self.finished + 1
         for name, parts in self.tables.items():
             for rows in self._changed(name, parts):
                 self._count(name, rows)
         yield step
-        memory.finished = step
+        self.finished = step
 
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one in flight). A row that is named n times had n accesses.
@@ -128,22 +115,21 @@ class TensorRows:
             raise BadInput(
                 f"table {table!r} has rows 0 to {n_rows - 1}, got {rows.min()} to {rows.max()} ({rows.dtype})"
             )
-        if self.memory.begun != self.memory.finished:
+        if self.begun != self.finished:
             self._count(table, rows.astype(np.int64))
         else:
             self._accessed.setdefault(table, []).append(rows.astype(np.int64))
 
     def continue_from(self, step: int) -> None:
         """The rows are as of this step: what follows a restore."""
-        self.memory.begun = step
-        self.memory.finished = step
+        self.begun = self.finished = step
 
     def sampled_accesses(
         self, capacities: Sequence[int], period: int, rng: np.random.Generator | None = None
     ) -> Mapping[tuple[int, int], SampledAccesses]:
         """See `SampledRowSource`. From the first call on, each step's accesses are sampled."""
         self._rng = rng or self._rng
-        return self.memory.sampled_accesses(capacities, period)
+        return super().sampled_accesses(capacities, period)
 
     def _changed(self, name: str, parts: RowParts) -> list[np.ndarray]:
         """Which rows the coming step changes: int64, repeated for each access where the accesses are known."""
@@ -161,9 +147,9 @@ class TensorRows:
 
     def _count(self, name: str, rows: np.ndarray) -> None:
         number = self._number[name]
-        np.add.at(self.memory.counts[number], rows, np.uint32(1))
+        np.add.at(self.counts[number], rows, np.uint32(1))
         n_shards = self.schema.n_shards
-        for (table, shard), listed in () if self.memory.sampled is None else self.memory.sampled.lists.items():
+        for (table, shard), listed in () if self.sampled is None else self.sampled.lists.items():
             if table == number:
                 listed.add(rows[rows % n_shards == shard] // n_shards, self._rng)
 

@@ -217,13 +217,7 @@ def decode_part(data: bytes, name: str) -> PartResult:
 
 
 def await_part(
-    store: Store,
-    prefix: str,
-    part: int,
-    *,
-    until_s: float,
-    cancel: threading.Event,
-    why_not: Callable[[], str],
+    store: Store, prefix: str, part: int, *, until_s: float, cancel: threading.Event, why_not: Callable[[], str]
 ) -> PartResult:
     """What another writer saved; returns when its list is there.
 

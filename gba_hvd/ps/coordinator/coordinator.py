@@ -27,7 +27,6 @@ from gba_hvd.ps.messages import (
     Enter,
     HeartbeatMsg,
     JobPosition,
-    LeaseGrant,
     LeaseReply,
     LeaseRequest,
     Measure,
@@ -193,9 +192,8 @@ class Coordinator:
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            expected = ledger.expected(request.worker)
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples, expected)
-            return LeaseReply(self.position(), lease)
+            answer.expected = ledger.expected(request.worker)
+            return LeaseReply(self.position(), answer)
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
         if isinstance(answer, Drained):
@@ -220,9 +218,8 @@ class Coordinator:
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
         self.works(request.worker)
-        self._traffic[request.worker] = max(
-            self._traffic.get(request.worker, NOTHING), request.traffic
-        )  # both only grow
+        # Both only grow.
+        self._traffic[request.worker] = max(self._traffic.get(request.worker, NOTHING), request.traffic)
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
         )
@@ -547,8 +544,7 @@ class Coordinator:
         self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
-            micro: _Handed(serial, worker, self._clock())
-            for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
+            micro: _Handed(serial, worker, now) for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])

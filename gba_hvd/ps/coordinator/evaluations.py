@@ -24,7 +24,7 @@ from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.metrics.accumulators import DTYPES, Part, accumulator, combined
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch, ProtocolError, Score
+from gba_hvd.ps.messages import Evaluate, EvaluationReply, Mismatch, ProtocolError, Score
 from gba_hvd.ps.validation import array_of
 
 _KEPT = 8
@@ -84,11 +84,10 @@ class Evaluations:
         if found.result is not None:
             return EvaluationReply(result=found.result), ()
         answer = found.ledger.lease(request.worker, request.request)
-        lease = None
-        if isinstance(answer, Lease):
-            found.given.setdefault(answer.serial, _Given(request.worker, answer.micro, self._clock()))
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
-        return EvaluationReply(lease=lease), (found.buffers,)
+        if not isinstance(answer, Lease):
+            return EvaluationReply(), (found.buffers,)
+        found.given.setdefault(answer.serial, _Given(request.worker, answer.micro, self._clock()))
+        return EvaluationReply(answer), (found.buffers,)
 
     def score(self, request: Score, frames: Sequence[Any]) -> None:
         """Take in the scores of one lease; ignored when they came before, or the lease was taken away."""

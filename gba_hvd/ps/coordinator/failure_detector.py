@@ -44,9 +44,8 @@ class FailureDetector:
         for worker in {*silent, *coordinator.missed_chiefs()}:
             seen = coordinator.workers[worker]
             if time.monotonic() - seen.last_seen_s > _DEAD_AFTER * self._heartbeat_timeout_s and seen.host != here:
-                coordinator_service.is_dead(
-                    worker
-                )  # no server of that host answers; should it live, it comes back with a heartbeat
+                # No server of that host answers; should it live, it comes back with a heartbeat.
+                coordinator_service.is_dead(worker)
             elif seen.host != here and time.monotonic() - self._asked_s.get(worker, 0.0) > _ASK_AGAIN_S:
                 self._asked_s[worker] = time.monotonic()
                 server = self._peers.of_host(seen.host)

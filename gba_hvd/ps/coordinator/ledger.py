@@ -22,20 +22,14 @@ from gba_hvd.epoch import EpochPlan, SampleAccount, run_number
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.staleness import weighting
+from gba_hvd.ps.messages import LeaseGrant
 
 MAX_STALENESS = 1000  # the histogram's last key: this staleness or more
 _FREE, _OTHERS = 2, 3  # lanes that no worker reads, and that others do
 _REVOKED_KEPT = 4096  # revoked serials remembered; a push of an older one is ignored too, as a repeated one
 
 
-@dataclass(frozen=True)
-class Lease:
-    """The right to compute one micro-batch. A serial is given once: a micro-batch handed out again has a new one."""
-
-    micro: int
-    serial: int
-    token: int
-    n_samples: int
+Lease = LeaseGrant
 
 
 @dataclass(frozen=True)

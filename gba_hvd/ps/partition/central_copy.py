@@ -153,10 +153,4 @@ class CentralCopy:
         return values.copy()
 
     def _state(self, frame: Any) -> list[Mapping[str, Any]]:
-        try:
-            state = state_codec.decode(bytes(frame))
-        except Exception as error:  # any error that bytes not written by the codec may cause
-            raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
-        if not isinstance(state, list) or len(state) != len(self._sizes) or not all(isinstance(e, dict) for e in state):
-            raise ProtocolError(f"optimizer state: expected a list of {len(self._sizes)} dicts, one for each tensor")
-        return state
+        return validation.optimizer_state(frame, len(self._sizes))

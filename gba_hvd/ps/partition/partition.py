@@ -128,12 +128,7 @@ class Partition:
         expected = sum(t.size for t in tensors)
         if len(values) != expected:
             raise ProtocolError(f"{len(values)} dense values, the tensors have {expected}")
-        try:
-            state = state_codec.decode(bytes(frames[1]))
-        except Exception as error:  # any error that bytes not written by the codec may cause
-            raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
-        if not isinstance(state, list) or not all(isinstance(entries, dict) for entries in state):
-            raise ProtocolError("optimizer state: expected a list of dicts, one for each tensor")
+        state = validation.optimizer_state(frames[1], len(tensors))
         rule = _rule_of(enter, tensors, values, state, enter.position.step)
         shown = rule.shown(values, enter.lrs)
         dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step, shown=shown)
@@ -266,10 +261,7 @@ class Partition:
             self.arrivals.append(sorted(shares.items()))
 
     def _merge(
-        self,
-        request: Apply | Measure,
-        found: Mapping[tuple[int, int], BufferedPush],
-        dropped: Sequence[BufferedPush],
+        self, request: Apply | Measure, found: Mapping[tuple[int, int], BufferedPush], dropped: Sequence[BufferedPush]
     ) -> _Merged:
         here = [m for m in request.members if (m.micro, m.serial) in found]
         pushes = [(found[m.micro, m.serial], m.weight) for m in here]
@@ -316,7 +308,8 @@ class Partition:
         number = request.step - request.n_skipped
         memory.begin(due, request.step)
         for group, grad in zip(layout.groups, rows, strict=True):
-            wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
+            is_part = len(due) < len(self.shards)
+            wanted = grad.select(np.isin(grad.keys % layout.n_shards, due)) if is_part else grad
             apply_rows(
                 memory, self._optimizer, group, wanted, due, scale=scale, lr=request.row_lr, number=number,
                 step=request.step,
@@ -387,10 +380,6 @@ class Partition:
 
     def close(self) -> None:
         self.dense.close()
-
-
-def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
-    return grad.select(np.isin(grad.keys % n_shards, shards))
 
 
 def _residuals_at(dense: Path) -> Path:

@@ -40,11 +40,7 @@ class StatusService:
         if coordinator_service is None:
             mode, reason = self._mode.requested_mode
             return JobPosition(
-                requested_mode=mode,
-                reason=reason,
-                saved=self._saver.report(),
-                server=os.getpid(),
-                warming=self.warming,
+                requested_mode=mode, reason=reason, saved=self._saver.report(), server=os.getpid(), warming=self.warming
             )
         self._leaving = self._leaving - {request.worker} | ({request.worker} if request.leaving else set())
         position = coordinator_service.beat(request)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recovery.errors import BadInput
-from recovery.schedule.failures import Gamma, digamma, failure_times, fit, mean_time, trigamma
+from recovery.schedule.failures import Gamma, failure_times, fit, mean_time
 
 H = 3600.0
 
@@ -56,13 +56,6 @@ def test_few_times_or_all_alike_are_taken_as_memoryless():
 def test_impossible_times_are_refused(times):
     with pytest.raises(BadInput, match="above 0"):
         fit(times)
-
-
-@pytest.mark.parametrize("x", [0.1, 1.0, 2.5, 30.0])
-def test_digamma_and_trigamma_are_derivatives(x):
-    h = 1e-4 * x
-    assert digamma(x) == pytest.approx((math.lgamma(x + h) - math.lgamma(x - h)) / (2 * h), rel=1e-6)
-    assert trigamma(x) == pytest.approx((digamma(x + h) - digamma(x - h)) / (2 * h), rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [0.5, 1.0, 3.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -144,7 +144,7 @@ def test_saves_for_full_recovery_leave_out_no_change(policy: str, one_host: str 
 
 def test_a_decision_travels_as_plain_values() -> None:
     found = replace(chosen(), strategy="full", manifest="m-3", step=3)
-    assert RecoveryDecision.of_mapping(json.loads(json.dumps(found.to_mapping()))) == found
+    assert RecoveryDecision(**json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ def test_pieces_and_whole_tables_agree(n_rows):
     k = n_rows // 8
     expected = np.sort(np.argsort(-since.astype(np.int64), kind="stable")[:k])
     assert importance.largest(since, k).tolist() == expected.tolist()
-    assert importance.changed(since).tolist() == np.flatnonzero(since).tolist()
 
 
 def test_choosing_needs_little_memory_beyond_what_is_chosen():

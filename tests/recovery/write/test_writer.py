@@ -187,13 +187,13 @@ def test_a_save_writes_what_it_has_read_while_a_step_keeps_it_from_reading() -> 
     class Store(RamStore):
         def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
             super().put(name, pieces)
-            rows.memory.finished = rows.memory.begun
+            rows.finished = rows.begun
 
     def note(*_: object) -> None:
         nonlocal n_read
         n_read += 1
         if n_read == 2:  # the first one fills a blob, which goes when the second one comes
-            rows.memory.begun = rows.memory.finished + 1
+            rows.begun = rows.finished + 1
 
     written = save_rows(rows, everything(rows), Store(), PREFIX, config, note=note)
     assert written.n_rows == rows.schema.n_rows
