@@ -58,20 +58,21 @@ def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
     return [values[first:last] for first, last in pairwise(starts)]
 
 
-def with_hashes(columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str]) -> dict[str, Any]:
+def with_hashes(
+    columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str], how: str = "start the server with"
+) -> dict[str, Any]:
     """The columns of a request, with hashes in place of the strings of `hashed`.
 
-    ids: columns of ids (`id_columns`). Raises BadInput for strings in one that is not hashed, and where one that is
-    hashed has something else, or a missing value.
+    ids: columns of ids (`id_columns`). how: to give --hashed, in words.
+    Raises BadInput for strings in one that is not hashed, and where one that is hashed has something else, or a missing
+    value.
     """
     found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
     for name in found.keys() & ids:
         if name in hashed:
             found[name] = hashes_of(_arrow(found[name], name), name)
         elif _has_text(found[name]):
-            raise BadInput(
-                f"field {name!r}: expected numbers, got strings. {_hash_them(f'start the server with --hashed {name}')}"
-            )
+            raise BadInput(f"field {name!r}: expected numbers, got strings. {_hash_them(f'{how} --hashed {name}')}")
     return found
 
 

@@ -57,9 +57,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--dense-program", nargs="*", choices=formats, metavar="FORMAT", help=dense)
     export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
-    predict = _add(commands, "predict", "write the scores of the samples in a Parquet or CSV file")
+    predict = _add(commands, "predict", "write the scores of the samples in a file")
     predict.add_argument("url", metavar="URL", help="of the model")
-    predict.add_argument("input", type=Path, metavar="INPUT", help="FILE.parquet or FILE.csv")
+    files = "FILE.parquet, FILE.csv or FILE.jsonl (JSON lines); the last two also .gz, .zst"
+    predict.add_argument("input", type=Path, metavar="INPUT", help=files)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
     _add_hashed(predict)
@@ -197,7 +198,8 @@ def _is_beside(folder: Path, name: str) -> bool:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    from gba_hvd.serving.score_file import n_samples, score_file
+    from gba_hvd.serving.sample_files import n_samples
+    from gba_hvd.serving.score_file import score_file
 
     model = _open_model(args)
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
