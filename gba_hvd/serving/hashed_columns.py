@@ -28,8 +28,13 @@ def id_columns(model: OpenModel) -> list[str]:
     return [name for field in found if field["dtype"].startswith("int") for name in inputs.columns_for(field)]
 
 
-def check_hashed(model: OpenModel, hashed: Sequence[str]) -> None:
-    """Raises BadInput for a column that is no field of ids."""
+def check_hashed(model: OpenModel, hashed: Sequence[str], encoded: bool = False) -> None:
+    """Raises BadInput for a column that is no field of ids, and where the encoder of the model makes the ids."""
+    if hashed and model.manifest.encoder is not None and not encoded:
+        raise BadInput(
+            f"--hashed {hashed[0]}: the encoder of the training data, which the model has, makes the ids: leave "
+            "--hashed out, or give --encoded"
+        )
     of_ids = id_columns(model)
     if model.manifest.input is not None and (unknown := [name for name in hashed if name not in of_ids]):
         raise BadInput(f"hashed column {unknown[0]!r} is no field of ids of the model: these are {', '.join(of_ids)}")

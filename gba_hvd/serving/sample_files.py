@@ -15,7 +15,7 @@ from gba_hvd.extras import extra
 
 PACKED = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
-_KINDS = (".parquet", ".csv", *_JSON_LINES)
+_KINDS = (".parquet", ".csv", ".tsv", *_JSON_LINES)
 _SHOWN = 5  # bad lines in an error
 
 
@@ -48,7 +48,9 @@ def kind_of(path: Path) -> str:
         if ending == ".parquet":
             raise BadInput(f"{path}: Parquet files are compressed inside: unpack it")
     if ending not in _KINDS:
-        raise BadInput(f"{path}: expected a name that ends in .parquet, .csv or .jsonl (the last two also .gz, .zst)")
+        raise BadInput(
+            f"{path}: expected a name that ends in .parquet, .csv, .tsv or .jsonl (all but the first also .gz, .zst)"
+        )
     return ".jsonl" if ending in _JSON_LINES else ending
 
 
@@ -62,22 +64,32 @@ def n_samples(path: Path) -> int | None:
         return int(file.metadata.num_rows)
 
 
-def read_samples(path: Path, batch: int, *, texts: Collection[str], plain: Collection[str]) -> Iterator[Samples]:
+def read_samples(
+    path: Path,
+    batch: int,
+    *,
+    texts: Collection[str],
+    plain: Collection[str],
+    as_written: bool = False,
+    delimiter: str = ",",
+) -> Iterator[Samples]:
     """Parts of at most `batch` samples.
 
     texts: columns of a CSV file that are no numbers. plain: columns of JSON lines that must not hold objects.
+    as_written: `texts` are also columns of JSON lines whose numbers are wanted as the text that the file has.
+    delimiter: of a CSV file
     Raises BadInput for a file that is damaged, a line that is no JSON object, and such a column of objects.
     """
     if kind_of(path) == ".jsonl":
-        yield from _json_lines(path, batch, plain)
+        yield from _json_lines(path, batch, plain, texts if as_written else ())
         return
     first = 0
-    for part in _arrow_batches(path, batch, texts):
+    for part in _arrow_batches(path, batch, texts, delimiter):
         yield Samples(part.num_rows, dict(zip(part.schema.names, part.columns, strict=True)), "sample", first)
         first += part.num_rows
 
 
-def _arrow_batches(path: Path, batch: int, texts: Collection[str]) -> Iterator[Any]:
+def _arrow_batches(path: Path, batch: int, texts: Collection[str], delimiter: str) -> Iterator[Any]:
     import pyarrow
     import pyarrow.csv
     import pyarrow.parquet
@@ -88,9 +100,12 @@ def _arrow_batches(path: Path, batch: int, texts: Collection[str]) -> Iterator[A
                 yield from file.iter_batches(batch)
             return
         as_text = pyarrow.csv.ConvertOptions(column_types={name: pyarrow.string() for name in texts})
+        parsing = pyarrow.csv.ParseOptions(delimiter=delimiter)
+        if kind_of(path) == ".tsv":
+            parsing = pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
         with (
             pyarrow.input_stream(str(path), compression="detect") as data,
-            pyarrow.csv.open_csv(data, convert_options=as_text) as lines,
+            pyarrow.csv.open_csv(data, parse_options=parsing, convert_options=as_text) as lines,
         ):
             for block in lines:
                 yield from (block.slice(at, batch) for at in range(0, block.num_rows, batch))
@@ -98,7 +113,7 @@ def _arrow_batches(path: Path, batch: int, texts: Collection[str]) -> Iterator[A
         raise BadInput(f"{path} cannot be read: {error}") from error
 
 
-def _json_lines(path: Path, batch: int, plain: Collection[str]) -> Iterator[Samples]:
+def _json_lines(path: Path, batch: int, plain: Collection[str], texts: Collection[str]) -> Iterator[Samples]:
     from gba_hvd.data import json_lines
     from gba_hvd.data.nested_json import nested_columns
     from gba_hvd.data.sources import BOM, find_files, read_blocks
@@ -106,13 +121,20 @@ def _json_lines(path: Path, batch: int, plain: Collection[str]) -> Iterator[Samp
     find_files([path], "jsonl")  # (it is there, and not empty)
     names: dict[str, None] = {}
     for block in read_blocks(path):
-        rows, flaws = json_lines.objects(block.data.removeprefix(BOM), numbers_as_text=False)
+        data = block.data.removeprefix(BOM)
+        rows, flaws = json_lines.objects(data, numbers_as_text=False)
         if flaws:
             raise BadInput(_flawed(path, block.first_line, flaws))
         names |= dict.fromkeys(json_lines.names_in(rows))
         nested = nested_columns(rows, first_line=block.first_line, may_ignore=False)
         if found := [why for name, why in nested.items() if name in plain]:
             raise BadInput(f"{path}: {found[0]}")
+        if texts:
+            written, _ = json_lines.objects(data)
+            rows = [
+                {**row, **{k: v for k, v in text.items() if k in texts}}
+                for row, text in zip(rows, written, strict=True)
+            ]
         for at in range(0, len(rows), batch):
             some = rows[at : at + batch]
             columns = {name: [row.get(name) for row in some] for name in names}

@@ -37,12 +37,14 @@ def score_file(
     keep: Sequence[str] = (),
     hashed: Sequence[str] = (),
     batch: int = 4096,
+    encoded: bool = False,
     on_samples: Callable[[int], object] = lambda n: None,
 ) -> int:
     """Write the scores, all or nothing. Returns the number of samples.
 
     keep: columns of the source that are copied, before the scores. hashed: columns of strings, or of lists of them,
-    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does. on_samples: called with how
+    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does. encoded: the file has ids and
+    numbers also where the model has an encoder. on_samples: called with how
     many more are done.
     Raises BadInput for files of another kind, and what `OpenModel.predict` refuses, with the sample, from 0, or of JSON
     lines the line, from 1.
@@ -54,18 +56,23 @@ def score_file(
         raise BadInput(f"{out} is the file that is read: name another one")
     with extra("data", "pyarrow", "predictions of files need"):
         import pyarrow
-    check_hashed(model, hashed)
+    encoder = None if encoded else model.encoder
+    check_hashed(model, hashed, encoded)
+    texts = hashed if encoder is None else encoder.raw_columns
+    plain = {*(plain_columns(model.manifest.input) if encoder is None else encoder.raw_columns), *keep, *hashed}
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for part in read_samples(
-            source, batch, texts=hashed, plain={*plain_columns(model.manifest.input), *keep, *hashed}
-        ):
+        parts = read_samples(
+            source, batch, texts=texts, plain=plain, as_written=encoder is not None,
+            delimiter="," if encoder is None else encoder.delimiter,
+        )  # fmt: skip
+        for part in parts:
             if missing := [name for name in (*keep, *hashed) if name not in part.columns]:
                 raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.columns)}")
-            if not n and kind == ".csv":
+            if not n and kind in (".csv", ".tsv"):
                 _warn_of_numbers(part, hashed)
-            scores = _scores(model, part, source, hashed, batch)
+            scores = _scores(model, part, source, hashed, batch, encoded)
             kept = {name: _kept(part, name, None if writer is None else writer.schema, source) for name in keep}
             table = pyarrow.table({**kept, **_arrow(scores)})
             if writer is None:
@@ -85,13 +92,18 @@ def score_file(
     return n
 
 
-def _scores(model: OpenModel, part: Samples, source: Path, hashed: Sequence[str], batch: int) -> dict[str, np.ndarray]:
+def _scores(
+    model: OpenModel, part: Samples, source: Path, hashed: Sequence[str], batch: int, encoded: bool
+) -> dict[str, np.ndarray]:
     """Raises BadInput naming the sample, where it is one, that the model refuses."""
+
+    is_raw = model.manifest.encoder is not None and not encoded
 
     def of(first: int, n: int) -> dict[str, np.ndarray]:
         some = {name: values[first : first + n] for name, values in part.columns.items()}
         with of_hashed_tables(hashed):
-            return model.predict(_request(model, some, hashed), batch=batch)
+            request = some if is_raw else _request(model, some, hashed)
+            return model.predict(request, batch=batch, encoded=encoded)
 
     try:
         return of(0, part.n)
