@@ -52,11 +52,11 @@ class LogModel:
 
     name: of the logged model. input_example, dense_names, build, arguments, tables, activation, dense_program: as
     `save_model` takes them; an input of few samples, since it is kept. encoder: the same, opened at once: the folder
-    may be gone when the model is written. registered_model_name: of the registry, which
-    gets a new version; alias: of that version. requirements: further ones, such as a package that `build` imports.
+    may be gone when the model is written. registered_model_name: of the registry, which gets a new version; alias: of
+    that version. requirements: further ones, such as a package that `build` imports.
 
-    When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
-    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint.
+    When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it; the end of training waits
+    as `MLflowCallback(flush_timeout_s=)` says. Where rows are on several hosts it is made from the newest checkpoint.
     of: "last": the model at the end of training; "best": that of the checkpoint which `CheckpointCallback(keep_best=)`
     keeps. checkpoint_options: for the store of checkpoints, as `recovery.open_checkpoint` takes them. The version has
     the tags `gba_hvd.step`, of its rows, and of the newest checkpoint, or that which it was made from,
