@@ -496,8 +496,8 @@ class MLflowCallback(Callback):
         assert self._writer is not None
         path, by = self._writer.path, "" if self._sender is None else f" by process {self._sender.pid}"
         return (
-            f"the model is still being logged{by}, which goes on when this one ends: nothing need be done. Where that "
-            f"process ends with the job, as in a container, {model_path(path)} stays: {how_to_send(path)}"
+            f"the model is still being logged{by}, which continues when this one ends: nothing need be done. Where "
+            f"that process ends with the job, as in a container, {model_path(path)} stays: {how_to_send(path)}"
         )
 
     def _report_left_behind(self) -> None:

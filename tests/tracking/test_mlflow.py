@@ -483,7 +483,9 @@ def test_the_end_waits_longer_for_a_model_while_mlflow_answers(
     assert waited[-len(waits) :] == waits and waited.count(120.0) == waits.count(120.0)
     reported = capsys.readouterr().err
     assert ("MLflow is logging the model, for 120 s more at most; nothing need be done" in reported) == (120.0 in waits)
-    assert "the model is still being logged by process 4711, which goes on when this one ends: nothing need" in reported
+    assert (
+        "the model is still being logged by process 4711, which continues when this one ends: nothing need" in reported
+    )
     assert f"{model_path(callback.spool)} stays: send them with: gba-hvd mlflow send {callback.spool}" in reported
 
 
