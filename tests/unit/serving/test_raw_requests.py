@@ -65,7 +65,8 @@ def test_the_example_scores_raw_rows_as_those_of_the_store(
 
 def example() -> str:
     page = (DOCS / "SERVING.md").read_text()
-    (text,) = re.findall(r"^## Raw values of a prepared dataset$.*?^```python\n(.*?)^```$", page, re.M | re.S)
+    section = page.partition("\n## Raw values of a prepared dataset\n")[2].partition("\n## ")[0]
+    (text,) = [one for one in re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S) if "RowEncoder" in one]
     return str(text)
 
 
