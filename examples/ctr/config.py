@@ -451,6 +451,11 @@ class LoggedModel:
     alias: str | None = setting(None, "of that version", off="null")
     tables: Literal["all", "touched"] = setting("all", "rows: all, or those that training has changed")
     activation: Literal["none", "sigmoid"] = setting("sigmoid", "of predictions; sigmoid: probabilities", off="none")
+    raw_values: bool = setting(
+        True,
+        "of a prepared log: store its vocabularies with the model, whose requests then hold raw values",
+        off="false",
+    )
 
 
 @dataclass(frozen=True)

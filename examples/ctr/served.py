@@ -17,6 +17,7 @@ import gba_hvd
 from ctr.build import build_click_model, build_sequence_model, make_tables, shared_features
 from ctr.config import JobConfig, section_from
 from ctr.datasets import Log
+from gba_hvd.data import ClickLog
 from gba_hvd.errors import BadInput
 
 
@@ -30,12 +31,17 @@ def arguments_of(config: JobConfig, log: Log) -> dict[str, Any]:
 
 
 def logged_model(config: JobConfig, log: Log) -> gba_hvd.LogModel | None:
-    """What the settings' `log_model` asks for; None without it. Its example is the log's first samples."""
+    """What the settings' `log_model` asks for; None without it. Its example is the log's first samples.
+
+    Of a prepared log its encoder is stored with the model; not of one with histories, which are padded.
+    """
     if config.log_model is None:
         return None
     how = dataclasses.asdict(config.log_model)
     example = log.take(np.arange(min(4, len(log))))
     how["dense_names"] = getattr(log, "dense_names", ())  # of a prepared dataset
+    if how.pop("raw_values") and isinstance(log, ClickLog):
+        how["encoder"] = log.description["path"]
     return gba_hvd.LogModel(input_example=example, build="ctr.served:build", arguments=arguments_of(config, log), **how)
 
 

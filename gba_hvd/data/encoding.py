@@ -7,6 +7,7 @@ train split only: `prepare` passes them nothing else.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,13 +59,16 @@ class VocabularyEncoder:
     """Ids by position in the vocabulary, from 1; id 0 for all else.
 
     values: large_string [n]  id i is values[i - 1]
-    counts: int64 [n]         how often each was in the train split
+    counts: int64 [n]         how often each was in the train split; None: not known here
     """
 
-    def __init__(self, values: pa.Array, counts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, values: pa.Array, counts: npt.NDArray[np.int64] | None = None) -> None:
         self.values, self.counts = values, counts
         self.rows = len(values) + 1
-        self._index = _HashIndex(values)
+
+    @cached_property
+    def _index(self) -> _HashIndex:
+        return _HashIndex(self.values)
 
     def encode(self, values: Values) -> Ids:
         return self._index.find(values.flat) + 1

@@ -21,10 +21,14 @@ def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array],
     return columns_of(rows, wanted, flaws), flaws
 
 
-def objects(data: bytes) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The objects of whole lines, numbers as text, and what is wrong in which line; such a line has an empty object."""
+def objects(data: bytes, *, numbers_as_text: bool = True) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The objects of whole lines, and what is wrong in which line; such a line has an empty object.
+
+    numbers_as_text: 7 and 7.0 are two ids then, and a large one loses no digit
+    """
     flaws: dict[int, str] = {}
-    return [_row(line, i, flaws) for i, line in enumerate(_lines(data))], flaws
+    how: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str) if numbers_as_text else {}
+    return [_row(line, i, how, flaws) for i, line in enumerate(_lines(data))], flaws
 
 
 def columns_of(
@@ -43,10 +47,9 @@ def _lines(data: bytes) -> list[bytes]:
     return data.split(b"\n")[:-1]
 
 
-def _row(line: bytes, i: int, flaws: dict[int, str]) -> dict[str, Any]:
+def _row(line: bytes, i: int, how: Mapping[str, Any], flaws: dict[int, str]) -> dict[str, Any]:
     try:
-        # Numbers stay text: 7 and 7.0 are two ids, a large one loses no digit.
-        row = json.loads(line.decode("utf-8"), parse_int=str, parse_float=str, parse_constant=str)
+        row = json.loads(line.decode("utf-8"), **how)
         if rb"\u" in line:  # half a surrogate pair is no text
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:

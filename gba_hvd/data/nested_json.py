@@ -14,13 +14,20 @@ _MOST = 12  # new columns in one program: objects with many keys seldom mean a c
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def nested_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """By column whose first value is an object or a list of objects: where that is, and how to flatten it."""
+def nested_columns(
+    rows: Sequence[Mapping[str, Any]], *, first_line: int = 1, may_ignore: bool = True
+) -> dict[str, str]:
+    """By column whose first value is an object or a list of objects: where that is, and how to flatten it.
+
+    may_ignore: whether it can be left out with --ignore
+    """
     found: dict[str, str] = {}
     for name in names_in(rows):
-        at, first = next(((i, row[name]) for i, row in enumerate(rows, 1) if row.get(name) is not None), (0, None))
+        numbered = enumerate(rows, first_line)
+        at, first = next(((i, row[name]) for i, row in numbered if row.get(name) is not None), (0, None))
         if kind := _kind(first):
-            found[name] = f"column {name!r} is {kind} on line {at}: {_remedy(rows, name, isinstance(first, list))}"
+            remedy = _remedy(rows, name, isinstance(first, list), may_ignore)
+            found[name] = f"column {name!r} is {kind} on line {at}: {remedy}"
     return found
 
 
@@ -30,11 +37,11 @@ def _kind(value: Any) -> str:
     return "an object" if isinstance(value, dict) else ""
 
 
-def _remedy(rows: Sequence[Mapping[str, Any]], name: str, is_list: bool) -> str:
+def _remedy(rows: Sequence[Mapping[str, Any]], name: str, is_list: bool, may_ignore: bool) -> str:
     values = [value for row in rows for value in _items(row.get(name)) if isinstance(value, dict)]
     paths = list(dict.fromkeys(path for value in values for path in _paths(value, ())))
     if not paths:
-        return "the object is empty; leave it out with --ignore"
+        return "the object is empty" + "; leave it out with --ignore" * may_ignore
     inner = f"{_of((name,))}[]?" if is_list else _of((name,))
     made = ", ".join(
         f"{_key('_'.join((name, *path)))}: {'[' + inner + _of(path) + ']' if is_list else inner + _of(path)}"
@@ -42,7 +49,7 @@ def _remedy(rows: Sequence[Mapping[str, Any]], name: str, is_list: bool) -> str:
     )
     program = shlex.quote(f". + {{{made}}} | del({_of((name,))})")
     several = f" (the first {_MOST} of {len(paths)} keys)" if len(paths) > _MOST else ""
-    return f"flatten it, for instance jq -c {program}{several}, or leave it out with --ignore"
+    return f"flatten it, for instance jq -c {program}{several}" + ", or leave it out with --ignore" * may_ignore
 
 
 def _items(value: Any) -> Sequence[Any]:

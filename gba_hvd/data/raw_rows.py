@@ -211,7 +211,7 @@ def _parse(
     )
     lines = np.delete(lines, skipped)
     assert len(lines) == table.num_rows, f"{path}: {table.num_rows} rows parsed from {len(lines)} lines"
-    return lines, {name: _one_array(table[name]) for name in recipe.used}
+    return lines, {name: one_array(table[name]) for name in recipe.used}
 
 
 def _plainly_sound(data: bytes, quoted: bool) -> bool:
@@ -279,7 +279,7 @@ def _without_broken_text(rows: RawRows, bad: BadRows) -> RawRows:
     return rows.without(flaws, bad) if flaws else rows
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
+def one_array(column: pa.ChunkedArray) -> pa.Array:
     combined = column.combine_chunks()
     if isinstance(combined, pa.ChunkedArray):  # depends on the version of pyarrow
         return combined.chunk(0) if combined.num_chunks else pa.array([], combined.type)

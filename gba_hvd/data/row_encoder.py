@@ -6,7 +6,7 @@ The rows become the columns that `raw_rows` reads from a file of the dataset's f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from gba_hvd.batch import Bag, Batch
 from gba_hvd.data import json_lines
 from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
+from gba_hvd.data.decoding import decoded_columns
 from gba_hvd.data.encoding import Encoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.parquet_columns import is_list
 from gba_hvd.data.prepare import Encoders, vocabulary_path
-from gba_hvd.data.raw_rows import RawRows
+from gba_hvd.data.raw_rows import RawRows, one_array
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
 from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
 from gba_hvd.errors import BadInput
@@ -63,27 +64,97 @@ class RowEncoder:
         folder = Path(path)
         manifest = read_manifest(folder)
         try:
-            recipe = Recipe.from_json(manifest["recipe"])
-            n_rows = {field.get("table", field["name"]): int(field["rows"]) for field in manifest["fields"]}
-            tables = {table: _encoder(folder, table, of[0], n_rows[table]) for table, of in recipe.tables.items()}
-            fitted = {one["name"]: one for one in manifest["numeric"]}
-            numeric = {n.name: Scaler(n, fitted[n.name]["mean"], fitted[n.name]["std"]) for n in recipe.numeric}
+            facts = {
+                "recipe": manifest["recipe"],
+                "rows": {field.get("table", field["name"]): int(field["rows"]) for field in manifest["fields"]},
+                "numeric": {one["name"]: {"mean": one["mean"], "std": one["std"]} for one in manifest["numeric"]},
+            }
+            return cls.of(facts, lambda table: _read_vocabulary(folder, table, facts["rows"][table]))
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"{folder}: its dataset.json has no whole recipe ({error}); prepare it again") from error
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], vocabulary: Callable[[str], pa.Array]) -> RowEncoder:
+        """The encoder of these `facts`. vocabulary: the values of a table with one.
+
+        Raises KeyError, TypeError or ValueError for facts that are not whole.
+        """
+        recipe = Recipe.from_json(facts["recipe"])
+        tables: dict[str, Encoder] = {}
+        for table, (field, *_) in recipe.tables.items():
+            if not isinstance(field.encoding, Vocabulary):
+                tables[table] = encoder_of(field.encoding)
+                continue
+            encoder = VocabularyEncoder(vocabulary(table))
+            if encoder.rows != facts["rows"][table]:
+                raise ValueError(f"the vocabulary of {table!r} has {encoder.rows - 1} values")
+            tables[table] = encoder
+        fitted = facts["numeric"]
+        numeric = {n.name: Scaler(n, fitted[n.name]["mean"], fitted[n.name]["std"]) for n in recipe.numeric}
         return cls(recipe, Encoders(tables, numeric, {}))
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the vocabularies, as plain JSON: what `of` takes."""
+        numeric = {name: {"mean": one.mean, "std": one.std} for name, one in self._encoders.numeric.items()}
+        return {"recipe": self._recipe.to_json(), "rows": self.tables, "numeric": numeric}
+
+    @property
+    def vocabularies(self) -> dict[str, pa.Array]:
+        """By table, large_string [n]: the value of id i is at i - 1."""
+        found = self._encoders.tables.items()
+        return {table: one.values for table, one in found if isinstance(one, VocabularyEncoder)}
+
+    @property
+    def delimiter(self) -> str:
+        """Between the columns of the CSV input that was prepared; a comma where it was of another format."""
+        return self._recipe.between if self._recipe.format == "csv" else ","
+
+    @property
+    def raw_columns(self) -> tuple[str, ...]:
+        """The columns that raw rows need."""
+        return tuple(self._wanted)
+
+    @property
+    def multi_valued(self) -> tuple[str, ...]:
+        """The fields that have several ids in a row."""
+        return tuple(c.name for c in self._recipe.categorical if c.multi_valued)
+
+    def encoded(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """As `columns`, of raw columns by name: arrays, lists or series of one length."""
+        if self._recipe.format != "jsonl":
+            require_columns(self._wanted, [*columns], "the request")
+        lengths = {name: len(columns[name]) for name in self._wanted if name in columns}
+        if len(set(lengths.values())) != 1:
+            raise BadInput(f"the columns of a request need one number of samples, got {lengths}")
+        n = next(iter(lengths.values()))
+        return self._columns(self._raw({name: columns.get(name, [None] * n) for name in self._wanted}))
+
+    def decoded(self, columns: Mapping[str, Any], n: int) -> dict[str, list[Any]]:
+        """Raw columns that have the ids and numbers of n samples, as `columns` gives them: an example of a request.
+
+        A hash has no value: it gets some text, and so another id. A column that is not there has what is missing.
+        """
+        return decoded_columns(self._recipe, self._encoders, columns, n)
+
     def columns(self, rows: Any) -> dict[str, Any]:
-        """As `OpenModel.predict` takes them: by field int64 [n] or n arrays of ids; `dense` float32 [n, n_dense]."""
-        batch = self.batch(rows)
-        found = {name: _column(ids) for name, ids in batch.ids.items()}
-        return found | ({"dense": batch.dense.numpy()} if self.dense_names else {})
+        """As `OpenModel.predict(encoded=True)` takes them: by field int64 [n] or n arrays of ids; `dense` float32
+        [n, n_dense]; and each of its columns by name."""
+        return self._columns(self._of_rows(rows))
 
     def batch(self, rows: Any) -> Batch:
         """As `ClickLog.take` gives them, with labels 0."""
-        try:
-            raw = self._raw(rows)
-        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
-            raise BadInput(f"a text of the rows is not UTF-8: {error}") from error
+        return self._batch(self._of_rows(rows))
+
+    def _columns(self, raw: RawRows) -> dict[str, Any]:
+        batch = self._batch(raw)
+        dense = batch.dense.numpy()
+        found = dict(zip(self.dense_names, dense.T, strict=True)) | {
+            name: _column(ids) for name, ids in batch.ids.items()
+        }
+        return found | ({"dense": dense} if self.dense_names else {})
+
+    def _batch(self, raw: RawRows) -> Batch:
         flaws: dict[int, str] = {}
         numeric, categorical = features_of(raw, self._recipe, flaws)
         _refuse(flaws, len(raw.numbers))
@@ -99,10 +170,15 @@ class RowEncoder:
         part = DatasetPart(label, encoded.ids, encoded.dense, bags)
         return ClickLog(self.tables, layout, [part], {}, self.features).take(np.arange(len(label)))
 
-    def _raw(self, rows: Any) -> RawRows:
-        by_name = self._by_name(rows)
+    def _of_rows(self, rows: Any) -> RawRows:
+        return self._raw(self._by_name(rows))
+
+    def _raw(self, by_name: Mapping[str, Any]) -> RawRows:
         n = len(next(iter(by_name.values())))
-        columns = _typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
+        try:
+            columns = _typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
+        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
+            raise BadInput(f"a text of the rows is not UTF-8: {error}") from error
         for field in self._recipe.categorical:
             if field.part is None:
                 columns[field.name] = _checked_list(columns[field.name], field)
@@ -127,21 +203,21 @@ class RowEncoder:
     def _as_text(self, by_name: Mapping[str, Any], n: int) -> dict[str, pa.Array]:
         """What a file of text or JSON lines would have."""
         numbers, is_json = set(self.dense_names), self._recipe.format == "jsonl"
+        there = {name: values for name, values in by_name.items() if _is_text_array(values)}
         texts = {
-            name: [_text(value, name, name in numbers, is_json) for value in list(values)]
+            name: [_text(value, name, name in numbers, is_json) for value in _listed(values)]
             for name, values in by_name.items()
+            if name not in there
         }
         lists = {c.name for c in self._recipe.categorical if c.is_list}
         rows = [{name: values[i] for name, values in texts.items()} for i in range(n)]
         flaws: dict[int, str] = {}
         columns = json_lines.columns_of(rows, {name: name in lists for name in texts}, flaws)
         _refuse(flaws, n)
-        return columns
+        return columns | there
 
 
-def _encoder(folder: Path, table: str, field: Categorical, n_rows: int) -> Encoder:
-    if not isinstance(field.encoding, Vocabulary):
-        return encoder_of(field.encoding)
+def _read_vocabulary(folder: Path, table: str, n_rows: int) -> pa.Array:
     path = vocabulary_path(folder, table)
     try:
         with pa.memory_map(str(path)) as file:
@@ -151,8 +227,15 @@ def _encoder(folder: Path, table: str, field: Categorical, n_rows: int) -> Encod
         raise BadInput(f"{path}: missing or damaged ({error}); prepare the dataset again") from error
     if stored.num_rows + 1 != n_rows:
         raise BadInput(f"{path}: {stored.num_rows} values, expected {n_rows - 1}: damaged; prepare the dataset again")
-    values = pa.concat_arrays(stored["value"].chunks) if stored.num_rows else pa.array([], pa.large_string())
-    return VocabularyEncoder(values, stored["count"].to_numpy())
+    return one_array(stored["value"])
+
+
+def _is_text_array(values: Any) -> bool:
+    return isinstance(values, pa.Array) and pa.types.is_string(values.type)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.to_pylist() if isinstance(values, pa.Array) else list(values)
 
 
 def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
@@ -160,7 +243,7 @@ def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
     columns = {}
     for name, values in by_name.items():
         try:
-            column = pa.array(values, from_pandas=True)
+            column = values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise BadInput(f"column {name!r}: expected values of one type: {error}") from error
         columns[name] = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
@@ -199,6 +282,8 @@ def _text(value: Any, name: str, is_number: bool, is_json: bool) -> Any:
 
 
 def _refuse(flaws: Mapping[int, str], n: int) -> None:
+    if flaws and n == 1:
+        raise BadInput(f"malformed: `gba-hvd data prepare` leaves such rows out: {flaws[0]}")
     if flaws:
         first = min(flaws)
         raise BadInput(

@@ -28,8 +28,13 @@ def id_columns(model: OpenModel) -> list[str]:
     return [name for field in found if field["dtype"].startswith("int") for name in inputs.columns_for(field)]
 
 
-def check_hashed(model: OpenModel, hashed: Sequence[str]) -> None:
-    """Raises BadInput for a column that is no field of ids."""
+def check_hashed(model: OpenModel, hashed: Sequence[str], encoded: bool = False) -> None:
+    """Raises BadInput for a column that is no field of ids, and where the encoder of the model makes the ids."""
+    if hashed and model.manifest.encoder is not None and not encoded:
+        raise BadInput(
+            f"--hashed {hashed[0]}: the encoder of the training data, which the model has, makes the ids: leave "
+            "--hashed out, or give --encoded"
+        )
     of_ids = id_columns(model)
     if model.manifest.input is not None and (unknown := [name for name in hashed if name not in of_ids]):
         raise BadInput(f"hashed column {unknown[0]!r} is no field of ids of the model: these are {', '.join(of_ids)}")
@@ -58,20 +63,21 @@ def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
     return [values[first:last] for first, last in pairwise(starts)]
 
 
-def with_hashes(columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str]) -> dict[str, Any]:
+def with_hashes(
+    columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str], how: str = "start the server with"
+) -> dict[str, Any]:
     """The columns of a request, with hashes in place of the strings of `hashed`.
 
-    ids: columns of ids (`id_columns`). Raises BadInput for strings in one that is not hashed, and where one that is
-    hashed has something else, or a missing value.
+    ids: columns of ids (`id_columns`). how: to give --hashed, in words.
+    Raises BadInput for strings in one that is not hashed, and where one that is hashed has something else, or a missing
+    value.
     """
     found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
     for name in found.keys() & ids:
         if name in hashed:
             found[name] = hashes_of(_arrow(found[name], name), name)
         elif _has_text(found[name]):
-            raise BadInput(
-                f"field {name!r}: expected numbers, got strings. {_hash_them(f'start the server with --hashed {name}')}"
-            )
+            raise BadInput(f"field {name!r}: expected numbers, got strings. {_hash_them(f'{how} --hashed {name}')}")
     return found
 
 

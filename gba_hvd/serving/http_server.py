@@ -28,11 +28,13 @@ _BACKLOG = 128
 class _Scorer:
     """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came.
 
-    hashed: columns of strings that are ids of hashed tables
+    hashed: columns of strings that are ids of hashed tables. encoded: requests have ids although the model has an
+    encoder
     """
 
-    def __init__(self, model: OpenModel, hashed: Sequence[str]) -> None:
+    def __init__(self, model: OpenModel, hashed: Sequence[str], encoded: bool) -> None:
         self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model), Model()
+        self._encoded, self._is_raw = encoded, model.encoder is not None and not encoded
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
         try:
@@ -41,9 +43,9 @@ class _Scorer:
                     f"expected columns by name, as in {{'dataframe_split': ...}} or {{'dataframe_records': ...}}, got "
                     f"{type(data).__name__}"
                 )
-            columns = with_hashes(data, self._hashed, self._ids)
+            columns = data if self._is_raw else with_hashes(data, self._hashed, self._ids)
             with of_hashed_tables(self._hashed):
-                return pandas.DataFrame(self._model.predict(columns))
+                return pandas.DataFrame(self._model.predict(columns, encoded=self._encoded))
         except BadInput as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         except (Damaged, StoreError) as error:
@@ -67,8 +69,9 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def app_of(model: OpenModel, hashed: Sequence[str] = ()) -> Any:
-    """The ASGI application that answers requests. hashed: columns of strings, hashed to ids of hashed tables.
+def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) -> Any:
+    """The ASGI application that answers requests. hashed: columns of strings, hashed to ids of hashed tables. encoded:
+    requests have ids and numbers also where the model has an encoder.
 
     Raises BadInput for a model that takes no columns, and for a hashed column that is no field of ids.
     """
@@ -77,8 +80,8 @@ def app_of(model: OpenModel, hashed: Sequence[str] = ()) -> Any:
             "this model was saved without input_example, so how a request becomes its input is not known: save it "
             "with one (`gba-hvd model export --example`)"
         )
-    check_hashed(model, hashed)
-    return scoring_server.init(cast(Any, _Scorer(model, hashed)))
+    check_hashed(model, hashed, encoded)
+    return scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
 
 
 def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:

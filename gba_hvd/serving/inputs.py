@@ -125,6 +125,12 @@ def columns_for(field: Spec) -> list[str]:
     return [field["column"], *_numbered(field), *field.get("names", ())]
 
 
+def plain_columns(spec: Spec | None) -> set[str]:
+    """Columns whose samples are numbers or lists of them, never values by name."""
+    found = () if spec is None else fields(spec)
+    return {name for field in found for name in columns_for(field) if "names" not in field or name != field["column"]}
+
+
 def _numbered(field: Spec) -> list[str]:
     """Columns by position."""
     several = field["shape"][0] if len(field["shape"]) == 1 else 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,10 +26,14 @@ from gba_hvd.serving.manifest import ModelManifest, read_manifest
 from gba_hvd.serving.module import assemble, freeze, padding_rows_of
 from gba_hvd.serving.outputs import scores_of
 from gba_hvd.serving.stored_bytes import get_verified
+from gba_hvd.serving.stored_encoder import read_encoder, read_facts
 from gba_hvd.serving.tensor_file import decode_tensors
 from recovery.storage.local_store import LocalStore
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
+
+if TYPE_CHECKING:
+    from gba_hvd.data.row_encoder import RowEncoder
 
 WHERE = ("memory", "mmap", "remote")
 CACHE_BYTES = 256 << 20
@@ -42,16 +48,34 @@ class OpenModel:
     """
 
     def __init__(
-        self, module: nn.Module, manifest: ModelManifest, example: Mapping[str, Any] | None, device: torch.device
-    ) -> None:
+        self, module: nn.Module, manifest: ModelManifest, example: Mapping[str, Any] | None, device: torch.device,
+        read_encoder: Callable[[], RowEncoder] | None = None,
+    ) -> None:  # fmt: skip
         self.module, self.manifest, self.example, self._device = module, manifest, example, device
+        self._read_encoder, self._lock = read_encoder, threading.Lock()
+        self._encoder: RowEncoder | None = None
+
+    @property
+    def encoder(self) -> RowEncoder | None:
+        """What makes ids of raw values; None: the model was saved without. Read from the store at the first use."""
+        with self._lock:
+            if self._encoder is None and self._read_encoder is not None:
+                self._encoder = self._read_encoder()
+        return self._encoder
 
     def predict(
-        self, request: Mapping[str, Any], *, batch: int = _BATCH, on_samples: Callable[[int], object] = lambda n: None
+        self,
+        request: Mapping[str, Any],
+        *,
+        batch: int = _BATCH,
+        encoded: bool = False,
+        on_samples: Callable[[int], object] = lambda n: None,
     ) -> dict[str, np.ndarray]:
         """Scores, float32 [n] by name, of samples in columns: a pandas `DataFrame`, or arrays and lists by name.
 
         The names are `score` for one output, else those of the outputs. on_samples: called with how many more are done.
+        With an encoder the columns hold raw values, as the input of `gba-hvd data prepare` had them; encoded: ids and
+        numbers, as `RowEncoder.columns` makes them.
         Raises BadInput naming the field that is missing or of another dtype, and an id that its table does not have.
         """
         if batch < 1:
@@ -63,6 +87,8 @@ class OpenModel:
                 "with one, or call the module of gba_hvd.load_for_inference with inputs of your own"
             )
         columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+        if not encoded and (encoder := self.encoder) is not None:
+            columns = encoder.encoded(columns)
         # Of columns that the model does not need only the names count: an error lists them where one is missing.
         lengths = inputs.lengths_of(spec, columns)
         n = max(lengths.values(), default=0)
@@ -119,7 +145,11 @@ def open_model(
     columns = None
     if example is not None:
         columns = json.loads(bytes(get_verified(store, example.name, example.n_bytes, example.sha256)))
-    return OpenModel(module.to(device), manifest, columns, torch.device(device))
+    encoder, read = manifest.encoder, None
+    if encoder is not None:
+        facts = read_facts(store, encoder)
+        columns, read = facts["example"], functools.partial(read_encoder, store, encoder, facts)
+    return OpenModel(module.to(device), manifest, columns, torch.device(device), read)
 
 
 def load_for_inference(

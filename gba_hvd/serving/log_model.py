@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,8 +26,12 @@ from gba_hvd.serving.dense_program import check_splits, formats_of
 from gba_hvd.serving.load import open_model
 from gba_hvd.serving.module import tables_in
 from gba_hvd.serving.row_sources import has_all_rows
-from gba_hvd.serving.save import export_model, save_model
+from gba_hvd.serving.save import described_vocabularies, export_model, save_model
+from gba_hvd.serving.stored_encoder import encoder_to_store, opened_encoder
 from recovery.restore.open_checkpoint import open_checkpoint
+
+if TYPE_CHECKING:
+    from gba_hvd.data.row_encoder import RowEncoder
 
 _CODE = Path(__file__).with_name("pyfunc_model.py")  # not imported here: it imports mlflow
 # What opening a model imports, at the versions of this environment. Horovod is not among them.
@@ -46,11 +51,12 @@ class LogModel:
         state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
 
     name: of the logged model. input_example, dense_names, build, arguments, tables, activation, dense_program: as
-    `save_model` takes them; an input of few samples, since it is kept. registered_model_name: of the registry, which
-    gets a new version; alias: of that version. requirements: further ones, such as a package that `build` imports.
+    `save_model` takes them; an input of few samples, since it is kept. encoder: the same, opened at once: the folder
+    may be gone when the model is written. registered_model_name: of the registry, which gets a new version; alias: of
+    that version. requirements: further ones, such as a package that `build` imports.
 
-    When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it: for how long the end of
-    training waits is `flush_timeout_s`. Where rows are on several hosts it is made from the newest checkpoint.
+    When the job is FINISHED or NOT_SAVED the chief writes the model, and the sender logs it; the end of training waits
+    as `MLflowCallback(flush_timeout_s=)` says. Where rows are on several hosts it is made from the newest checkpoint.
     of: "last": the model at the end of training; "best": that of the checkpoint which `CheckpointCallback(keep_best=)`
     keeps. checkpoint_options: for the store of checkpoints, as `recovery.open_checkpoint` takes them. The version has
     the tags `gba_hvd.step`, of its rows, and of the newest checkpoint, or that which it was made from,
@@ -75,17 +81,12 @@ class LogModel:
     checkpoint_options: Mapping[str, Any] = field(default_factory=dict)
     dense_names: Sequence[str] = ()
     of: str = "last"
+    encoder: RowEncoder | str | Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or any(character in self.name for character in "/:.%\"'"):
-            raise BadInput(f"LogModel: name={self.name!r}: MLflow takes names without / : . % and quotes")
-        if self.alias and not self.registered_model_name:
-            raise BadInput(f"LogModel: alias={self.alias!r} needs registered_model_name, whose version it names")
-        if self.alias and not _ALIAS.fullmatch(self.alias):
-            raise BadInput(
-                f"LogModel: alias={self.alias!r}: MLflow takes letters, digits, _ and -, but neither 'latest' nor a v "
-                "with a number, which it has for versions"
-            )
+        if self.encoder is not None:
+            object.__setattr__(self, "encoder", opened_encoder(self.encoder))
+        check_names("LogModel", self.name, self.registered_model_name, self.alias)
         if self.of not in ("last", "best"):
             raise BadInput(f"LogModel: of={self.of!r}: choose 'last' or 'best'")
         if isinstance(self.requirements, str):
@@ -93,7 +94,9 @@ class LogModel:
 
     def check(self, model: nn.Module) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
-        inputs.spec_of(self.input_example, model, self.dense_names)
+        spec = inputs.spec_of(self.input_example, model, self.dense_names)
+        if self.encoder is not None:
+            encoder_to_store(self.encoder, spec, inputs.columns_of(spec, self.input_example), {})
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model).checked()
@@ -114,11 +117,12 @@ class LogModel:
         how: dict[str, Any] = {
             "build": self.build, "arguments": self.arguments, "tables": self.tables, "activation": self.activation,
             "input_example": self.input_example, "dense_program": self.dense_program, "dense_names": self.dense_names,
+            "encoder": self.encoder,
         }  # fmt: skip
         tags = {"gba_hvd.step": str(step)}
         if checkpoint is not None:
             place = f"{str(checkpoint.get('url', '')).rstrip('/')}/{checkpoint.get('manifest', '')}"
-            tags = _tags(step, place, checkpoint.get("checksum", ""), checkpoint.get("saved_step", ""))
+            tags = tags_of(step, place, checkpoint.get("checksum", ""), checkpoint.get("saved_step", ""))
         if has_all_rows(tables_in(model)) and self.of == "last":
             saved = save_model(model, folder / "model", source=tags, **how)
         else:
@@ -132,22 +136,57 @@ class LogModel:
                 str(checkpoint["url"]), "best" if self.of == "best" else "newest", **self.checkpoint_options
             )
             step = source.step
-            tags = _tags(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
+            tags = tags_of(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
             saved = export_model(source, folder / "model", **how)
-        opened = open_model(folder / "model", tables="mmap")
-        assert opened.example is not None
-        scores = opened.predict(opened.example)
-        shutil.copyfile(_CODE, folder / _CODE.name)
-        facts = {
-            "name": self.name, "registered_model_name": self.registered_model_name, "alias": self.alias, "step": step,
-            "tags": tags, "columns": opened.example, "outputs": {name: one.tolist() for name, one in scores.items()},
-            "requirements": [*(f"{name}=={version(name)}" for name in _REQUIREMENTS), *self.requirements],
-        }  # fmt: skip
-        (folder / "log.json").write_text(json.dumps(facts))
+        if self.encoder is not None:
+            print(f"MLflow: {described_vocabularies(saved)}", file=sys.stderr, flush=True)
+        write_facts(
+            folder, name=self.name, registered_model_name=self.registered_model_name, alias=self.alias, step=step,
+            tags=tags, requirements=self.requirements,
+        )  # fmt: skip
         return saved.n_bytes
 
 
-def _tags(step: int, checkpoint: str, checksum: object, checkpoint_step: object) -> dict[str, str]:
+def check_names(what: str, name: str, registered_model_name: str | None, alias: str | None) -> None:
+    """Raises BadInput for an alias without a registered model, and a name or alias that MLflow refuses."""
+    if not name or any(character in name for character in "/:.%\"'"):
+        raise BadInput(f"{what}: name={name!r}: MLflow takes names without / : . % and quotes")
+    if alias and not registered_model_name:
+        raise BadInput(f"{what}: alias={alias!r} needs registered_model_name, whose version it names")
+    if alias and not _ALIAS.fullmatch(alias):
+        raise BadInput(
+            f"{what}: alias={alias!r}: MLflow takes letters, digits, _ and -, but neither 'latest' nor a v "
+            "with a number, which it has for versions"
+        )
+
+
+def write_facts(
+    folder: Path, *, name: str, registered_model_name: str | None, alias: str | None, step: int,
+    tags: Mapping[str, str], requirements: Sequence[str],
+) -> None:  # fmt: skip
+    """Write what `mlflow_model` reads beside the saved model `folder/model`.
+
+    Raises BadInput for a model without an example.
+    """
+    opened = open_model(folder / "model", tables="mmap")
+    if opened.example is None:
+        raise BadInput(
+            "the model was saved without input_example, and MLflow's signature and pyfunc need the fields of a "
+            "request: save or export it with one (`gba-hvd model export --example`)"
+        )
+    scores = opened.predict(opened.example)
+    shutil.copyfile(_CODE, folder / _CODE.name)
+    is_raw = opened.manifest.encoder is not None
+    packages = (*_REQUIREMENTS, "pyarrow") if is_raw else _REQUIREMENTS
+    facts = {
+        "name": name, "registered_model_name": registered_model_name, "alias": alias, "step": step, "tags": tags,
+        "columns": opened.example, "outputs": {output: one.tolist() for output, one in scores.items()},
+        "requirements": [*(f"{package}=={version(package)}" for package in packages), *requirements], "raw": is_raw,
+    }  # fmt: skip
+    (folder / "log.json").write_text(json.dumps(facts))
+
+
+def tags_of(step: int, checkpoint: str, checksum: object, checkpoint_step: object) -> dict[str, str]:
     return {
         "gba_hvd.step": str(step),
         "gba_hvd.checkpoint": checkpoint,

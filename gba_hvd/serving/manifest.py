@@ -183,6 +183,18 @@ class StoredBlocks:
 
 
 @dataclass(frozen=True)
+class StoredEncoder:
+    """What makes ids and numbers of raw values (`stored_encoder`). vocabularies: by table"""
+
+    file: StoredObject
+    vocabularies: Mapping[str, StoredObject]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.file.n_bytes + sum(one.n_bytes for one in self.vocabularies.values())
+
+
+@dataclass(frozen=True)
 class ModelManifest:
     """One version of a model.
 
@@ -191,6 +203,7 @@ class ModelManifest:
     source: plain JSON: where it comes from (step, checkpoint, its checksum).
     versions: of the packages it was saved with. lookup_dtypes: by path, of what modules that look up tables return.
     blocks: None: no shard is larger than a block, or the model was saved before there were blocks.
+    encoder: with it requests hold raw values.
     """
 
     version: int
@@ -208,6 +221,7 @@ class ModelManifest:
     program: StoredProgram | None = None
     blocks: StoredBlocks | None = None
     onnx: StoredOnnx | None = None
+    encoder: StoredEncoder | None = None
 
     @property
     def name(self) -> str:
@@ -221,7 +235,8 @@ class ModelManifest:
     def files(self) -> Iterator[StoredObject]:
         """All objects but shards."""
         yield from (one for one in (self.dense, self.builder.code, self.example) if one is not None)
-        yield from (one.file for one in (self.program, self.onnx, self.blocks) if one is not None)
+        yield from (one.file for one in (self.program, self.onnx, self.blocks, self.encoder) if one is not None)
+        yield from () if self.encoder is None else self.encoder.vocabularies.values()
 
     def objects(self) -> Iterator[StoredObject]:
         """Every object, shards first."""

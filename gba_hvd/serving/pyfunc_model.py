@@ -17,6 +17,7 @@ class SavedModel(PythonModel):
         from gba_hvd.serving.load import open_model
 
         self._model = open_model(context.artifacts["model"])
+        _ = self._model.encoder  # read now, not by the first request
 
     def predict(
         self, context: PythonModelContext, model_input: pandas.DataFrame, params: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -47,10 +47,14 @@ from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
 from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
+from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
 from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
+
+if TYPE_CHECKING:
+    from gba_hvd.data.row_encoder import RowEncoder
 
 TABLES = ("all", "touched")
 ACTIVATIONS = ("none", "sigmoid")
@@ -59,7 +63,11 @@ _PACKAGES = ("gba-hvd", "torch", "numpy")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One version. url: of the store, without credentials. new_shards, new_bytes: of rows, that were not there yet."""
+    """One version.
+
+    url: of the store, without credentials. new_shards, new_bytes: of rows, that were not there yet. vocabulary_values,
+    vocabulary_bytes: of the encoder
+    """
 
     url: str
     version: int
@@ -67,6 +75,8 @@ class SavedModel:
     n_bytes: int
     new_shards: int
     new_bytes: int
+    vocabulary_values: int = 0
+    vocabulary_bytes: int = 0
 
 
 def save_model(
@@ -81,6 +91,7 @@ def save_model(
     activation: str = "none",
     shard_bytes: int | None = None,
     dense_program: bool | str | Sequence[str] = False,
+    encoder: RowEncoder | str | Path | None = None,
     source: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
@@ -106,6 +117,8 @@ def save_model(
     dense_program: also store the dense part as a program, which takes looked-up rows, for servers without this package
     (docs/FORMAT.md): "torch" or True, of `torch.export`; "onnx", which is compared with the module when it is made and
     needs the extra `onnx`; or both, ("torch", "onnx"). Needs an input_example of two samples or more.
+    encoder: the folder of the prepared dataset that the model was trained on, or its `RowEncoder`: it is stored with
+    the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example.
     source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
@@ -126,6 +139,8 @@ def save_model(
     fresh = builder.build()
     stored_as = stand_ins(list(rows.values()))
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
+    example = None if spec is None else inputs.columns_of(spec, input_example)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, stored_as)
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
             fresh.to(devices.pop())
@@ -135,9 +150,9 @@ def save_model(
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
-    example = None if spec is None else inputs.columns_of(spec, input_example)
     return _commit(
         store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer, exported,
+        made,
     )  # fmt: skip
 
 
@@ -154,6 +169,7 @@ def export_model(
     activation: str = "none",
     shard_bytes: int | None = None,
     dense_program: bool | str | Sequence[str] = False,
+    encoder: RowEncoder | str | Path | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
 ) -> SavedModel:
@@ -162,7 +178,7 @@ def export_model(
     checkpoint: its URL, or what `recovery.open_checkpoint` returned, which takes options for its store and the step;
     step: of a URL, see there. storage_options: of the model's store. A table of a converted model has
     the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
-    input_example: describes the fields of a request; there is no model to compare with.
+    input_example: describes the fields of a request; there is no model to compare with. encoder: as of `save_model`.
 
     Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
     """
@@ -178,6 +194,8 @@ def export_model(
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
+    example = None if spec is None else inputs.columns_of(spec, input_example)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, stored_as)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None
@@ -191,8 +209,16 @@ def export_model(
         "checkpoint": opened.name, "checkpoint_url": opened.url, "checkpoint_checksum": opened.checksum,
         "step": opened.step, "samples": opened.samples,
     }  # fmt: skip
-    example = None if spec is None else inputs.columns_of(spec, input_example)
-    return _commit(store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer, exported)
+    return _commit(
+        store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer, exported, made,
+    )  # fmt: skip
+
+
+def described_vocabularies(saved: SavedModel) -> str:
+    return (
+        f"the model has the encoder of its training data: {saved.vocabulary_values:,} values of vocabularies, "
+        f"{saved.vocabulary_bytes:,} bytes. Requests hold raw values"
+    )
 
 
 def _check(
@@ -247,20 +273,26 @@ def _commit(
     store: Store, builder: Builder, stored: tuple[StoredTable, ...], model: nn.Module, dense: Mapping[str, Tensor],
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     activation: str, source: Mapping[str, Any], writer: ShardWriter,
-    exported: DensePrograms | None = None,
+    exported: DensePrograms | None = None, encoder: EncoderToStore | None = None,
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
     example_file = None if example is None else put_file(store, [inputs.to_json(example)], "json")
+    stored_encoder = None if encoder is None else put_encoder(store, encoder)
     program, onnx = (None, None) if exported is None else _put_programs(store, exported)
     blocks, written = writer.put_index(), writer.written
     with next_version(store) as number:
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
             source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program, blocks, onnx,
+            stored_encoder,
         )  # fmt: skip
         store.put(manifest.name, [to_json(manifest)])
-    return SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)
+    n_values = 0 if encoder is None else encoder.n_values
+    n_bytes = 0 if stored_encoder is None else stored_encoder.n_bytes
+    return SavedModel(
+        store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes, n_values, n_bytes
+    )
 
 
 def _put_programs(store: Store, made: DensePrograms) -> tuple[StoredProgram | None, StoredOnnx | None]:

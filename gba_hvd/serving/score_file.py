@@ -1,11 +1,11 @@
-"""Scores of the samples in a Parquet or CSV file, written to another one. Read and written in parts of some samples."""
+"""Scores of the samples in a file, written to a Parquet or CSV file. Read and written in parts of some samples."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,17 @@ import numpy as np
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
-from gba_hvd.serving.hashed_columns import check_hashed, hashes_of, id_columns, of_hashed_tables, refuse_strings
+from gba_hvd.serving.hashed_columns import (
+    check_hashed,
+    hashes_of,
+    id_columns,
+    of_hashed_tables,
+    refuse_strings,
+    with_hashes,
+)
+from gba_hvd.serving.inputs import plain_columns
 from gba_hvd.serving.load import OpenModel
+from gba_hvd.serving.sample_files import Samples, kind_of, read_samples
 
 log = logging.getLogger("gba_hvd")
 _ENDINGS = (".parquet", ".csv")
@@ -28,48 +37,49 @@ def score_file(
     keep: Sequence[str] = (),
     hashed: Sequence[str] = (),
     batch: int = 4096,
+    encoded: bool = False,
     on_samples: Callable[[int], object] = lambda n: None,
 ) -> int:
     """Write the scores, all or nothing. Returns the number of samples.
 
     keep: columns of the source that are copied, before the scores. hashed: columns of strings, or of lists of them,
-    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does. on_samples: called with how
+    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does. encoded: the file has ids and
+    numbers also where the model has an encoder. on_samples: called with how
     many more are done.
-    Raises BadInput for files of another kind, and what `OpenModel.predict` refuses, with the line or row it is near.
+    Raises BadInput for files of another kind, and what `OpenModel.predict` refuses, with the sample, from 0, or of JSON
+    lines the line, from 1.
     """
-    for path in (source, out):
-        if path.suffix not in _ENDINGS:
-            raise BadInput(f"{path}: expected a name that ends in {' or '.join(_ENDINGS)}")
+    if out.suffix not in _ENDINGS:
+        raise BadInput(f"{out}: expected a name that ends in {' or '.join(_ENDINGS)}")
+    kind = kind_of(source)
     if source.resolve() == out.resolve():
         raise BadInput(f"{out} is the file that is read: name another one")
     with extra("data", "pyarrow", "predictions of files need"):
         import pyarrow
-    check_hashed(model, hashed)
-    not_hashed = set(id_columns(model)) - set(hashed)
+    encoder = None if encoded else model.encoder
+    check_hashed(model, hashed, encoded)
+    texts = hashed if encoder is None else encoder.raw_columns
+    plain = {*(plain_columns(model.manifest.input) if encoder is None else encoder.raw_columns), *keep, *hashed}
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for part in _parts(source, batch, hashed):
-            if missing := [name for name in (*keep, *hashed) if name not in part.schema.names]:
-                raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.schema.names)}")
-            if not n and source.suffix == ".csv":
+        parts = read_samples(
+            source, batch, texts=texts, plain=plain, as_written=encoder is not None,
+            delimiter="," if encoder is None else encoder.delimiter,
+        )  # fmt: skip
+        for part in parts:
+            if missing := [name for name in (*keep, *hashed) if name not in part.columns]:
+                raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.columns)}")
+            if not n and kind in (".csv", ".tsv"):
                 _warn_of_numbers(part, hashed)
-            columns = {
-                name: hashes_of(one, name) if name in hashed else one.to_numpy(zero_copy_only=False)
-                for name, one in zip(part.schema.names, part.columns, strict=True)
-            }
-            try:
-                refuse_strings({field.name: field.type for field in part.schema if field.name in not_hashed})
-                with of_hashed_tables(hashed):
-                    scores = model.predict(columns, batch=batch)
-            except BadInput as error:
-                raise BadInput(f"{source}, samples {n} to {n + part.num_rows - 1}: {error}") from error
-            table = pyarrow.table({**{name: part.column(name) for name in keep}, **_arrow(scores)})
+            scores = _scores(model, part, source, hashed, batch, encoded)
+            kept = {name: _kept(part, name, None if writer is None else writer.schema, source) for name in keep}
+            table = pyarrow.table({**kept, **_arrow(scores)})
             if writer is None:
-                writer = _writer(fresh, out.suffix, table.schema)
-            writer.write_table(table)
-            n += part.num_rows
-            on_samples(part.num_rows)
+                writer = _Writer(fresh, out.suffix, table.schema)
+            writer.write(table)
+            n += part.n
+            on_samples(part.n)
         if writer is None:
             raise BadInput(f"{source} has no samples")
         writer.close()
@@ -82,22 +92,84 @@ def score_file(
     return n
 
 
-def n_samples(source: Path) -> int | None:
-    """Of a Parquet file; None: not known before a CSV file is read."""
-    if source.suffix != ".parquet":
-        return None
-    with extra("data", "pyarrow", "predictions of files need"):
-        import pyarrow.parquet
-    with pyarrow.parquet.ParquetFile(source) as file:
-        return int(file.metadata.num_rows)
+def _scores(
+    model: OpenModel, part: Samples, source: Path, hashed: Sequence[str], batch: int, encoded: bool
+) -> dict[str, np.ndarray]:
+    """Raises BadInput naming the sample, where it is one, that the model refuses."""
+
+    is_raw = model.manifest.encoder is not None and not encoded
+
+    def of(first: int, n: int) -> dict[str, np.ndarray]:
+        some = {name: values[first : first + n] for name, values in part.columns.items()}
+        with of_hashed_tables(hashed):
+            request = some if is_raw else _request(model, some, hashed)
+            return model.predict(request, batch=batch, encoded=encoded)
+
+    try:
+        return of(0, part.n)
+    except BadInput as error:
+        at = _first_refused(of, part.n)
+        if at is None:
+            raise BadInput(f"{source}, {part.range}: {error}") from error
+        try:
+            of(at, 1)
+        except BadInput as alone:
+            raise BadInput(f"{source}, {part.where(at)}: {alone}") from error
+        raise
 
 
-def _warn_of_numbers(part: Any, hashed: Sequence[str]) -> None:
+def _first_refused(scores_of: Callable[[int, int], object], n: int) -> int | None:
+    """The first sample that is refused by itself; None where all are, or only some together."""
+
+    def is_refused(first: int, n: int) -> bool:
+        try:
+            scores_of(first, n)
+        except BadInput:
+            return True
+        return False
+
+    low, high = 0, n - 1  # the first low samples are fine together, the first high + 1 are not
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_refused(0, middle + 1) else (middle + 1, high)
+    is_one = is_refused(low, 1) and (n == 1 or not is_refused(n - 1 if low == 0 else 0, 1))
+    return low if is_one else None
+
+
+def _request(model: OpenModel, columns: Mapping[str, Any], hashed: Sequence[str]) -> dict[str, Any]:
+    """The columns of some samples as the model takes them. Arrays of pyarrow become those of numpy."""
+    ids = set(id_columns(model))
+    if all(isinstance(one, list) for one in columns.values()):
+        return with_hashes(columns, hashed, ids, "say so:")
+    refuse_strings({name: one.type for name, one in columns.items() if name in ids - set(hashed)})
+    return {
+        name: hashes_of(one, name) if name in hashed else one.to_numpy(zero_copy_only=False)
+        for name, one in columns.items()
+    }
+
+
+def _kept(part: Samples, name: str, schema: Any, source: Path) -> Any:
+    """A column to copy, as an array of pyarrow. schema: of the file so far; None: this is its first part."""
+    import pyarrow
+
+    values = part.columns[name]
+    if not isinstance(values, list):
+        return values
+    kind = None if schema is None else schema.field(name).type
+    try:
+        found = pyarrow.array(values, kind)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        expected = "" if kind is None else f", expected {kind} as in the lines before"
+        raise BadInput(f"{source}, {part.range}: column {name!r} cannot be copied: {error}{expected}") from error
+    return found.cast(pyarrow.string()) if pyarrow.types.is_null(found.type) else found
+
+
+def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:
     """A CSV file does not say whether ids are numbers or strings of digits."""
     import pyarrow.compute
 
     for name in hashed:
-        column = part.column(name)
+        column = part.columns[name]
         if pyarrow.compute.all(pyarrow.compute.match_substring_regex(column, r"^-?\d+$")).as_py():
             log.warning(
                 "column %r holds whole numbers (%s, ...), which are hashed as strings, since --hashed names it: right "
@@ -106,33 +178,25 @@ def _warn_of_numbers(part: Any, hashed: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def _parts(source: Path, batch: int, strings: Sequence[str]) -> Iterator[Any]:
-    """Record batches of at most `batch` samples. strings: columns of a CSV file that are no numbers."""
-    import pyarrow
-    import pyarrow.csv
-    import pyarrow.parquet
-
-    try:
-        if source.suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(source) as file:
-                yield from file.iter_batches(batch)
-            return
-        as_text = pyarrow.csv.ConvertOptions(column_types={name: pyarrow.string() for name in strings})
-        with pyarrow.csv.open_csv(source, convert_options=as_text) as lines:
-            for block in lines:
-                yield from (block.slice(at, batch) for at in range(0, block.num_rows, batch))
-    except pyarrow.ArrowInvalid as error:
-        raise BadInput(f"{source} cannot be read: {error}") from error
-
-
 def _arrow(scores: dict[str, np.ndarray]) -> dict[str, Any]:
     import pyarrow
 
     return {name: pyarrow.array(values) for name, values in scores.items()}
 
 
-def _writer(path: Path, ending: str, schema: Any) -> Any:
-    import pyarrow.csv
-    import pyarrow.parquet
+class _Writer:
+    """A Parquet or CSV file that is written in parts."""
 
-    return pyarrow.csv.CSVWriter(path, schema) if ending == ".csv" else pyarrow.parquet.ParquetWriter(path, schema)
+    def __init__(self, path: Path, ending: str, schema: Any) -> None:
+        import pyarrow.csv
+        import pyarrow.parquet
+
+        self.schema = schema
+        kind: Any = pyarrow.csv.CSVWriter if ending == ".csv" else pyarrow.parquet.ParquetWriter
+        self._file = kind(path, schema)
+
+    def write(self, table: Any) -> None:
+        self._file.write_table(table)
+
+    def close(self) -> None:
+        self._file.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking.mlflow_run import newest_runs, read_history, resolved_uri
+from gba_hvd.tracking.mlflow_run import newest_runs, read_history, resolved_uri, run_id_called
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from recovery.redaction import redacted
 
@@ -23,8 +23,21 @@ def read(run: str, tracking_uri: str | None) -> RunHistory:
     found = read_history(uri, run, lambda key: not key.startswith("system/"))
     if isinstance(found, RunHistory):
         return found
-    known = "".join(f"\n  {line}" for line in found)
-    raise BadInput(
+    raise _not_found(run, uri, found)
+
+
+def run_id_of(run: str, tracking_uri: str | None) -> str:
+    """The id of a run in MLflow, by its id, its job's id or its name. Raises BadInput as `read`."""
+    uri = resolved_uri(tracking_uri)
+    found = run_id_called(uri, run)
+    if found is None:
+        raise _not_found(run, uri, newest_runs(uri))
+    return found
+
+
+def _not_found(run: str, uri: str, newest: list[str]) -> BadInput:
+    known = "".join(f"\n  {line}" for line in newest)
+    return BadInput(
         f"no run, job or file is called {run!r} (looked in {redacted(uri)}; --tracking-uri or MLFLOW_TRACKING_URI name "
         f"another store)" + (f"; the newest runs there are:{known}" if known else "; it holds no runs")
     )

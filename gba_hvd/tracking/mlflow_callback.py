@@ -46,6 +46,7 @@ _QUIET_S = 2.0  # so long the end of a job that finished waits for the sender wi
 WARNINGS = "warnings"  # metric: events of level "warning" so far
 WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
 _MODEL_BYTES_S = 8 << 20  # the least that a model is expected to be logged with, while the end waits
+_MODEL_S = 120.0  # beyond that, for what MLflow imports and checks; in seconds, or in a minute where others compute
 _STATUS = {"NOT_SAVED": "FAILED"}  # what a run can be of what a job can be; the reason says more
 _numbers = itertools.count()
 
@@ -81,7 +82,8 @@ class MLflowCallback(Callback):
     log_every_steps: a point per so many steps; its loss and throughput are means over them.
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
     spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
-    flush_timeout_s: how long the end of training may wait for the last records to be sent.
+    flush_timeout_s: how long the end of training may wait for the last records to be sent. A model that is logged has
+        longer, while MLflow answers: a second for each 8 MiB, then two minutes. 0: it has no more than the former.
     log_model: a `gba_hvd.LogModel`: log the trained model with the run, and register it.
     """
 
@@ -117,6 +119,7 @@ class MLflowCallback(Callback):
         self._spool_dir = Path(spool_dir or os.environ.get("GBA_HVD_SPOOL_DIR") or "gba-hvd-spool").absolute()
         self._spool_limit_bytes = spool_limit_bytes
         self._flush_timeout_s = flush_timeout_s
+        self._model_s = 0.0  # how long the end waits for a model beyond that
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
@@ -319,11 +322,13 @@ class MLflowCallback(Callback):
         except Exception as error:  # any error: the training is done, and its records are to be sent
             shutil.rmtree(folder, ignore_errors=True)
             place = recovery_records.place_of(self._checkpoint) if self._checkpoint else ""
-            todo = f"`gba-hvd model export` makes it from the checkpoint {place}" if place else "no checkpoint has it"
+            made = f"`gba-hvd model export` makes it from the checkpoint {place}, and `gba-hvd model log` logs it"
+            todo = made if place else "no checkpoint has it"
             message = f"the model was not logged: {type(error).__name__}: {error}; {todo}"
             self._write_event(Event("model_not_logged", self._step, message, level="warning"))
             _log(message)
             return False
+        self._model_s = _MODEL_S if self._flush_timeout_s > 0 else 0.0
         self._flush_timeout_s += n_bytes / _MODEL_BYTES_S
         self._report_better_model()
         return True
@@ -338,11 +343,12 @@ class MLflowCallback(Callback):
             or self._log_model.of != "last"
         ):
             return
-        url = shlex.quote(str(best.get("url") or "URL"))
+        url, what = shlex.quote(str(best.get("url") or "URL")), "FILE.py:CALLABLE"
         _log(
             f"the logged model is of step {self._step:,}, the last one. {best.get('best_metric')} was best at step "
             f"{best['best_step']:,} ({best.get('best_value')}): LogModel(of='best') logs that one. To make a model "
-            f"of it now: gba-hvd model export {url} MODEL_URL --best --build FILE.py:CALLABLE"
+            f"of it now: gba-hvd model export {url} MODEL_URL --best --build {what} --example {what}; to log that: "
+            "gba-hvd model log MODEL_URL --name NAME"
         )
 
     # These travel with the elastic state.
@@ -438,7 +444,11 @@ class MLflowCallback(Callback):
         rest_s = self._flush_timeout_s - quiet_s
         if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
             self._report_wait(rest_s, may_be_killed=False)
-        if not is_sent and not self._sender.wait(is_over, rest_s) and not read_status(path).recorded:
+        is_sent = is_sent or self._sender.wait(is_over, rest_s)
+        if not is_sent and self._model_s and not _is_in_trouble(path):
+            _log(f"MLflow is logging the model, for {self._model_s:.0f} s more at most; nothing need be done")
+            is_sent = self._sender.wait(lambda: is_over() or _is_in_trouble(path), self._model_s)
+        if not is_sent and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
 
     def _report_wait(self, at_most_s: float, may_be_killed: bool) -> None:
@@ -474,16 +484,21 @@ class MLflowCallback(Callback):
                 drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
                 if not delivered.done and model_path(path).exists():
                     drawn = "Everything else is recorded. "
-                    still = (
-                        f"the model is still being sent; should {model_path(path)} be there later, {how_to_send(path)}"
-                    )
-                    _log(delivered.model_problem or still)
+                    _log(delivered.model_problem or self._model_is_being_logged())
                 print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
             return
         n_unsent = unsent(path)
         why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(path)}"
         _log(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
         _log(f"they are kept in {path}; {how_to_send(path)}")
+
+    def _model_is_being_logged(self) -> str:
+        assert self._writer is not None
+        path, by = self._writer.path, "" if self._sender is None else f" by process {self._sender.pid}"
+        return (
+            f"the model is still being logged{by}, which continues when this one ends: nothing need be done. Where "
+            f"that process ends with the job, as in a container, {model_path(path)} stays: {how_to_send(path)}"
+        )
 
     def _report_left_behind(self) -> None:
         """Say which earlier jobs have records here that were never sent."""
@@ -546,6 +561,12 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str:
     """What a job without a name of its own is called: $GBA_HVD_JOB_NAME, else the script without folder and suffix."""
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-", "-c", "-m") else ""
     return environ.get("GBA_HVD_JOB_NAME") or script or "python"
+
+
+def _is_in_trouble(spool: Path) -> bool:
+    """Whether what is left cannot be sent now."""
+    status = read_status(spool)
+    return status.problem is not None or status.model_problem is not None
 
 
 def _log(message: str) -> None:

@@ -2,7 +2,7 @@
 
 The worker's folder (`NAME.model` beside the spool) has `model`, what is logged as the artifact of this name;
 `pyfunc_model.py`, the code; and `log.json`: name, registered_model_name, alias, step, tags, columns and outputs of an
-example, requirements.
+example, requirements, raw (whether columns hold raw values).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
 
         example, outputs = pandas.DataFrame(facts["columns"]), pandas.DataFrame(facts["outputs"])
         signature = infer_signature(example, outputs.astype("float32"))
-        signature.inputs = _uncast(signature.inputs)
+        signature.inputs = _uncast(signature.inputs, facts.get("raw", False))
         info = Model.log(
             artifact_path=None,
             flavor=pyfunc,
@@ -55,16 +55,19 @@ def log_model(uri: str, run_id: str, folder: Path) -> str:
     return str(info.model_uri)
 
 
-def _uncast(schema: Any) -> Any:
+def _uncast(schema: Any, is_raw: bool) -> Any:
     """Columns of whole numbers and booleans as `Any`, so that the model gets what came and refuses it by its name.
 
+    is_raw: all are; a text such as "7" is an id there, and a price may be missing.
     `mlflow models serve` casts a request to the types of the signature: 0.5 to the id 0, "false" to true.
     """
     from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 
     exact = (DataType.long, DataType.integer, DataType.boolean)
     as_it_is = AnyType()  # type: ignore[no-untyped-call]
-    return Schema([ColSpec(as_it_is, one.name, one.required) if one.type in exact else one for one in schema.inputs])
+    return Schema(
+        [ColSpec(as_it_is, one.name, one.required) if is_raw or one.type in exact else one for one in schema.inputs]
+    )
 
 
 def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:

@@ -308,6 +308,33 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
     return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
+def run_id_called(uri: str, name: str) -> str | None:
+    """Of the run with this id, job id or name (the latest, where several have it)."""
+    database = _database_file(uri)
+    if database is not None and not database.exists():
+        return None
+    run = _run_called(MlflowClient(tracking_uri=uri), name)
+    return None if run is None else str(run.info.run_id)
+
+
+@contextlib.contextmanager
+def run_of_its_own(uri: str, experiment: str, name: str, run_id: str | None) -> Iterator[str]:
+    """The id of a run: of a new one, which ends with this context, unless there is one."""
+    if run_id is not None:
+        yield run_id
+        return
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+    run_id = client.create_run(experiment_id, run_name=name).info.run_id
+    try:
+        yield run_id
+    except BaseException:
+        client.set_terminated(run_id, "FAILED")
+        raise
+    client.set_terminated(run_id, "FINISHED")
+
+
 def newest_runs(uri: str, at_most: int = 10) -> list[str]:
     """What the newest runs are called, "id  name  job", newest first."""
     database = _database_file(uri)

@@ -492,3 +492,66 @@ def test_rows_on_several_hosts_come_from_the_checkpoint(trained: Trained, tmp_pa
     with pytest.raises(BadInput, match="takes no storage options, got key"):
         log_model(checkpoint_options={"key": "k"}).write(model, tmp_path / "x", 7, {"url": str(tmp_path / "c")})
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "w" / "model")(one), expected)
+
+
+def test_a_saved_model_is_logged_with_the_run_of_its_job(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, one = trained(), batch(30)
+    checkpoint(model, model.tables, tmp_path / "c")
+    build = ["--build", CODE, "--example", CODE.replace("make_model", "example")]
+    assert cli.main(["model", "export", str(tmp_path / "c"), str(tmp_path / "m"), *build]) == 0
+    gba_hvd.save_model(trained(users=51), tmp_path / "m", build=CODE, arguments={"users": 51}, input_example=batch(2))
+    run = client(database).create_run(client(database).create_experiment("of a job"), run_name="the job")
+    client(database).set_terminated(run.info.run_id)
+    where = ["--tracking-uri", database, "--run", "the job", "--version", "1"]
+    names = ["--name", "ctr", "--registered-model-name", "exported", "--alias", "champion"]
+    capsys.readouterr()
+    assert cli.main(["model", "log", str(tmp_path / "m"), *names, *where, "--requirements", "my-models==1.2"]) == 0
+    assert f"run {run.info.run_id}: version 1 of step 5 is models:/exported/1" in capsys.readouterr().out
+    registered = client(database).get_model_version_by_alias("exported", "champion")
+    place = f"{tmp_path}/c/manifests/"
+    assert registered.tags["gba_hvd.step"] == "5" and place in registered.tags["gba_hvd.checkpoint"]
+    (logged,) = client(database).get_run(run.info.run_id).outputs.model_outputs
+    found = client(database).get_logged_model(logged.model_id)
+    assert found.experiment_id == run.info.experiment_id
+    files = Path(found.artifact_location.removeprefix("file://"))
+    assert "my-models==1.2" in (files / "requirements.txt").read_text()
+    assert np.array_equal(
+        predicted(database, "models:/exported@champion", one, tmp_path), evaluated(model, one).numpy()
+    )
+
+
+def test_a_saved_model_is_logged_with_a_run_of_its_own(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(2))
+    how = ["model", "log", str(tmp_path / "m"), "--name", "alone", "--tracking-uri", database, "--json"]
+    assert cli.main([*how, "--experiment", "of saved models"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = client(database).get_run(found["run_id"])
+    assert (run.info.run_name, run.info.status, found["version"]) == ("alone", "FINISHED", "")
+    assert client(database).get_experiment(run.info.experiment_id).name == "of saved models"
+    assert found["model_uri"] == f"models:/{run.outputs.model_outputs[0].model_id}"
+
+
+def test_a_saved_model_that_cannot_be_logged_is_refused_before_a_run_is_made(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained()
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(2))
+    gba_hvd.save_model(model, tmp_path / "no example", build=CODE)
+    log = ["model", "log", str(tmp_path / "m"), "--name", "ctr", "--tracking-uri", database]
+    for more, words in (
+        (["--alias", "champion"], "alias='champion' needs registered_model_name"),
+        (["--name", "a/b"], "MLflow takes names without"),
+        (["--run", "no such run"], "no run, job or file is called 'no such run'"),
+        (["--run", "a", "--experiment", "b"], "leave out one of the two"),
+        (["--version", "7"], "has no version 7"),
+    ):
+        assert cli.main([*log, *more]) == 1
+        assert words in capsys.readouterr().err
+    how = ["--name", "ctr", "--tracking-uri", database, "--experiment", "not made"]
+    assert cli.main(["model", "log", str(tmp_path / "no example"), *how]) == 1
+    assert "saved without input_example" in capsys.readouterr().err
+    assert client(database).get_experiment_by_name("not made") is None

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from gba_hvd.tracking import MLflowCallback, gauges, mlflow_callback
 from gba_hvd.tracking.find_run import read
 from gba_hvd.tracking.mlflow_callback import job_name
 from gba_hvd.tracking.run_history import RunHistory
-from gba_hvd.tracking.spool import all_records, read_status
+from gba_hvd.tracking.spool import SpoolStatus, all_records, model_path, read_status, write_status
 from tests.tracking.conftest import (
     FLUSH_S,
     Server,
@@ -444,6 +445,48 @@ def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
     assert (f"sending the last records takes {said}; nothing need be done" in reported) if said else not reported
     is_kept = f"If this process is killed meanwhile, they wait in {callback.spool}; send them with: " in reported
     assert is_kept == (status != "FINISHED")
+
+
+@pytest.mark.parametrize(
+    ("problem", "flush_s", "waits"),
+    [(None, 30.0, [2.0, 29.0, 120.0]), ("connection refused", 30.0, [2.0, 29.0]), (None, 0.0, [1.0, 0.0])],
+)
+def test_the_end_waits_longer_for_a_model_while_mlflow_answers(
+    problem: str | None, flush_s: float, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    waited: list[float] = []
+
+    def wait(is_over: Callable[[], bool], timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        write_status(callback.spool, SpoolStatus(recorded=True, problem=problem))
+        assert not is_over()
+        if timeout_s == 120.0:  # what cannot be sent now is not waited for
+            write_status(callback.spool, SpoolStatus(recorded=True, problem="connection refused"))
+            assert is_over()
+        return False
+
+    def write(model: Any, folder: Path, step: int, checkpoint: Any) -> int:
+        folder.mkdir()
+        return 8 << 20
+
+    sender = SimpleNamespace(alive=lambda: True, wait=wait, end=lambda within_s: None, pid=4711)
+    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    callback: Any = MLflowCallback(
+        tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=flush_s,
+        log_model=SimpleNamespace(of="last", check=lambda model: None, check_job=lambda settings: None, write=write),
+    )  # fmt: skip
+    callback.on_model(object())
+    callback.on_job(job("waits"))
+    capsys.readouterr()
+    callback.on_end("FINISHED", None)
+    assert waited[-len(waits) :] == waits and waited.count(120.0) == waits.count(120.0)
+    reported = capsys.readouterr().err
+    assert ("MLflow is logging the model, for 120 s more at most; nothing need be done" in reported) == (120.0 in waits)
+    assert (
+        "the model is still being logged by process 4711, which continues when this one ends: nothing need" in reported
+    )
+    assert f"{model_path(callback.spool)} stays: send them with: gba-hvd mlflow send {callback.spool}" in reported
 
 
 def test_another_name_for_the_run_in_a_later_launch_is_warned_of(

@@ -1,4 +1,4 @@
-"""`gba-hvd model`: make a model that predicts from a checkpoint, score files or serve it, check and compare versions.
+"""`gba-hvd model`: a model that predicts, made from a checkpoint: score files, serve it, log it, check and compare it.
 
 What a model consists of is in `gba_hvd.serving`; the terminal is here.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     model = subparsers.add_parser(
-        "model", help="export a model from a checkpoint, predict, serve, verify, compare versions"
+        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions"
     )
     commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
     export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
@@ -44,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     names = "of the columns of Batch.dense, in their order: a request may give them by name; needs --example"
     export.add_argument("--dense-names", nargs="+", default=[], metavar="NAME", help=names)
+    encoder = "folder of the prepared dataset that the job was trained on: its vocabularies are stored with the model, "
+    encoder += "and requests hold raw values; needs --example"
+    export.add_argument("--encoder", type=Path, metavar="STORE", help=encoder)
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     which.add_argument("--best", action="store_true", help="the checkpoint that CheckpointCallback(keep_best=) keeps")
@@ -57,9 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--dense-program", nargs="*", choices=formats, metavar="FORMAT", help=dense)
     export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
-    predict = _add(commands, "predict", "write the scores of the samples in a Parquet or CSV file")
+    predict = _add(commands, "predict", "write the scores of the samples in a file")
     predict.add_argument("url", metavar="URL", help="of the model")
-    predict.add_argument("input", type=Path, metavar="INPUT", help="FILE.parquet or FILE.csv")
+    files = "FILE.parquet, FILE.csv, FILE.tsv or FILE.jsonl (JSON lines); all but the first also .gz, .zst"
+    predict.add_argument("input", type=Path, metavar="INPUT", help=files)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
     _add_hashed(predict)
@@ -79,6 +84,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_rows(serve)
     _add_version(serve)
     serve.set_defaults(run=run_serve)
+    log = _add(commands, "log", "log a saved model in MLflow, with the run of its job or a new one, and register it")
+    log.add_argument("url", metavar="URL", help="of the model")
+    log.add_argument("--name", required=True, help="of the logged model")
+    log.add_argument("--registered-model-name", metavar="NAME", help="of the registry, which gets a new version")
+    log.add_argument("--alias", help="of that version")
+    log.add_argument(
+        "--run", dest="run_name", metavar="RUN", help="id or name of a run, or its job; default: a new run"
+    )
+    experiment = "of a new run; default: MLFLOW_EXPERIMENT_NAME, else gba-hvd"
+    log.add_argument("--experiment", metavar="NAME", help=experiment)
+    log.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
+    more = "further ones, such as a package that the builder imports: my-models==1.2"
+    log.add_argument("--requirements", nargs="+", default=[], metavar="PACKAGE", help=more)
+    _add_version(log)
+    log.set_defaults(run=run_log)
     verify = _add(commands, "verify", "read every byte of a version and compare checksums; names all that is damaged")
     verify.add_argument("url", metavar="URL")
     _add_version(verify)
@@ -107,6 +127,8 @@ def _add(
 def _add_hashed(parser: argparse.ArgumentParser) -> None:
     hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
     parser.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
+    encoded = "samples have ids and numbers, not raw values, also where the model has the encoder of its training data"
+    parser.add_argument("--encoded", action="store_true", help=encoded)
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +147,7 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
-    from gba_hvd.serving.save import export_model
+    from gba_hvd.serving.save import described_vocabularies, export_model
     from recovery.restore.open_checkpoint import open_checkpoint
 
     try:
@@ -146,7 +168,7 @@ def run_export(args: argparse.Namespace) -> int:
     with progress("exporting", total) as on_bytes:
         saved = export_model(
             opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
-            dense_names=args.dense_names,
+            dense_names=args.dense_names, encoder=args.encoder,
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if example is None:
@@ -162,6 +184,8 @@ def run_export(args: argparse.Namespace) -> int:
         f"{saved.url}: version {saved.version} of {opened.name} (step {opened.step:,}), {saved.n_rows:,} rows, "
         f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
     )
+    if args.encoder is not None:
+        print(described_vocabularies(saved))
     return 0
 
 
@@ -197,12 +221,20 @@ def _is_beside(folder: Path, name: str) -> bool:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    from gba_hvd.serving.score_file import n_samples, score_file
+    from gba_hvd.serving.sample_files import n_samples
+    from gba_hvd.serving.score_file import score_file
 
     model = _open_model(args)
     with progress("predicting", n_samples(args.input), "samples") as on_samples:
         n = score_file(
-            model, args.input, args.out, keep=args.keep, hashed=args.hashed, batch=args.batch, on_samples=on_samples
+            model,
+            args.input,
+            args.out,
+            keep=args.keep,
+            hashed=args.hashed,
+            batch=args.batch,
+            encoded=args.encoded,
+            on_samples=on_samples,
         )
     if args.json:
         print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
@@ -222,7 +254,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise BadInput(f"--port must be 0 to 65535, got {args.port}")
     with bound(args.host, args.port) as listening, contextlib.ExitStack() as stack:
         model = _open_model(args)
-        app = app_of(model, args.hashed)
+        app = app_of(model, args.hashed, args.encoded)
         if args.follow is not None:
             of_store = options_of(args.follow_option)
             follower = stack.enter_context(Follower(model, args.follow, on_update=_show_update, **of_store))
@@ -245,6 +277,29 @@ def _show_update(update: Update) -> None:
         f"{update.lag_s:.1f} s after it was saved",
         file=sys.stderr, flush=True,
     )  # fmt: skip
+
+
+def run_log(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
+    from gba_hvd.serving.log_saved import log_saved_model
+
+    if args.run_name is not None and args.experiment is not None:
+        raise BadInput("--experiment is of a new run, and --run names one: leave out one of the two")
+    experiment = args.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
+    _, manifest = _opened(args, _version(args))
+    with progress("copying", manifest.n_bytes) as on_bytes:
+        logged = log_saved_model(
+            args.url, name=args.name, registered_model_name=args.registered_model_name, alias=args.alias,
+            run=args.run_name, experiment=experiment, version=manifest.version, requirements=args.requirements,
+            tracking_uri=args.tracking_uri, on_bytes=on_bytes, **options_of(args.option),
+        )  # fmt: skip
+    if args.json:
+        print(json.dumps(vars(logged), indent=2))
+        return 0
+    served = f"models:/{args.registered_model_name}/{logged.version}" if logged.version else logged.model_uri
+    alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
+    print(f"run {logged.run_id}: version {manifest.version} of step {logged.step:,} is {served}{alias}")
+    return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:

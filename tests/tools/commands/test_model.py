@@ -368,7 +368,7 @@ def test_bad_samples_are_named_and_nothing_is_written(
 def test_files_that_cannot_be(exported: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frame_of(batch(3)).to_parquet(tmp_path / "in.parquet")
     for source, more, words in (
-        ("in.json", [], "expected a name that ends in .parquet or .csv"),
+        ("in.json", [], "expected a name that ends in .parquet, .csv, .tsv or .jsonl"),
         ("none.csv", [], "none.csv"),
         ("in.parquet", ["--keep", "age"], "has no column 'age'; it has user"),
         ("in.parquet", ["--out", tmp_path / "in.parquet"], "is the file that is read"),
