@@ -159,11 +159,14 @@ def residuals_lost(engine: Engine, n_workers: int, lost: float | None) -> None:
 
 def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     """Report to all callbacks how the job ended, and its account."""
+    kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
+    kind = kinds.get(status, "failed")
+    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
+    if kind != "failed" or ends_alone:
+        engine.reports.job_ends()
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     if engine.progress.account.redone:
         account["samples_redone"] = engine.progress.account.redone
-    kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
-    kind = kinds.get(status, "failed")
     word = "finished" if error is None else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         word = f"by {_interruption(str(error))}"
@@ -172,10 +175,10 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
+        "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
     if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")

@@ -359,6 +359,7 @@ class TorchState:
             job_events.world_formed(engine, joined, None)
             job_events.world_was_late(engine, wait, _STOOD_STILL)
             return
+        engine.reports.world_forms(before)
         self._come_to_one_state(joined)
         self._note_synced()
         engine.reports.after_world_forms(before)

@@ -22,8 +22,9 @@ from gba_hvd.tracking.records import Point, Record
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
-CONTINUES = "training_continues"  # after a pause, from the last step before it
-PAUSED = "paused_s"  # metric: by all pauses of a launch so far
+CONTINUES, ENDED = "training_continues", "ended_in_pause"  # a pause is over: a step ended it, or the end of the job
+PAUSES = (CONTINUES, ENDED)
+PAUSED = "paused_s"  # metric: by all pauses of the job so far
 _PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
 PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
@@ -47,7 +48,7 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
         return int(data.get("saved_step", step)), found
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
-    if kind == CONTINUES:
+    if kind in PAUSES:
         so_far = {PAUSED: float(data["so_far_s"])} if "so_far_s" in data else {}
         return step, {_PAUSES[cause_of(data)]: float(data["seconds"]), **so_far}
     if not is_recovery(kind, data):

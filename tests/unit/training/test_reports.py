@@ -114,12 +114,13 @@ def test_a_pause_is_an_event_with_its_cause_and_no_part_of_a_step_s_time(
     job, log, steps = training(epoch=0), EventLog(), StepLog()
     job.state.register_callbacks([log, steps])
     reports = job.state.engine.reports
-    reports.after_world_forms(None)
     job.epoch(clicks())
     assert log.of("training_continues") == [], "the start is no pause"
     reports._ended_s -= 1000.0  # the newest step ended so long ago
+    reports.pauses._worked_unix_s -= 1000.0
     if is_lost:
         reports.worker_lost()
+    reports.world_forms(before)
     reports.after_world_forms(before)
     job.state.epoch, steps.seconds = 1, []
     job.epoch(clicks())
