@@ -340,9 +340,9 @@ class MLflowCallback(Callback):
             return
         url = shlex.quote(str(best.get("url") or "URL"))
         _log(
-            f"the logged model is of step {self._step:,}, the last one. {best.get('best_metric')} was best at step "
-            f"{best['best_step']:,} ({best.get('best_value')}): LogModel(of='best') logs that one. To make a model "
-            f"of it now: gba-hvd model export {url} MODEL_URL --best --build FILE.py:CALLABLE"
+            f"the logged model is of step {self._step:,}, the last one. The best one has "
+            f"{recovery_records.KeptBest.of(best, best).words}: LogModel(of='best') logs that one. To make a model of "
+            f"it now: gba-hvd model export {url} MODEL_URL --best --build FILE.py:CALLABLE"
         )
 
     # These travel with the elastic state.

@@ -18,6 +18,7 @@ from typing import Any
 
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
+from recovery.catalog.best_step import Saved, best_words, kept_of
 
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
@@ -182,24 +183,24 @@ class KeptBest:
     saved_step: int
     place: str
 
+    @classmethod
+    def of(cls, kept: Mapping[str, Any], namer: Mapping[str, Any]) -> KeptBest:
+        """Of the data of two events `checkpoint`. namer: of the one that names the best step"""
+        metric, value, step = str(namer.get("best_metric", "")), namer.get("best_value"), int(namer["best_step"])
+        return cls(metric, value, step, int(kept["saved_step"]), place_of(kept))
+
     @property
     def words(self) -> str:
-        value = "" if self.value is None else f" {self.value:.4f}"
-        return f"{self.metric}{value} of step {self.best_step:,}"
+        return best_words(self.metric, self.value, self.best_step)
 
 
 def kept_best(events: Iterable[Record]) -> KeptBest | None:
-    """By the rule of `recovery.catalog.best`, which has the manifests; None where the records name none."""
-    saved = [(int(e["data"].get("saved_step", e.get("step", 0))), e["data"]) for e in events_in_force(events)
-             if e.get("event") == "checkpoint" and e.get("data")]  # fmt: skip
-    named = [data for _, data in saved if data.get("best_step") is not None]
-    later = [one for one in saved if named and one[0] >= int(named[-1]["best_step"])]
-    if not later:
-        return None
-    step, data = min(later, key=lambda one: one[0])
-    best = named[-1]
-    return KeptBest(str(best.get("best_metric", "")), best.get("best_value"), int(best["best_step"]), step,
-                    place_of(data))  # fmt: skip
+    """None where the records name none. The manifests themselves may tell more: `recovery.catalog.best`."""
+    found = kept_of([
+        Saved(e["data"], int(e["data"]["saved_step"]), e["data"].get("best_step"))
+        for e in events_in_force(events) if e.get("event") == "checkpoint" and "saved_step" in e.get("data", {})
+    ])  # fmt: skip
+    return None if found is None else KeptBest.of(*found)
 
 
 def recoveries(events: Iterable[Record]) -> list[Record]:
