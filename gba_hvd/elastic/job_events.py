@@ -175,6 +175,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
+        "dropped_for": engine.progress.account.dropped_for,
         "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }
     facts |= _delays(engine)

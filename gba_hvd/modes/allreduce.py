@@ -305,6 +305,7 @@ class AllreduceMode:
         progress.account.total += n_samples  # by the plan
         if overflowed:
             progress.account.dropped += n_samples
+            progress.account.overflowed += n_samples
             progress.account.steps_skipped += 1
         else:
             progress.account.applied += round(agreed["samples"][0])  # by the workers' own count

@@ -36,7 +36,7 @@ _NOTED = (
     "memory_not_kept",
     "auto_stayed",
 )  # of level "info", and the summary has them: they matter once the job has ended
-_BESIDE_ACCOUNT = ("restarts", "refused", "staleness", "lags", "pauses")
+_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -47,8 +47,8 @@ class ProgressLine(Callback):
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
     Each line but those of the closing summary and of an error begins with the time of day.
     The closing summary takes the account of samples from the data of the last event that has it
-    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `refused`, and in asynchronous
-    modes `staleness` and `lags`; `pauses`: of each its cause, its seconds and the step that ended it).
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `dropped_for`, and in
+    asynchronous modes `staleness` and `lags`; `pauses`: of each its cause, its seconds and the step that ended it).
     """
 
     shows_events = True
@@ -83,7 +83,6 @@ class ProgressLine(Callback):
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
-        self._has_overflowed = False
         self._lost_worker = False  # and no world has formed since
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
@@ -143,7 +142,6 @@ class ProgressLine(Callback):
             self._readings.begin(event.data)
         if event.kind in ("worker_lost", "membership"):
             self._lost_worker = event.kind == "worker_lost"
-        self._has_overflowed = self._has_overflowed or event.kind == "overflow"
         if event.kind == "interrupted":
             self._interrupted = event.message
         if event.kind in _NOTED and event.level == "info":
@@ -224,7 +222,8 @@ class ProgressLine(Callback):
         lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
-            why = self._why_dropped() if dropped else ""
+            why = gauges.dropped_words(self._account.get("dropped_for", {}))
+            why = f" ({why})" if why else ""
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped{why} + {lost:,} lost = {total:,}")
         elif self._record is not None:
             lines.append(f"samples: {self._record.samples_applied:,} applied")
@@ -249,16 +248,6 @@ class ProgressLine(Callback):
         if self._best is not None and (by := chooser(self._best.values)):
             lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
         return lines
-
-    def _why_dropped(self) -> str:
-        """` (too stale when they arrived)`; where there were several reasons, all of them."""
-        reasons = {
-            "too stale when they arrived": bool(self._account.get("staleness")),
-            "their gradient was not finite": bool(self._account.get("refused")),
-            "their step overflowed": self._has_overflowed,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        return f" ({', or '.join(found)})" if found else ""
 
     # These travel with the elastic state: a new rank 0 continues with them.
 

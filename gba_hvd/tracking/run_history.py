@@ -74,6 +74,12 @@ class RunHistory:
         return {}
 
     @property
+    def dropped_for(self) -> dict[str, int]:
+        """Dropped samples by reason, as the newest event that has it says; empty when none does."""
+        known = [event["data"]["dropped_for"] for event in self.events if "dropped_for" in event.get("data", {})]
+        return dict(known[-1]) if known else {}
+
+    @property
     def staleness(self) -> dict[int, int]:
         """{steps: micro-batches} of the whole job."""
         return last_staleness(self.events)
