@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
 from gba_hvd.shm.layout import TableSpec
+from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -56,7 +58,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     if joined.is_restart:
         events = _of_a_change(engine, joined, before, residuals_missing)
     else:
-        engine.progress.launched_at = engine.progress.step
+        engine.progress.launched_at, engine.progress.launched_unix_s = engine.progress.step, time.time()
         events = _of_a_start(engine, joined, residuals_missing)
     for event in events:
         engine.emit(event)
@@ -120,6 +122,7 @@ def worker_gone(engine: Engine) -> None:
     )
     data: dict[str, Any] = {"workers": engine.world.size}
     if (n_left := engine.reports.n_working) is not None:
+        n_left = min(n_left, engine.world.size - sum(not is_alive(pid) for pid in engine.host.neighbours.values()))
         data["left"] = n_left
         text += f". Training continues with {_count(n_left, 'worker')}{_fewer_than_asked(n_left)}"
     engine.emit(Event("worker_lost", engine.progress.step, text, data))
@@ -175,6 +178,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
+        "lasted_s": time.time() - (engine.progress.launched_unix_s or time.time()),
         "dropped_for": engine.progress.account.dropped_for,
         "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }

@@ -72,6 +72,7 @@ class TrainingState:
             "random": [rng_state.capture()],
             "random_left": self._random_left,
             "rollback": self._engine.rollback.shared(),
+            "launched_unix_s": self._engine.progress.launched_unix_s,
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
@@ -107,6 +108,7 @@ class TrainingState:
                 self.load_state_dict(state)
                 left = state["random_left"]
                 self._engine.reports.pauses.load_state_dict(state["pauses"], with_open=True)
+                self._engine.progress.launched_unix_s = state["launched_unix_s"]
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])

@@ -231,7 +231,7 @@ class MLflowCallback(Callback):
         values: dict[str, float] = {}
         if job.is_chief:
             values = {**since.values(), EPOCH: record.epoch, WORKERS: record.workers}
-            values["samples_applied"] = record.samples_applied
+            values[recovery_records.APPLIED] = record.samples_applied
             if record.dense_lr is not None and record.dense_lr != self._lr and not self._script_logs_lr:
                 values[DENSE_LR] = self._lr = record.dense_lr
             if record.mode in MODES:

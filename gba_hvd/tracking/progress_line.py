@@ -36,7 +36,7 @@ _NOTED = (
     "memory_not_kept",
     "auto_stayed",
 )  # of level "info", and the summary has them: they matter once the job has ended
-_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses")
+_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -48,7 +48,8 @@ class ProgressLine(Callback):
     Each line but those of the closing summary and of an error begins with the time of day.
     The closing summary takes the account of samples from the data of the last event that has it
     (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `dropped_for`, and in
-    asynchronous modes `staleness` and `lags`; `pauses`: of each its cause, its seconds and the step that ended it).
+    asynchronous modes `staleness` and `lags`; `lasted_s`: the time of the launch; `pauses`: of each its cause, its
+    seconds and the step that ended it).
     """
 
     shows_events = True
@@ -215,7 +216,7 @@ class ProgressLine(Callback):
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"
-        lasted = _duration(self._clock() - self._started_s)
+        lasted = _duration(self._account.get("lasted_s") or self._clock() - self._started_s)
         if 0 < self._resumed_step <= steps:
             lasted = f"all launches, {steps - self._resumed_step:,} of them in this one's {lasted}"
         lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {lasted}, {times}"]

@@ -268,8 +268,9 @@ def test_pauses_are_in_the_summary_by_what_they_were_for() -> None:
     line.on_event(Event("training_continues", 50, "training continues after", {"seconds": 9.0, "cause": "joined"}))
     assert lines_of(out) == ["[training continues] step 50: training continues after"]
     pauses = [["loss", 12.34, 40], ["joined", 9.0, 50], ["joined", 12.8, 1060], ["loss", 2.0, None], ["left", 1, None]]
-    line.on_event(Event("finished", 1060, "finished", {"pauses": pauses}))
+    line.on_event(Event("finished", 1060, "finished", {"pauses": pauses, "lasted_s": 3720.0}))
     line.on_end("FINISHED", None)
+    assert "in 1h02m, " in out.getvalue(), "the launch is older than this rank 0"
     assert (
         "training stood still for 37.1 s: 14.3 s after a loss of workers (before step 40 and at the end), 21.8 s to "
         "let workers in (before step 50 and 1,060), 1.0 s since workers left (at the end)"

@@ -89,7 +89,7 @@ def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks
     assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends() is None
 
 
-def test_a_newcomer_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Workers, clicks: Any) -> None:
+def test_a_late_joiner_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Workers, clicks: Any) -> None:
     jobs = [on_host("a", epoch=0) for _ in range(3)]
     for job in jobs:
         job.log = EventLog()
@@ -108,6 +108,8 @@ def test_a_newcomer_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Wor
              for job in jobs]  # fmt: skip
     assert found[2] == found[0] == found[1] and [cause for _, cause, _ in found[2]] == [JOINED]
     assert [len(job.state.engine.reports.pauses.over) for job in jobs] == [1, 1, 1]
+    launched = [job.state.engine.progress.launched_unix_s for job in jobs]
+    assert launched == [launched[0]] * 3 and launched[0] is not None, "the launch is older than the late joiner"
 
 
 def test_an_evaluation_is_no_part_of_a_pause(training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
