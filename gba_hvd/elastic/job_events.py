@@ -313,6 +313,8 @@ def _obstacle(engine: Engine) -> str:
     if requests is None or not requests.waiting:
         return ""
     own = "" if engine.host.server is None else engine.host.server.why_not_ready(to_enter=True)
+    if not own and engine.world.size == 1 + len(engine.host.neighbours):  # one host, and its servers are up by now
+        return "the companion servers came up when the job had ended, or nearly: it was too short"
     return f"the companion servers were not up at the end; {own or 'the log of the workers of other hosts says why'}"
 
 

@@ -73,6 +73,7 @@ class TrainingState:
             "random_left": self._random_left,
             "rollback": self._engine.rollback.shared(),
             "launched_unix_s": self._engine.progress.launched_unix_s,
+            "n_reported": self._engine.progress.n_reported,
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
@@ -109,6 +110,7 @@ class TrainingState:
                 left = state["random_left"]
                 self._engine.reports.pauses.load_state_dict(state["pauses"], with_open=True)
                 self._engine.progress.launched_unix_s = state["launched_unix_s"]
+                self._engine.progress.n_reported = state["n_reported"]
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])

@@ -194,6 +194,7 @@ class AllreduceMode:
         return len(self._cut.batches_of_step(self._step_of_epoch, self.together))
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
+        self._engine.reports.reported_by_some()
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
 
     def count(self, job: CountRun) -> list[int]:

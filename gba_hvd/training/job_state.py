@@ -135,7 +135,8 @@ class Progress:
     asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed.
     launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when the first
     world of the launch had formed. complete_before: epochs whose
-    batches were asked for here before any was trained, and that had none left
+    batches were asked for here before any was trained, and that had none left. n_reported: calls of `state.report` with
+    scores, the same on all workers
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -156,6 +157,7 @@ class Progress:
         self.launched_at: int | None = None
         self.launched_unix_s: float | None = None
         self.complete_before: list[int] = []
+        self.n_reported = 0
 
     def begin_evaluation(self) -> tuple[int, int]:
         """(phase, ordinal), which name an evaluation in asynchronous modes: the same on all workers.

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+import numpy as np
+
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.comm import traffic
 from gba_hvd.comm.collectives import World
@@ -248,6 +250,21 @@ class Reports:
         self.emit(Event("overflow", step, text, data, level="warning" if now < 1.0 else "info"))
 
     # --- beside them -------------------------------------------------------------------------------------------------
+
+    def reported_by_some(self) -> None:
+        """Warn where workers have reported scores a different number of times; once. A collective."""
+        world, step = self._world(), self._progress.step
+        if world.size == 1:
+            return
+        counts = [int(n) for n in world.gather("reports", np.array([self._progress.n_reported], dtype=np.int64))[:, 0]]
+        if min(counts) == max(counts):
+            return
+        by_rank = ", ".join(f"{n} by rank {rank}" for rank, n in enumerate(counts[:8])) + ", ..." * (len(counts) > 8)
+        text = (
+            f"state.report(...) was called with scores on some workers only ({by_rank}): call it on all of them. What "
+            "rank 0 does not report is shown nowhere, and what it alone reports is lost with it, if it dies"
+        )
+        self.once(Event("reported_by_some", step, text, {"reports": counts}, level="warning"))
 
     def gradient(self, micro: int) -> None:
         """Before a micro-batch is taken in: warn where it has none; once in a process."""
