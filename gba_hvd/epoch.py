@@ -103,6 +103,8 @@ class SampleAccount:
     total: int = 0
     applied: int = 0
     dropped: int = 0  # too stale, not finite (asynchronous modes), or of a step that overflowed
+    not_finite: int = 0  # of the dropped ones; these two are not in checkpoints of older versions
+    overflowed: int = 0
     lost: int = 0  # handed out, and gone with a failure
     shard_steps_missed: int = 0  # steps that one shard did not get because its worker died while applying them
     rows_lost: int = 0  # rows that went down with a host and started over
@@ -110,6 +112,13 @@ class SampleAccount:
         0  # steps that no worker applied since gradients overflowed (`loss_scale`): samples are dropped
     )
     redone: int = 0  # of no sum: trained once, and again after the job rolled back to a checkpoint (full recovery)
+
+    @property
+    def dropped_for(self) -> dict[str, int]:
+        """The dropped samples by reason; only reasons that there were."""
+        by_reason = {"not_finite": self.not_finite, "overflow": self.overflowed}
+        by_reason = {"stale": self.dropped - sum(by_reason.values()), **by_reason}
+        return {reason: n for reason, n in by_reason.items() if n}
 
     def rolled_back(self, now: SampleAccount) -> None:
         """Count again what came since: this is a checkpoint's account, and the job rolls back to it from `now`."""

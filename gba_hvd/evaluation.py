@@ -201,18 +201,22 @@ def evaluate(
 
     def measure(loaded: Any) -> list[Frames]:
         outputs = forward(loaded) if forward is not None else _called(model, loaded)
-        return [
+        frames = [
             _frames(task, _output(outputs, task, at), loaded, at, task.activation or activation)
             for task, at in zip(chosen.values(), _positions(chosen), strict=True)
         ]
+        engine.reports.pauses.evaluated()
+        return frames
 
     assert engine.mode is not None
+    engine.reports.pauses.evaluation_begins()
     keys = BatchKeys(engine.model.tables, model, ids, forward).of
     settings = read_settings(num_workers, prefetch, collate_fn)
     with engine.loop_time.apart(), open_reader(engine, dataset, batch, keys, settings) as samples:
         where = lambda sample: f" (sample {samples.first + sample} of the evaluated dataset)"  # noqa: E731
         with engine.model.tables.naming_samples(where):
             found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
+    engine.reports.pauses.evaluated()
     if tasks is None and metrics is None:
         return Scores(**found[0])
     scores = {name: _task_scores(task, plain) for (name, task), plain in zip(chosen.items(), found, strict=True)}

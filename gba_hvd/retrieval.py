@@ -109,6 +109,7 @@ def evaluate_retrieval(
 
     def items_of(loaded: Any, first: int) -> Items:
         vectors = _vectors(item_vectors(loaded), "item_vectors")
+        engine.reports.pauses.evaluated()
         if item_ids is None:
             return Items(np.arange(first, first + len(vectors), dtype=np.int64), vectors)
         numbers = _whole_numbers(item_ids(loaded), "item_ids")
@@ -118,10 +119,12 @@ def evaluate_retrieval(
 
     def queries_of(loaded: Any) -> Queries:
         vectors = _vectors(query_vectors(loaded), "query_vectors")
+        engine.reports.pauses.evaluated()
         n = len(vectors)
         excluded = ItemLists.none(n) if seen is None else _lists(seen(loaded), n, "seen", padding)
         return Queries(vectors, _lists(relevant(loaded), n, "relevant", padding), excluded)
 
+    engine.reports.pauses.evaluation_begins()
     takes_both = hasattr(items, "take") and hasattr(queries, "take")  # then there is nothing to collate: refused
     with engine.loop_time.apart(), contextlib.ExitStack() as stack:
 
@@ -134,6 +137,7 @@ def evaluate_retrieval(
         alone = _evaluation(model, all_items, all_queries, items_of, queries_of, lengths)
         assert engine.mode is not None
         found = engine.mode.retrieve(RetrievalRun(model, all_items, all_queries, items_of, queries_of, lengths, alone))
+    engine.reports.pauses.evaluated()
     scores = retrieval_scores_from(found, lengths, len(items))
     if scores.n_seen and engine not in _warned:
         _warned.add(engine)

@@ -247,5 +247,11 @@ class CheckpointCallback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         name, value, step = state.get("best") or (None, 0.0, None)
-        if name == self.keep_best:  # else the script asks for another one now
+        if name == self.keep_best:
             self._best, self.best_step = -math.inf if step is None else value, step
+        elif step is not None:
+            then = "for good" if self.keep_best is None else f"until a value of {self.keep_best!r} is reported"
+            log.warning(
+                "keep_best is %r now, and was %r in the launch before: the checkpoint that it kept, of the best model "
+                "until step %d, stays %s", self.keep_best, name, step, then,
+            )  # fmt: skip

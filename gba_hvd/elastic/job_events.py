@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
 from gba_hvd.shm.layout import TableSpec
+from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -56,7 +58,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     if joined.is_restart:
         events = _of_a_change(engine, joined, before, residuals_missing)
     else:
-        engine.progress.launched_at = engine.progress.step
+        engine.progress.launched_at, engine.progress.launched_unix_s = engine.progress.step, time.time()
         events = _of_a_start(engine, joined, residuals_missing)
     for event in events:
         engine.emit(event)
@@ -120,6 +122,7 @@ def worker_gone(engine: Engine) -> None:
     )
     data: dict[str, Any] = {"workers": engine.world.size}
     if (n_left := engine.reports.n_working) is not None:
+        n_left = min(n_left, engine.world.size - sum(not is_alive(pid) for pid in engine.host.neighbours.values()))
         data["left"] = n_left
         text += f". Training continues with {_count(n_left, 'worker')}{_fewer_than_asked(n_left)}"
     engine.emit(Event("worker_lost", engine.progress.step, text, data))
@@ -159,11 +162,14 @@ def residuals_lost(engine: Engine, n_workers: int, lost: float | None) -> None:
 
 def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     """Report to all callbacks how the job ended, and its account."""
+    kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
+    kind = kinds.get(status, "failed")
+    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
+    if kind != "failed" or ends_alone:
+        engine.reports.job_ends()
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     if engine.progress.account.redone:
         account["samples_redone"] = engine.progress.account.redone
-    kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
-    kind = kinds.get(status, "failed")
     word = "finished" if error is None else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         word = f"by {_interruption(str(error))}"
@@ -172,10 +178,12 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
+        "lasted_s": time.time() - (engine.progress.launched_unix_s or time.time()),
+        "dropped_for": engine.progress.account.dropped_for,
+        "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
     if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
@@ -305,6 +313,8 @@ def _obstacle(engine: Engine) -> str:
     if requests is None or not requests.waiting:
         return ""
     own = "" if engine.host.server is None else engine.host.server.why_not_ready(to_enter=True)
+    if not own and engine.world.size == 1 + len(engine.host.neighbours):  # one host, and its servers are up by now
+        return "the companion servers came up when the job had ended, or nearly: it was too short"
     return f"the companion servers were not up at the end; {own or 'the log of the workers of other hosts says why'}"
 
 

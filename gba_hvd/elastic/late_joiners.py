@@ -104,6 +104,9 @@ class LateJoiners:
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
         engine.rollback.load(state["rollback"])
+        engine.reports.pauses.load_state_dict(state["pauses"], with_open=False)
+        engine.progress.launched_unix_s = state["launched_unix_s"]
+        engine.progress.n_reported = state["n_reported"]
         if engine.model.compression is not None:
             engine.model.compression.clear()  # workers that were here before were counted as lost
             engine.model.compression.count_lost(world, False)

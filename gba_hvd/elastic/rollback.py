@@ -25,11 +25,13 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     back, checkpoints, progress = joined.rolled_back, checkpoints_of(engine), engine.progress
     assert back is not None and back.state is not None and checkpoints is not None and joined.decision is not None
     before, step, restarts = copy(progress.account), progress.step, progress.restarts
+    pauses = engine.reports.pauses.state_dict()
     forget_residuals(engine)
     engine.model.tables.on_device.forget()
     state.resume(state_codec.decode(back.state))
     progress.account.rolled_back(before)
     progress.restarts = restarts
+    engine.reports.pauses.load_state_dict(pauses, with_open=True)
     checkpoints.rolled_back_to(back.epoch, back.number)
     checkpoints.schedule.rolled_back_to(back.samples_lost, back.seconds, engine.reports.seconds_since_step)
     engine.rollback.number, engine.rollback.decision = engine.rollback.number + 1, None

@@ -33,6 +33,7 @@ from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.tracking.epochs import is_quality
 from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import untrained
@@ -176,7 +177,13 @@ class TorchState:
         self.engine.step_hooks.functions.append(function)
 
     def report(self, **metrics: float) -> None:
-        """Report metrics of the current step to the callbacks. They are of `state.epoch`, where the state has one."""
+        """Report metrics of the current step to the callbacks. They are of `state.epoch`, where the state has one.
+
+        On all workers: what rank 0 does not report is shown nowhere, and what it alone reported is lost with it, if it
+        dies before that is sent. Scores that only some report are a warning (`reported_by_some`) at the next
+        evaluation in allreduce mode.
+        """
+        self.engine.progress.n_reported += any(map(is_quality, metrics))
         epoch = getattr(self, "epoch", None)
         if epoch is None:
             epoch = self.engine.progress.epoch  # of the newest `batches`
@@ -359,6 +366,7 @@ class TorchState:
             job_events.world_formed(engine, joined, None)
             job_events.world_was_late(engine, wait, _STOOD_STILL)
             return
+        engine.reports.world_forms(before)
         self._come_to_one_state(joined)
         self._note_synced()
         engine.reports.after_world_forms(before)

@@ -53,6 +53,7 @@ class TrainingState:
             "values": values,
             "position": engine.progress.state_dict(),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
+            "pauses": engine.reports.pauses.state_dict(),
         }
 
     def _parameter_names(self) -> dict[str, str]:
@@ -71,7 +72,8 @@ class TrainingState:
             "random": [rng_state.capture()],
             "random_left": self._random_left,
             "rollback": self._engine.rollback.shared(),
-            "pauses": self._engine.reports.pauses(),
+            "launched_unix_s": self._engine.progress.launched_unix_s,
+            "n_reported": self._engine.progress.n_reported,
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
@@ -106,7 +108,9 @@ class TrainingState:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
                 left = state["random_left"]
-                self._engine.reports.load_pauses(state["pauses"])
+                self._engine.reports.pauses.load_state_dict(state["pauses"], with_open=True)
+                self._engine.progress.launched_unix_s = state["launched_unix_s"]
+                self._engine.progress.n_reported = state["n_reported"]
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
@@ -149,6 +153,7 @@ class TrainingState:
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
             refuse_other_tensors(where, first, self._model)
             raise
+        engine.reports.pauses.load_state_dict(first.get("pauses"), with_open=False)
         if "random" in first:
             self._random_left = {"states": first["random"], "same_step": first is state}
         if engine.model.compression is not None:

@@ -194,6 +194,7 @@ class AllreduceMode:
         return len(self._cut.batches_of_step(self._step_of_epoch, self.together))
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
+        self._engine.reports.reported_by_some()
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
 
     def count(self, job: CountRun) -> list[int]:
@@ -305,6 +306,7 @@ class AllreduceMode:
         progress.account.total += n_samples  # by the plan
         if overflowed:
             progress.account.dropped += n_samples
+            progress.account.overflowed += n_samples
             progress.account.steps_skipped += 1
         else:
             progress.account.applied += round(agreed["samples"][0])  # by the workers' own count

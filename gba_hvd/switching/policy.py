@@ -222,7 +222,7 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
             return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
-    finding = f"{_slowest(rates)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
+    finding = f"{_slowest(rates, other)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
     rest = _rest(other, gain, rates)
     if now.in_favour < options.patience:
         return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} steps{rest}")
@@ -322,8 +322,13 @@ def _spent_s(stance: Stance, rates: Rates, rate: Mapping[str, float]) -> float:
     return (rates.at_s - stance.since_s) * max(0.0, 1 - rate[stance.mode] / rate[other]) + 2 * SWITCH_S
 
 
-def _slowest(rates: Rates) -> str:
-    """Whom steps wait for; empty: for none in particular."""
+def _slowest(rates: Rates, other: str) -> str:
+    """Whom steps wait for; empty: for none in particular. A reason to enter gba, and none to return to allreduce."""
+    found = _waited_for(rates)
+    return f"although {found}" if found and other != "gba" else found
+
+
+def _waited_for(rates: Rates) -> str:
     times, waits = rates.seconds_per_micro, rates.waits
     worker = max(range(len(times)), key=times.__getitem__)
     if waits is not None and waits.worker != worker:  # slow at times: the newest times are not of these

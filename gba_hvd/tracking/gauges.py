@@ -44,6 +44,10 @@ ROUNDS = {
 }
 _PACE = "job/ms_per_micro_batch/rank_"
 GAP, GAP_IN_STEPS = "job/gap/rank_", "job/gap_in_steps/rank_"  # see `gba_hvd.ps.partition.gaps`; since the one before
+_DROPPED_FOR = {  # as in `SampleAccount.dropped_for`
+    "stale": "too stale when they arrived", "not_finite": "with a gradient that was not finite",
+    "overflow": "of steps that overflowed",
+}  # fmt: skip
 _MEANS = (STALENESS_MEAN, DENSE_AGE_MEAN)
 
 
@@ -155,6 +159,12 @@ def staleness_words(histogram: Mapping[int, int]) -> str:
     common = sorted(sorted(histogram, key=lambda steps: -histogram[steps])[:6])
     shares = ", ".join(f"{steps}: {_percent(histogram[steps] / total)}" for steps in common)
     return f"mean {mean_staleness(histogram):.2f}, max {max(histogram)} ({shares})"
+
+
+def dropped_words(by_reason: Mapping[str, int]) -> str:
+    """`too stale when they arrived`; where there were several reasons, with the samples of each."""
+    found = [(by_reason[reason], words) for reason, words in _DROPPED_FOR.items() if by_reason.get(reason)]
+    return ", ".join(f"{n:,} {words}" if len(found) > 1 else words for n, words in found)
 
 
 def _percent(share: float) -> str:

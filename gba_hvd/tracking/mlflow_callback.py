@@ -234,7 +234,7 @@ class MLflowCallback(Callback):
         values: dict[str, float] = {}
         if job.is_chief:
             values = {**since.values(), EPOCH: record.epoch, WORKERS: record.workers}
-            values["samples_applied"] = record.samples_applied
+            values[recovery_records.APPLIED] = record.samples_applied
             if record.dense_lr is not None and record.dense_lr != self._lr and not self._script_logs_lr:
                 values[DENSE_LR] = self._lr = record.dense_lr
             if record.mode in MODES:
@@ -345,9 +345,9 @@ class MLflowCallback(Callback):
             return
         url, what = shlex.quote(str(best.get("url") or "URL")), "FILE.py:CALLABLE"
         _log(
-            f"the logged model is of step {self._step:,}, the last one. {best.get('best_metric')} was best at step "
-            f"{best['best_step']:,} ({best.get('best_value')}): LogModel(of='best') logs that one. To make a model "
-            f"of it now: gba-hvd model export {url} MODEL_URL --best --build {what} --example {what}; to log that: "
+            f"the logged model is of step {self._step:,}, the last one. The best one has "
+            f"{recovery_records.KeptBest.of(best, best).words}: LogModel(of='best') logs that one. To make a model of "
+            f"it now: gba-hvd model export {url} MODEL_URL --best --build {what} --example {what}; to log that: "
             "gba-hvd model log MODEL_URL --name NAME"
         )
 

@@ -25,7 +25,15 @@ from gba_hvd.tracking import mlflow_model
 from gba_hvd.tracking.delivery import may_report
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import PAGE_QUERY, LogBatch, Point, Record, merge_events
-from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
+from gba_hvd.tracking.recovery_records import (
+    APPLIED,
+    RESUMED_FROM,
+    Resume,
+    in_force,
+    is_superseded,
+    pointers,
+    resumes_of_points,
+)
 from gba_hvd.tracking.report.run_note import OWN, run_note
 from gba_hvd.tracking.run_history import DATA_FILE, RunHistory
 from recovery.redaction import redacted
@@ -244,6 +252,7 @@ class JobRun:
             params={key: text for key, text in {**run.data.params, **now}.items() if text != NOT_SET or key not in now},
             first_params={key: run.data.params.get(key, "") for key in now},
             history=self.history(wanted),
+            applied=self._history_of(APPLIED) if APPLIED in run.data.metrics else (),
             events=tuple(self.events() if events is None else events),
             data=json.loads(self._text(DATA_FILE) or "{}"),
         )

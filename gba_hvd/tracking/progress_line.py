@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from gba_hvd.tracking import gauges
 from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
-from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, is_recovery, place_of
+from gba_hvd.tracking.recovery_records import ENDED, PAUSE_WORDS, is_recovery, place_of
 
 # Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException", "WorldLost"})
@@ -31,11 +31,12 @@ _WORDS = {
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
 # The end of the lines has these; a switch has its reason.
-_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed")
+_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed", ENDED)
 _NOTED = (
     "memory_not_kept",
     "auto_stayed",
 )  # of level "info", and the summary has them: they matter once the job has ended
+_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -46,8 +47,9 @@ class ProgressLine(Callback):
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
     Each line but those of the closing summary and of an error begins with the time of day.
     The closing summary takes the account of samples from the data of the last event that has it
-    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `refused`, and in asynchronous
-    modes `staleness` and `lags`).
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `dropped_for`, and in
+    asynchronous modes `staleness` and `lags`; `lasted_s`: the time of the launch; `pauses`: of each its cause, its
+    seconds and the step that ended it).
     """
 
     shows_events = True
@@ -77,13 +79,11 @@ class ProgressLine(Callback):
         self._switches: list[str] = []
         self._newest_saved = ""
         self._recoveries: list[str] = []
-        self._pauses: list[tuple[str, float, int]] = []  # (cause, seconds, step)
         self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
-        self._has_overflowed = False
         self._lost_worker = False  # and no world has formed since
         self._interrupted = ""  # by whom
         self._stopped_early = self._continued_by = ""
@@ -135,9 +135,7 @@ class ProgressLine(Callback):
         if event.kind == gauges.EVENT:
             self._gauges |= self._readings.take(event.data)
             return
-        self._account |= {
-            key: event.data[key] for key in (*_ACCOUNT, "restarts", "refused", "staleness", "lags") if key in event.data
-        }
+        self._account |= {key: event.data[key] for key in (*_ACCOUNT, *_BESIDE_ACCOUNT) if key in event.data}
         if event.kind == "resumed":
             if "from_step" not in event.data:  # else it rolled back, and was not launched again
                 self._resumed_step = event.step
@@ -145,7 +143,6 @@ class ProgressLine(Callback):
             self._readings.begin(event.data)
         if event.kind in ("worker_lost", "membership"):
             self._lost_worker = event.kind == "worker_lost"
-        self._has_overflowed = self._has_overflowed or event.kind == "overflow"
         if event.kind == "interrupted":
             self._interrupted = event.message
         if event.kind in _NOTED and event.level == "info":
@@ -156,8 +153,6 @@ class ProgressLine(Callback):
             self._continued_by = str(event.data["goes_on"])
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
-        if event.kind == CONTINUES:
-            self._pauses.append((cause_of(event.data), float(event.data["seconds"]), event.step))
         if event.kind == "checkpoint":
             self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
         if is_recovery(event.kind, event.data):
@@ -221,14 +216,15 @@ class ProgressLine(Callback):
         word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"
-        lasted = _duration(self._clock() - self._started_s)
+        lasted = _duration(self._account.get("lasted_s") or self._clock() - self._started_s)
         if 0 < self._resumed_step <= steps:
             lasted = f"all launches, {steps - self._resumed_step:,} of them in this one's {lasted}"
         lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {lasted}, {times}"]
         lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
-            why = self._why_dropped() if dropped else ""
+            why = gauges.dropped_words(self._account.get("dropped_for", {}))
+            why = f" ({why})" if why else ""
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped{why} + {lost:,} lost = {total:,}")
         elif self._record is not None:
             lines.append(f"samples: {self._record.samples_applied:,} applied")
@@ -239,8 +235,8 @@ class ProgressLine(Callback):
         lines += self._resumes
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
-        if self._pauses:
-            lines.append(pause_words(self._pauses))
+        if pauses := self._account.get("pauses"):
+            lines.append(pause_words(pauses))
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"
@@ -254,28 +250,16 @@ class ProgressLine(Callback):
             lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
         return lines
 
-    def _why_dropped(self) -> str:
-        """` (too stale when they arrived)`; where there were several reasons, all of them."""
-        reasons = {
-            "too stale when they arrived": bool(self._account.get("staleness")),
-            "their gradient was not finite": bool(self._account.get("refused")),
-            "their step overflowed": self._has_overflowed,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        return f" ({', or '.join(found)})" if found else ""
-
     # These travel with the elastic state: a new rank 0 continues with them.
 
     def state_dict(self) -> dict[str, Any]:
         measured = {"newest": self._newest, "best": self._best}
         state = {name: None if one is None else one.as_dict() for name, one in measured.items()}
-        return {**state, "switches": list(self._switches), "pauses": [list(one) for one in self._pauses]}
+        return {**state, "switches": list(self._switches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
-        found = state.get("pauses")
-        self._pauses = self._pauses if found is None else [(cause, seconds, step) for cause, seconds, step in found]
 
     def _end_line(self) -> None:
         if self._open:
@@ -391,21 +375,26 @@ def recovery_words(event: Event) -> str:
     return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
 
 
-def pause_words(pauses: Iterable[tuple[str, float, int]]) -> str:
+def pause_words(pauses: Iterable[tuple[str, float, int | None]]) -> str:
     """`training stood still for 22.6 s: 0.8 s after a loss of workers (before step 3,282), 21.8 s to let ...`
 
-    pauses: (cause, seconds, the step that ended it)
+    pauses: (cause, seconds, the step that ended it, None: the job ended first)
     """
-    by_cause: dict[str, list[tuple[float, int]]] = {}
+    by_cause: dict[str, list[tuple[float, int | None]]] = {}
     for cause, seconds, step in pauses:
         by_cause.setdefault(cause, []).append((seconds, step))
     parts = [
-        f"{sum(seconds for seconds, _ in some):.1f} s {PAUSE_WORDS[cause]} (before step "
-        f"{' and '.join(f'{step:,}' for _, step in some)})"
+        f"{sum(seconds for seconds, _ in some):.1f} s {PAUSE_WORDS[cause]} ({_ended_by([step for _, step in some])})"
         for cause, some in by_cause.items()
     ]
     total_s = sum(seconds for some in by_cause.values() for seconds, _ in some)
     return f"training stood still for {total_s:.1f} s: {', '.join(parts)}"
+
+
+def _ended_by(steps: Sequence[int | None]) -> str:
+    known = [f"{step:,}" for step in steps if step is not None]
+    parts = [f"before step {' and '.join(known)}"] if known else []
+    return " and ".join(parts + ["at the end"] * (None in steps))
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:

@@ -195,6 +195,6 @@ def _same(event: Record) -> tuple[Any, ...]:
     kind, manifest = event.get("event"), event.get("data", {}).get("manifest")
     if kind == "checkpoint" and manifest:
         return (event["data"].get("saved_step"), manifest)
-    if kind == "training_continues":
+    if kind in ("training_continues", "ended_in_pause"):
         return (event.get("step"), event.get("data", {}).get("cause"))
     return (event.get("step"), None if kind == "switch" else event.get("message"))

@@ -18,12 +18,15 @@ from typing import Any
 
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
+from recovery.catalog.best_step import Saved, best_words, kept_of
 
+APPLIED = "samples_applied"  # metric: so far in the job
 RESUMED_FROM = "resumed_from_step"
 FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
-CONTINUES = "training_continues"  # after a pause, from the last step before it
-PAUSED = "paused_s"  # metric: by all pauses of a launch so far
+CONTINUES, ENDED = "training_continues", "ended_in_pause"  # a pause is over: a step ended it, or the end of the job
+PAUSES = (CONTINUES, ENDED)
+PAUSED = "paused_s"  # metric: by all pauses of the job so far
 _PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
 PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
@@ -37,6 +40,7 @@ _OF_RECOVERY = ("rows_restored", "rows_lost", "pls", "pls_total", "samples_redon
 # Of the choice between full and partial recovery: what each was expected to cost, as a share of training time.
 _OF_CHOICE = {"overhead_full": "recovery_overhead_full", "overhead_partial": "recovery_overhead_partial"}
 _LABEL_OF_CHOICE = ("strategy", "strategy_reason", *_OF_CHOICE, "pls_expected", "target_pls")
+_THEN = "samples_then"  # of the event `resumed`: that were applied in what the job resumed from
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
 
 
@@ -47,7 +51,7 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
         return int(data.get("saved_step", step)), found
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
-    if kind == CONTINUES:
+    if kind in PAUSES:
         so_far = {PAUSED: float(data["so_far_s"])} if "so_far_s" in data else {}
         return step, {_PAUSES[cause_of(data)]: float(data["seconds"]), **so_far}
     if not is_recovery(kind, data):
@@ -134,6 +138,12 @@ def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:
     return [kept[at] for at in sorted(kept)]
 
 
+def history_in_force(points: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
+    """By metric. points: all of them, those of RESUMED_FROM included"""
+    resumes = resumes_of_points(points.get(RESUMED_FROM, ()))
+    return {key: in_force(some, resumes) for key, some in sorted(points.items())}
+
+
 def events_in_force(events: Iterable[Record]) -> list[Record]:
     """Events without those of steps that were done again."""
     all_events = list(events)
@@ -181,33 +191,34 @@ class KeptBest:
     saved_step: int
     place: str
 
+    @classmethod
+    def of(cls, kept: Mapping[str, Any], namer: Mapping[str, Any]) -> KeptBest:
+        """Of the data of two events `checkpoint`. namer: of the one that names the best step"""
+        metric, value, step = str(namer.get("best_metric", "")), namer.get("best_value"), int(namer["best_step"])
+        return cls(metric, value, step, int(kept["saved_step"]), place_of(kept))
+
     @property
     def words(self) -> str:
-        value = "" if self.value is None else f" {self.value:.4f}"
-        return f"{self.metric}{value} of step {self.best_step:,}"
+        return best_words(self.metric, self.value, self.best_step)
 
 
 def kept_best(events: Iterable[Record]) -> KeptBest | None:
-    """By the rule of `recovery.catalog.best`, which has the manifests; None where the records name none."""
-    saved = [(int(e["data"].get("saved_step", e.get("step", 0))), e["data"]) for e in events_in_force(events)
-             if e.get("event") == "checkpoint" and e.get("data")]  # fmt: skip
-    named = [data for _, data in saved if data.get("best_step") is not None]
-    later = [one for one in saved if named and one[0] >= int(named[-1]["best_step"])]
-    if not later:
-        return None
-    step, data = min(later, key=lambda one: one[0])
-    best = named[-1]
-    return KeptBest(str(best.get("best_metric", "")), best.get("best_value"), int(best["best_step"]), step,
-                    place_of(data))  # fmt: skip
+    """None where the records name none. The manifests themselves may tell more: `recovery.catalog.best`."""
+    found = kept_of([
+        Saved(e["data"], int(e["data"]["saved_step"]), e["data"].get("best_step"))
+        for e in events_in_force(events) if e.get("event") == "checkpoint" and "saved_step" in e.get("data", {})
+    ])  # fmt: skip
+    return None if found is None else KeptBest.of(*found)
 
 
-def recoveries(events: Iterable[Record]) -> list[Record]:
+def recoveries(events: Iterable[Record], applied: Sequence[Point] = ()) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
     one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,
     where there was one. launch_before, of a job that resumed: "finished", "interrupted", "lost" or "unknown".
 
-    Of a job that was launched again, age is the number of steps that are made again, and samples_redone their samples:
-    where the launch before has reported its end, else they are not known.
+    Of a job that was launched again, age is the number of steps that are made again, and samples_redone their samples,
+    by the end that the launch before reported; where it was killed, by its newest point, so it may be a few more.
+    applied: all points of `samples_applied`
     """
     found = []
     all_events = list(events)
@@ -218,20 +229,30 @@ def recoveries(events: Iterable[Record]) -> list[Record]:
             step = int(event.get("step", 0))
             before = _launch_before(all_events[:i], step) if kind == "resumed" else None
             if kind == "resumed" and not data.get("strategy"):
-                facts |= _made_again(all_events[:i], step, data)
+                facts |= _made_again(all_events[:i], event, applied)
             found.append({"kind": kind, "step": step, "launch_before": before, **facts})
     return found
 
 
-def _made_again(events: Sequence[Record], step: int, resumed: Mapping[str, Any]) -> Record:
+def _made_again(events: Sequence[Record], resumed: Record, applied: Sequence[Point]) -> Record:
     """Steps and samples of the launch before that are after what the job resumed from. events: until then"""
-    mark = _last_of_the_launch_before(events)
-    if mark is None or mark.get("event") not in ENDS:
+    mark, step, then = _last_of_the_launch_before(events), int(resumed.get("step", 0)), resumed["data"].get(_THEN)
+    if mark is not None and mark.get("event") in ENDS:
+        reached, n_applied = int(mark.get("step", 0)), mark.get("data", {}).get(APPLIED)
+    elif point := _newest_of_the_launch_before(events, resumed, applied):
+        reached, n_applied = point.step, point.value
+    else:
         return {"age": None}
-    data, then = mark.get("data", {}), resumed.get("samples_then")
-    known = then is not None and "samples_applied" in data
-    samples = max(0, int(data["samples_applied"]) - int(then or 0)) if known else None
-    return {"age": max(0, int(mark.get("step", 0)) - step), "samples_redone": samples or None}
+    samples = None if then is None or n_applied is None else max(0, int(n_applied) - int(then))
+    return {"age": max(0, reached - step), "samples_redone": samples or None}
+
+
+def _newest_of_the_launch_before(events: Sequence[Record], resumed: Record, points: Sequence[Point]) -> Point | None:
+    starts = [ms_of(event) for event in events if event.get("event") == "started" and "unix_s" in event]
+    if len(starts) < 2 or "unix_s" not in resumed:
+        return None
+    own = [point for point in points if starts[-2] <= point.ms < starts[-1]]
+    return max(own, key=lambda point: (point.ms, point.step), default=None)
 
 
 def without_survived(events: Sequence[Record]) -> list[Record]:

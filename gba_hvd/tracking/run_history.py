@@ -41,6 +41,7 @@ class RunHistory:
     params: of the newest launch; first_params: of the first one, where they were others, or are not set any more
     data: the description of the data (`MLflowCallback(data=)`)
     model_awaited: the job has ended, and its model is being written or sent (`MLflowCallback(log_model=)`)
+    applied: all points of `samples_applied`
 
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
@@ -58,6 +59,7 @@ class RunHistory:
     first_params: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     model_awaited: bool = False
+    applied: Sequence[Point] = ()
 
     @property
     def n_steps(self) -> int:
@@ -72,6 +74,12 @@ class RunHistory:
             if all(key in data for key in _ACCOUNT):
                 return {key.removeprefix("samples_"): int(data[key]) for key in _ACCOUNT}
         return {}
+
+    @property
+    def dropped_for(self) -> dict[str, int]:
+        """Dropped samples by reason, as the newest event that has it says; empty when none does."""
+        known = [event["data"]["dropped_for"] for event in self.events if "dropped_for" in event.get("data", {})]
+        return dict(known[-1]) if known else {}
 
     @property
     def staleness(self) -> dict[int, int]:
@@ -186,7 +194,7 @@ class RunHistory:
 
     @property
     def recoveries(self) -> list[Record]:
-        return recovery_records.recoveries(self.events)
+        return recovery_records.recoveries(self.events, self.applied)
 
     @property
     def failures(self) -> list[Record]:
@@ -370,6 +378,7 @@ def from_files(path: Path) -> RunHistory:
     ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
     reported = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
     events = merge_events(loose, reported)
+    points = _points(records)
     times = [int(record["ms"]) for record in records if "ms" in record]
     times += [int(1000 * event["unix_s"]) for event in events if "unix_s" in event]
     statuses = {"finished": "FINISHED", "failed": "FAILED", "not_saved": "FAILED", "interrupted": "KILLED"}
@@ -386,7 +395,8 @@ def from_files(path: Path) -> RunHistory:
         ended_ms=max(times, default=None),
         params=params,
         first_params={key: text for key, text in first.items() if text != params.get(key)},
-        history=_history(records),
+        history=recovery_records.history_in_force(points),
+        applied=points.get(recovery_records.APPLIED, ()),
         events=tuple(events),
         data=_data_of(records),
         model_awaited=bool(ends and ends[-1].get("model")) and not _model_not_written(records),
@@ -428,7 +438,7 @@ def _first_ms(records: Sequence[Record]) -> int:
     return next((int(record["ms"]) for record in records if "ms" in record), 0)
 
 
-def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
+def _points(records: Iterable[Record]) -> dict[str, list[Point]]:
     history: dict[str, list[Point]] = {}
     for record in records:
         if record.get("kind") != "metrics":
@@ -436,8 +446,7 @@ def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
         step, ms = int(record["step"]), int(record["ms"])
         for key, value in record["values"].items():
             history.setdefault(key, []).append(Point(key, float(value), ms, step))
-    resumes = recovery_records.resumes_of_points(history.get(recovery_records.RESUMED_FROM, ()))
-    return {key: recovery_records.in_force(points, resumes) for key, points in sorted(history.items())}
+    return history
 
 
 def as_json(story: RunHistory) -> dict[str, Any]:

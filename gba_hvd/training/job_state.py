@@ -133,8 +133,10 @@ class Progress:
     leased again. order: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand. factors:
     what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this worker
     asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed.
-    launched_at: the step at which this worker's launch began, None: it has come later. complete_before: epochs whose
-    batches were asked for here before any was trained, and that had none left
+    launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when the first
+    world of the launch had formed. complete_before: epochs whose
+    batches were asked for here before any was trained, and that had none left. n_reported: calls of `state.report` with
+    scores, the same on all workers
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -153,7 +155,9 @@ class Progress:
         self.epoch: int | None = None
         self.n_evaluated, self.epoch_over = 0, False
         self.launched_at: int | None = None
+        self.launched_unix_s: float | None = None
         self.complete_before: list[int] = []
+        self.n_reported = 0
 
     def begin_evaluation(self) -> tuple[int, int]:
         """(phase, ordinal), which name an evaluation in asynchronous modes: the same on all workers.

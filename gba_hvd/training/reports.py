@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
+
+import numpy as np
 
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.comm import traffic
@@ -19,6 +20,7 @@ from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.job_state import LocalHost, Passed, Progress
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.parameter_watch import names_in_words
+from gba_hvd.training.pauses import JOINED, LEFT, LOSS, Pause, Pauses
 from gba_hvd.training.vocabulary_watch import VocabularyWatch, in_words
 
 log = logging.getLogger("gba_hvd")
@@ -31,16 +33,7 @@ _LOGGED = frozenset({
 })  # fmt: skip
 
 
-LOSS, JOINED, LEFT = "loss", "joined", "left"  # why training stood still
 _AFTER = {LOSS: "the loss of a worker", JOINED: "workers were let in", LEFT: "workers left"}
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Training stands still. since_unix_s: when the newest step before it ended."""
-
-    since_unix_s: float
-    cause: str
 
 
 class Reports:
@@ -70,8 +63,7 @@ class Reports:
         self._ended_s = time.perf_counter()
         self._has_stepped = False
         self.n_working: int | None = None  # in an asynchronous mode, while the next world forms
-        self._pause: Pause | None = None
-        self._paused_s = 0.0  # by all pauses of this launch that are over
+        self.pauses = Pauses()
 
     def emit(self, event: Event, only_here: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
@@ -103,18 +95,21 @@ class Reports:
 
     def worker_lost(self) -> None:
         """The next step ends the pause that the loss costs."""
-        self._begin_pause(LOSS)
+        self.pauses.begin(LOSS)
 
-    def after_world_forms(self, before: int | None) -> None:
-        """In allreduce mode, between two steps: training can continue, and the next step ends the pause.
+    def world_forms(self, before: int | None) -> None:
+        """In allreduce mode, between two steps, before the workers share a state, by which late joiners know the pause.
 
         before: workers in the world that this worker was in, if it was in one
         """
+        if before is not None:
+            self.pauses.begin(LEFT if self._world().size < before else JOINED)
+
+    def after_world_forms(self, before: int | None) -> None:
+        """In allreduce mode: training can continue, and the next step ends the pause."""
         self.n_working = None
-        if before is None:
-            return
-        self._begin_pause(LEFT if self._world().size < before else JOINED)
-        self._ended_s = time.perf_counter()  # no part of the next step's time
+        if before is not None:
+            self._ended_s = time.perf_counter()  # no part of the next step's time
 
     def count_workers(self, n_workers: int, is_forming: bool) -> None:
         """In an asynchronous mode: the servers hear so many workers.
@@ -122,18 +117,6 @@ class Reports:
         is_forming: the next world is, so that the one there was has workers that are gone
         """
         self.n_working = n_workers if is_forming else None
-
-    def _begin_pause(self, cause: str) -> None:
-        if self._pause is None and self._has_stepped:
-            self._pause = Pause(time.time() - self.seconds_since_step, cause)
-
-    def pauses(self) -> dict[str, Any]:
-        """What other workers know of pauses: plain values."""
-        return {"pause": None if self._pause is None else asdict(self._pause), "paused_s": self._paused_s}
-
-    def load_pauses(self, state: Mapping[str, Any]) -> None:
-        self._pause = None if state["pause"] is None else Pause(**state["pause"])
-        self._paused_s = state["paused_s"]
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -159,7 +142,8 @@ class Reports:
         lr = max(self._model.dense_lrs, default=None)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
         self._ended_s, self._has_stepped = now, True
-        self._pause_ends(mode, workers)
+        if (pause := self.pauses.stepped(progress.step)) is not None:
+            self._pause_ended(pause, mode, workers)
         if self._host.board is not None:
             asked = next(filter(None, (one.missing_mode(mode) for one in self._participants)), "")
             waits = any(one.waits_to_enter for one in self._participants)
@@ -169,19 +153,23 @@ class Reports:
         self.vocabularies()
         self.device_rows()
 
-    def _pause_ends(self, mode: str, workers: int) -> None:
-        if self._pause is None:
-            return
-        pause_s, step, cause = max(0.0, time.time() - self._pause.since_unix_s), self._progress.step, self._pause.cause
-        self._pause = None
-        self._paused_s += pause_s
+    def _pause_ended(self, pause: Pause, mode: str, workers: int) -> None:
+        so_far_s, step = self.pauses.total_s, self._progress.step
         text = (
-            f"training continues {pause_s:.1f} s after the newest step before {_AFTER[cause]}: step {step} is "
-            f"done, by {workers} worker{'s' * (workers > 1)} in mode {mode}; it has stood still for "
-            f"{self._paused_s:.1f} s in this launch"
+            f"training continues after {_AFTER[pause.cause]}: it stood still for {pause.seconds:.1f} s, and step "
+            f"{step} is done, by {workers} worker{'s' * (workers > 1)} in mode {mode}; it has stood still for "
+            f"{so_far_s:.1f} s so far"
         )
-        data = {"seconds": round(pause_s, 3), "workers": workers, "cause": cause, "so_far_s": round(self._paused_s, 3)}
+        data = {"seconds": pause.seconds, "workers": workers, "cause": pause.cause, "so_far_s": round(so_far_s, 3)}
         self.emit(Event("training_continues", step, text, data))
+
+    def job_ends(self) -> None:
+        """Report a pause that no step ended."""
+        if (pause := self.pauses.job_ends()) is None:
+            return
+        text = f"training had stood still for {pause.seconds:.1f} s, after {_AFTER[pause.cause]}, when the job ended"
+        data = {"seconds": pause.seconds, "cause": pause.cause, "so_far_s": round(self.pauses.total_s, 3)}
+        self.emit(Event("ended_in_pause", self._progress.step, text, data))
 
     def device_rows(self) -> None:
         """What was decided about a device that looks rows up, since this was called last."""
@@ -262,6 +250,21 @@ class Reports:
         self.emit(Event("overflow", step, text, data, level="warning" if now < 1.0 else "info"))
 
     # --- beside them -------------------------------------------------------------------------------------------------
+
+    def reported_by_some(self) -> None:
+        """Warn where workers have reported scores a different number of times; once. A collective."""
+        world, step = self._world(), self._progress.step
+        if world.size == 1:
+            return
+        counts = [int(n) for n in world.gather("reports", np.array([self._progress.n_reported], dtype=np.int64))[:, 0]]
+        if min(counts) == max(counts):
+            return
+        by_rank = ", ".join(f"{n} by rank {rank}" for rank, n in enumerate(counts[:8])) + ", ..." * (len(counts) > 8)
+        text = (
+            f"state.report(...) was called with scores on some workers only ({by_rank}): call it on all of them. What "
+            "rank 0 does not report is shown nowhere, and what it alone reports is lost with it, if it dies"
+        )
+        self.once(Event("reported_by_some", step, text, {"reports": counts}, level="warning"))
 
     def gradient(self, micro: int) -> None:
         """Before a micro-batch is taken in: warn where it has none; once in a process."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from recovery.catalog.best_step import best_words
 from recovery.catalog.chains import Chain, Skipped
-from recovery.catalog.retention import BEST_STEP, best_kept, first_epoch_of, newest_with_best
+from recovery.catalog.retention import BEST_STEP, best_kept, first_epoch_of
 from recovery.errors import Damaged
 from recovery.format.manifest import Manifest
 
@@ -28,19 +29,15 @@ class BestCheckpoint:
 
     @property
     def words(self) -> str:
-        """`valid_auc 0.6863 of step 471`"""
-        measured = f"{self.metric} {self.value:.4f}" if self.metric and self.value is not None else "best"
-        return f"{measured} of step {self.step:,}"
+        return best_words(self.metric, self.value, self.step)
 
 
 def best_checkpoint(manifests: Collection[Manifest]) -> BestCheckpoint | None:
     """Of the run that saved the newest of these manifests; None where it names none, or has not saved it."""
     own = _of_the_newest_run(sorted(manifests, key=lambda one: (one.epoch, one.number)))
-    namer = newest_with_best(own)
-    kept = best_kept(own)
-    if namer is None or kept is None:
+    if (found := best_kept(own)) is None:
         return None
-    about = namer.about
+    kept, about = found[0], found[1].about
     return BestCheckpoint(kept, about[BEST_STEP], str(about.get(BEST_METRIC, "")), about.get(BEST_VALUE))
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from recovery.catalog.best_step import Saved, kept_of
 from recovery.catalog.claims import claims_of
 from recovery.errors import BadInput, Damaged
 from recovery.format.manifest import Manifest, from_json
@@ -74,7 +75,7 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
     if keep.every_s:
         wanted |= _first_of_each({m.name: int(m.saved_unix_s // keep.every_s) for m in own})
     if (best := best_kept(own)) is not None:
-        wanted.add(best.name)
+        wanted.add(best[0].name)
     needed = _with_parents(by_name, [*wanted, *(name for name in by_name if name not in mine)])
     gone = [manifest for manifest in reversed(own) if manifest.name not in needed]
     still = {name for manifest in manifests if manifest.name in needed for name in objects_of(manifest)}
@@ -90,24 +91,12 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
     return Expired(tuple(m.name for m in gone), tuple(blobs), reason + f", and {based_on} that these are based on")
 
 
-def best_kept(own: Sequence[Manifest]) -> Manifest | None:
-    """The first checkpoint from the best step on, which the newest one names. own: of one run, oldest first."""
-    namer = newest_with_best(own)
-    later = [manifest for manifest in own if namer and manifest.step >= namer.about[BEST_STEP]]
-    return min(later, key=lambda manifest: manifest.step, default=None)
-
-
-def newest_with_best(own: Sequence[Manifest]) -> Manifest | None:
-    """The newest that names the best step. own: oldest first.
-
-    One that servers saved when all workers were gone has what was known when the world formed.
-    """
-    named = [manifest for manifest in own if BEST_STEP in manifest.about and not _is_final(manifest)]
-    return named[-1] if named else None
-
-
-def _is_final(manifest: Manifest) -> bool:
-    return bool(manifest.about.get("last_gasp"))
+def best_kept(own: Sequence[Manifest]) -> tuple[Manifest, Manifest] | None:
+    """By `best_step.kept_of`: the checkpoint of the best model, and the one that names its step. own: of one run,
+    oldest first."""
+    return kept_of([
+        Saved(one, one.step, one.about.get(BEST_STEP), is_final=bool(one.about.get("last_gasp"))) for one in own
+    ])  # fmt: skip
 
 
 def first_epoch_of(newest: Manifest, job: str) -> int:

@@ -284,13 +284,12 @@ def open_checkpoint(
     if step not in ("newest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadInput(f"step must be a number, 'newest' or 'best', got {step!r}")
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
-    if step == "best":
-        step = _best_step(store)
-    found = _find(store, step, check)
+    wanted = _best_name(store) if step == "best" else step
+    found = _find(store, wanted, check)
     for _ in range(_LISTINGS):
         if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
             break  # else the job has deleted some since they were listed: there are newer ones by now
-        found = _find(store, step, check)
+        found = _find(store, wanted, check)
     if isinstance(found, OpenCheckpoint):
         for one in found.skipped:
             log.warning("%s: a checkpoint is passed over: %s", store.url, one.words)
@@ -307,15 +306,15 @@ def open_checkpoint(
     raise BadInput(f"{store.url} has no checkpoints: is it the `url` of the job's CheckpointCallback?")
 
 
-def _best_step(store: Store) -> int:
-    """The step of the checkpoint of the best model."""
+def _best_name(store: Store) -> str:
+    """Of the manifest of the checkpoint of the best model; another one may be of the same step."""
     best = best_chain(list(chains(store)))
     if best is None:
         raise BadInput(
             f"{store.url} has no checkpoint of the best model: CheckpointCallback(keep_best=METRIC) keeps it, once the "
             "script reports this metric"
         )
-    return best.manifest.step
+    return best.manifest.name
 
 
 @dataclass(frozen=True)
@@ -326,10 +325,10 @@ class _NoneFound:
     skipped: tuple[Skipped, ...]
 
 
-def _find(store: Store, step: int | str, check: str) -> OpenCheckpoint | _NoneFound:
+def _find(store: Store, wanted: int | str, check: str) -> OpenCheckpoint | _NoneFound:
     skipped: list[Skipped] = []
     steps: list[int] = []
-    for found in _candidates(store, step, check):
+    for found in _candidates(store, wanted, check):
         if isinstance(found, OpenCheckpoint):
             found.skipped = tuple(skipped)
             return found
@@ -348,14 +347,14 @@ def _is_deleted(store: Store, manifest: str) -> bool:
     return False
 
 
-def _candidates(store: Store, step: int | str, check: str) -> Iterator[OpenCheckpoint | Skipped | int]:
-    """Newest first; of those with another step than the one asked for, the step."""
+def _candidates(store: Store, wanted: int | str, check: str) -> Iterator[OpenCheckpoint | Skipped | int]:
+    """Newest first; of those that are not asked for, the step. wanted: "newest", a step, or the name of a manifest"""
     for chain in chains(store):
         if isinstance(chain, Skipped):
             yield chain
             continue
         newest = chain.newest
-        if step not in ("newest", newest.step):
+        if wanted not in ("newest", newest.step, newest.name):
             yield newest.step
             continue
         try:

@@ -146,7 +146,7 @@ def test_a_leader_killed_before_the_leaders_have_summed_changes_no_parameter(
     with cluster(tmp_path, faults=[fault("leaders sum", rank=rank)], own_memory_per_name=True) as job:
         job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
         assert_the_step_was_computed_again(job, reference)
-        assert job.said().count("after the newest step before the loss of a worker") == 1, job.log()
+        assert job.said().count("training continues after the loss of a worker") == 1, job.log()
 
 
 def test_a_leader_killed_before_it_hands_on_the_sum_costs_its_shards_that_step(tmp_path: Path) -> None:
@@ -272,6 +272,8 @@ def test_a_worker_joins_in_mid_epoch_and_gets_everything(reference: dict[str, np
         kinds = [line["event"] for line in job.notes("event")]
         assert kinds.count("workers_awaited") == 1 and kinds.index("workers_awaited") < kinds.index("membership")
         assert "workers are let in: training pauses until they have started" in job.said()
+        continues = [line for line in job.notes("event") if line["event"] == "training_continues"]
+        assert len({line["pid"] for line in continues}) == 2 and len({line["step"] for line in continues}) == 1
 
 
 def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

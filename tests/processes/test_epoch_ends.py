@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recovery.catalog.best import best_chain
 from recovery.catalog.chains import Chain, chains
 from recovery.storage.open import open_store
 
@@ -80,6 +81,31 @@ def test_a_rank_0_that_learned_of_the_end_first_costs_nothing(tmp_path: Path) ->
         job.start_elastic(NAMES[:2])
         assert_one_end_for_all(job, tmp_path)
         assert job.fired() == 1
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+@pytest.mark.parametrize("epoch", [0, LAST])
+def test_a_rank_0_that_is_killed_in_an_evaluation_loses_no_sample_no_score_and_no_best_checkpoint(
+    tmp_path: Path, mode: str, epoch: int
+) -> None:
+    plan = plan_of(tmp_path, {"point": "in an evaluation", "step": epoch, "rank": 0, "do": "kill"})
+    plan["gba"], plan["checkpoint"] = {"mode": mode}, plan["checkpoint"] | {"keep_best": "auc"}
+    with cluster(tmp_path / "job", NEVER_SILENT, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert job.fired() == 1
+        job.assert_nothing_left()
+        seconds = [line for line in job.notes("rank") if line["rank"] == 1]  # a late joiner may be that, too
+        survivor = min(seconds, key=lambda line: line["time"])["pid"]
+        (end,) = (line for line in job.notes("event") if line["event"] == "finished" and line["pid"] == survivor)
+        account = [end[f"samples_{what}"] for what in ("total", "applied", "dropped", "lost")]
+        assert (end["step"], account) == (22, [(LAST + 1) * 1000] * 2 + [0, 0])
+        aucs = [line["auc"] for line in job.notes("auc") if line["pid"] == survivor]
+        assert len(aucs) == LAST + 1 and {line["auc"] for line in job.notes("auc")} == set(aucs)
+        best = best_chain(list(chains(open_store(tmp_path / "checkpoints"))))
+        assert best is not None
+        assert (best.metric, best.value) == ("auc", max(aucs))
+        assert best.step == 11 * (1 + aucs.index(max(aucs))) <= best.manifest.step
 
 
 def test_a_chief_that_dies_after_a_partial_save_leaves_the_last_one_to_another(tmp_path: Path) -> None:

@@ -530,6 +530,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         scale = None if scaler is None else scaler.state_dict()
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name, scaler=scale)
         late = {"label": label_that_waits} if PLAN.get("hangs_in_evaluation") == state.epoch else {}
+        if any(one["point"] == "in an evaluation" for one in PLAN.get("faults", [])):
+            late = {"label": label_or_death}
         scores = gba_hvd.evaluate(model, training.dataset, state, batch=64, **late)
         note(auc=scores.auc)
         state.aucs = [*state.aucs, scores.auc]
@@ -554,6 +556,11 @@ def label_that_waits(batch: gba_hvd.Batch) -> Any:
     while not (OUT / ("go on" if state.world.rank == 1 else "hangs")).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return batch.label
+
+
+def label_or_death(batch: gba_hvd.Batch) -> Any:
+    die("in an evaluation", state.epoch)
     return batch.label
 
 

@@ -46,7 +46,9 @@ def test_a_worker_that_becomes_rank_0_saves_the_best_model_unless_that_was_done(
         assert callback.due(501, 2.0) == is_due
 
 
-def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_metric() -> None:
+def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_metric(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     before = CheckpointCallback("memory://x", keep_best="valid_auc")
     before.on_metrics(10, {"valid_auc": 0.7})
     after = CheckpointCallback("memory://x", keep_best="valid_auc")
@@ -56,7 +58,13 @@ def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_met
     other = CheckpointCallback("memory://x", keep_best="test_auc")
     other.load_state_dict(before.state_dict())
     assert other.best_step is None
-    other.load_state_dict({})
+    none = CheckpointCallback("memory://x")
+    none.load_state_dict(before.state_dict())
+    for callback in (other, none):
+        callback.load_state_dict({})
+    assert [record.getMessage().rpartition(", stays ")[2] for record in caplog.records] == [
+        "until a value of 'test_auc' is reported", "for good"
+    ]  # fmt: skip
     before.load_state_dict(CheckpointCallback("memory://x", keep_best="valid_auc").state_dict())
     assert before.best_step is None, "the job rolled back to a step before the first evaluation"
     before.on_metrics(20, {"valid_auc": 0.1})

@@ -472,7 +472,7 @@ def test_the_log_says_that_a_better_model_than_the_logged_one_was_kept(
         callback.on_event(Event("checkpoint", k, "saved", {**SAVED, "saved_step": k, **best}))
     callback.on_end("FINISHED", None)
     err = capsys.readouterr().err
-    assert ("the logged model is of step 3, the last one. valid_auc was best at step 1 (0.7)" in err) == says
+    assert ("the logged model is of step 3, the last one. The best one has valid_auc 0.7000 of step 1: " in err) == says
     assert ("gba-hvd model export file:///jobs/ctr MODEL_URL --best" in err) == says
 
 

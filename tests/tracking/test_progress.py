@@ -261,41 +261,38 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
 
-def test_pauses_are_in_the_summary_by_what_they_were_for_also_those_of_an_earlier_rank_0() -> None:
+def test_pauses_are_in_the_summary_by_what_they_were_for() -> None:
+    """As the end has them, which knows those of an earlier rank 0, and the one that no step ended."""
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=Clock())
-    line.on_event(Event("training_continues", 40, "training continues 12.3 s after", {"seconds": 12.34}))
-    assert lines_of(out) == ["[training continues] step 40: training continues 12.3 s after"]
-    later = ProgressLine(stream=out, clock=Clock())
-    later.load_state_dict(json.loads(json.dumps(line.state_dict())))
-    for k, seconds in ((50, 9.0), (1060, 12.8)):
-        later.on_event(Event("training_continues", k, "again", {"seconds": seconds, "cause": "joined"}))
-    later.on_end("FINISHED", None)
+    line.on_event(Event("training_continues", 50, "training continues after", {"seconds": 9.0, "cause": "joined"}))
+    assert lines_of(out) == ["[training continues] step 50: training continues after"]
+    pauses = [["loss", 12.34, 40], ["joined", 9.0, 50], ["joined", 12.8, 1060], ["loss", 2.0, None], ["left", 1, None]]
+    line.on_event(Event("finished", 1060, "finished", {"pauses": pauses, "lasted_s": 3720.0}))
+    line.on_end("FINISHED", None)
+    assert "in 1h02m, " in out.getvalue(), "the launch is older than this rank 0"
     assert (
-        "training stood still for 34.1 s: 12.3 s after a loss of workers (before step 40), 21.8 s to let workers in "
-        "(before step 50 and 1,060)"
+        "training stood still for 37.1 s: 14.3 s after a loss of workers (before step 40 and at the end), 21.8 s to "
+        "let workers in (before step 50 and 1,060), 1.0 s since workers left (at the end)"
     ) in out.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
-    ("dropped", "more", "overflows", "words"),
+    ("dropped_for", "words"),
     [
-        (64, {"staleness": {"0": 9, "5": 1}}, False, "64 dropped (too stale when they arrived) +"),
-        (64, {"refused": 1}, False, "64 dropped (their gradient was not finite) +"),
-        (64, {"staleness": {"0": 9}, "refused": 1}, True,
-         "64 dropped (too stale when they arrived, or their gradient was not finite, or their step overflowed) +"),
-        (0, {"staleness": {"0": 9}}, False, "0 dropped +"),
+        ({"stale": 64}, "64 dropped (too stale when they arrived) +"),
+        ({"not_finite": 64}, "64 dropped (with a gradient that was not finite) +"),
+        ({"stale": 40, "not_finite": 16, "overflow": 8},
+         "64 dropped (40 too stale when they arrived, 16 with a gradient that was not finite, 8 of steps that "
+         "overflowed) +"),
+        ({}, "0 dropped +"),
     ],
 )  # fmt: skip
-def test_the_summary_gives_the_reason_of_dropped_samples(
-    dropped: int, more: dict[str, Any], overflows: bool, words: str
-) -> None:
-    out = io.StringIO()
+def test_the_summary_gives_the_reason_of_dropped_samples(dropped_for: dict[str, int], words: str) -> None:
+    out, dropped = io.StringIO(), sum(dropped_for.values())
     line = ProgressLine(stream=out, clock=Clock())
-    if overflows:
-        line.on_event(Event("overflow", 3, "step 3 overflowed"))
     account = {"samples_total": 640, "samples_applied": 640 - dropped, "samples_dropped": dropped, "samples_lost": 0}
-    line.on_event(Event("finished", 10, "finished", {**account, **more}))
+    line.on_event(Event("finished", 10, "finished", {**account, "dropped_for": dropped_for, "staleness": {"0": 9}}))
     line.on_end("FINISHED", None)
     assert words in out.getvalue()
 

@@ -347,18 +347,23 @@ def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts:
 
 
 @pytest.mark.parametrize(
-    ("end", "age", "redone"),
+    ("end", "points", "age", "redone"),
     [
-        (Event("interrupted", 3768, "by Ctrl-C", {"samples_applied": 1_400_000}), 193, 74_000),
-        (Event("finished", 3575, "", {"samples_applied": 1_326_000}), 0, None),
-        (saved(3575), None, None),  # it was killed: how far it came is not known
+        (Event("interrupted", 3768, "by Ctrl-C", {"samples_applied": 1_400_000}), [(15, 3760)], 193, 74_000),
+        (Event("finished", 3575, "", {"samples_applied": 1_326_000}), [(15, 3575)], 0, None),
+        (saved(3575), [(5, 3999), (12, 3575), (15, 3760), (25, 3600)], 185, 74_000),  # killed: by its newest point
+        (saved(3575), [(5, 3999), (25, 3600)], None, None),  # how far it came is not known
     ],
 )
 def test_what_a_job_that_was_launched_again_makes_again_follows_from_its_end(
-    end: Event, age: int | None, redone: int | None
+    end: Event, points: list[tuple[int, int]], age: int | None, redone: int | None
 ):
     resumed = Event("resumed", 3575, "", {"rows_restored": 8543, "age": -0.6, "samples_then": 1_326_000})
-    story = story_with(launch(0), saved(3575), end, launch(3575), resumed)
+    applied = [Point("samples_applied", 1_326_000 if step == 3575 else 1_400_000, 1000 * at_s, step)
+               for at_s, step in points]  # fmt: skip
+    events = [(10, launch(0)), (11, saved(3575)), (19, end), (20, launch(3575)), (21, resumed)]
+    records = tuple({**record_of(event), "unix_s": at_s} for at_s, event in events)
+    story = dataclasses.replace(story_with(), events=records, applied=applied)
     (one,) = story.recoveries
     assert (one["age"], one["samples_redone"]) == (age, redone)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}

@@ -879,14 +879,16 @@ def test_changes_of_workers_are_worlds_that_formed_and_losses_without_one(events
 
 
 def test_pauses_are_a_fact_with_what_they_were_for() -> None:
-    pauses = ({"seconds": 12.34}, {"seconds": 9.0, "cause": "joined"}, {"seconds": 70.0, "cause": "loss"})
-    events = [{"event": "training_continues", "step": 1, "message": "", "data": data} for data in pauses]
+    pauses = [("training_continues", {"seconds": 12.34}), ("training_continues", {"seconds": 9.0, "cause": "joined"})]
+    pauses += [("ended_in_pause", {"seconds": 70.0, "cause": "loss"})]
+    events = [{"event": kind, "step": 1, "message": "", "data": data} for kind, data in pauses]
     facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
     assert facts["training stood still"] == (
         "1 min 31 s: 12.3 s + 1 min 10 s after a loss of workers, 9.0 s to let workers in"
     )
     joined = {"seconds": 9.0, "cause": "joined", "so_far_s": 21.0}
-    assert metrics_of("training_continues", 1, joined) == (1, {"pause_to_let_workers_in_s": 9.0, "paused_s": 21.0})
+    for kind in ("training_continues", "ended_in_pause"):
+        assert metrics_of(kind, 1, joined) == (1, {"pause_to_let_workers_in_s": 9.0, "paused_s": 21.0})
     assert metrics_of("training_continues", 1, {"seconds": 12.34}) == (1, {"pause_after_loss_s": 12.34})
 
 

@@ -220,8 +220,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("samples", f"{report['samples_applied']:,} applied"))
     account = report.get("account") or {}
     if account:
-        parts = [f"{account.get(k, 0):,} {k}" for k in ("applied", "dropped", "lost")]
-        lines.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
+        lines.append(("samples", _account_words(account)))
     for table, found in (report.get("vocabulary") or {}).items():
         lines.append((f"ids of {table}", _vocabulary_words(found)))
     staleness = whole_numbers(report.get("staleness"))
@@ -240,6 +239,17 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     elif report.get("decided_elsewhere") and report.get("setting") == "auto":
         lines.append(("last decision", "rank 0 decides: `gba-hvd status` on its host has the reason"))
     return lines + _requests(report)
+
+
+def _account_words(account: Mapping[str, int]) -> str:
+    from gba_hvd.epoch import SampleAccount
+    from gba_hvd.tracking.gauges import dropped_words
+
+    known = SampleAccount(**{name: account.get(name, 0) for name in ("dropped", "not_finite", "overflowed")})
+    why = dropped_words(known.dropped_for)
+    parts = [f"{account.get(name, 0):,} {name}" for name in ("applied", "dropped", "lost")]
+    parts[1] += f" ({why})" if why else ""
+    return f"{' + '.join(parts)} = {account.get('total', 0):,}"
 
 
 def _requests(report: Mapping[str, Any]) -> list[tuple[str, str]]:

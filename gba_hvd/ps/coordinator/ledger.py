@@ -304,7 +304,7 @@ class Ledger:
         for member in plan.members:
             self.account.total += member.n_samples
             if member.weight == 0:
-                self.account.dropped += member.n_samples
+                self._count_dropped(member, plan.overflowed)
             else:
                 self.account.applied += member.n_samples
             key = min(member.staleness, MAX_STALENESS)
@@ -315,6 +315,13 @@ class Ledger:
         self.account.steps_skipped += plan.overflowed
         self._n_resolved += len(plan.members)
         self.step, self._decided = step, None
+
+    def _count_dropped(self, member: Member, overflowed: bool) -> None:
+        self.account.dropped += member.n_samples
+        if overflowed:
+            self.account.overflowed += member.n_samples
+        elif member.rejected:
+            self.account.not_finite += member.n_samples
 
     def undo(self) -> None:
         """The decided step, if there is one, was applied nowhere: its members will be computed again."""

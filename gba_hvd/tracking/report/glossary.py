@@ -26,7 +26,7 @@ def words_of(story: RunHistory) -> dict[str, str]:
     if story.staleness:
         words["staleness"] = "how many steps late a gradient was when it became part of one"
     if story.account:
-        words["dropped samples"] = "they arrived too stale, and were left out on purpose"
+        words["dropped samples"] = "they were left out on purpose: too stale, or without a finite gradient"
         words["lost samples"] = "they were gone with a failure"
     if story.checkpoints:
         words["checkpoint"] = "the state of the job, or a part of it, in a store: what a failure can go back to"

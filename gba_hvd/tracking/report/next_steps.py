@@ -77,8 +77,9 @@ def _of_losses(story: RunHistory) -> list[NextStep]:
         text = f"Rows came back older than they were (PLS {story.pls:.5f}). If that costs quality, save more often:"
         steps.append(NextStep(text, "gba-hvd plan --help"))
     account = story.account
-    if account and account["dropped"] > _MANY_DROPPED * account["total"]:
-        share = account["dropped"] / account["total"]
+    n_stale = story.dropped_for.get("stale", 0)
+    if account and n_stale > _MANY_DROPPED * account["total"]:
+        share = n_stale / account["total"]
         below = "ages of dense values" if story.params.get("staleness_of") == "values" else "staleness"
         steps.append(NextStep(f"{share:.0%} of the samples were too stale and dropped: see the {below} below."))
     return steps

@@ -15,7 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import CONTINUES, PAUSE_WORDS, cause_of, lost_the_job
+from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from recovery.units import size
@@ -198,7 +198,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
 def _pauses(story: RunHistory) -> list[Fact]:
     """How long training stood still in all, and for what."""
     by_cause: dict[str, list[float]] = {}
-    for event in story.events_of(CONTINUES):
+    for event in story.events_of(*PAUSES):
         by_cause.setdefault(cause_of(event["data"]), []).append(float(event["data"]["seconds"]))
     if not by_cause:
         return []

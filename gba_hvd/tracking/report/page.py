@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gba_hvd.tracking.gauges import dropped_words
 from gba_hvd.tracking.plots import DARK, MODE_COLOURS, NARROW, WIDE, draw_plots, marked, shaded
 from gba_hvd.tracking.records import flatten
 from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
@@ -132,7 +133,7 @@ def _account(story: RunHistory) -> Table | None:
     total = max(1, account["total"])
     words = {
         "applied": "part of an optimizer step",
-        "dropped": "too stale when they arrived, or not finite: left out on purpose",
+        "dropped": dropped_words(story.dropped_for) or "left out on purpose",
         "lost": "gone with a failure",
         "total": "every sample of the epochs that were trained",
     }

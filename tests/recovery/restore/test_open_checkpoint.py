@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import recovery
+from recovery.catalog.best import best_chain
+from recovery.catalog.chains import chains
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.hashed_ids import ids_of, keys_of_ids
@@ -56,6 +58,19 @@ def test_the_checkpoint_of_the_best_model_is_opened_by_that_name(ram: RamStore) 
         train(saver.rows, 2, seed=seed)
         saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.7} if seed == 2 else {})
     assert recovery.open_checkpoint(ram, "best").step == 4
+
+
+def test_of_two_checkpoints_of_the_best_step_the_one_that_is_kept_is_opened(ram: RamStore) -> None:
+    saver = Saver(two_tables(3), ram, Config(**{**vars(SMALL), "policy": "full"}))
+    for seed in (0, None, 1):
+        if seed is not None:
+            train(saver.rows, 2, seed=seed)
+        saver.save(about={"best_step": 2, "best_metric": "valid_auc", "best_value": 0.7})
+    assert [manifest.step for manifest in saver.made] == [2, 2, 4]
+    best = best_chain(list(chains(ram)))
+    assert best is not None and best.manifest.name == saver.made[0].name
+    assert recovery.open_checkpoint(ram, "best").name == saver.made[0].name
+    assert recovery.open_checkpoint(ram, 2).name == saver.made[1].name
 
 
 def test_another_checkpoint_is_not_opened_in_place_of_the_best_one_that_is_damaged(ram: RamStore) -> None:

@@ -32,7 +32,8 @@ Start = Callable[[str], ShardMemory]
 
 IN_GBA: dict[str, Any] = {
     "job": "ctr", "server": 0, "mode": "gba", "step": 1200, "epoch": 2, "steps_done": 200, "loss": 0.4321,
-    "account": {"total": 1000, "applied": 940, "dropped": 50, "lost": 10}, "staleness": {"0": 70, "1": 20, "5": 10},
+    "account": {"total": 1000, "applied": 940, "dropped": 50, "lost": 10, "not_finite": 16},
+    "staleness": {"0": 70, "1": 20, "5": 10},
     "samples_per_s": 1234.4,
     "under_way": 3, "reissued": 1, "refused": 0, "wanted": "", "reason": "", "world": 0, "rates": [[0, 0.01]],
     "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
@@ -172,7 +173,11 @@ def test_a_report_reads_as_sentences() -> None:
         ("step", "1,200, epoch 2 (step 200 of it)"),
         ("speed", "1,234 samples/s applied in the last 10 s"),
         ("loss", "0.4321"),
-        ("samples", "940 applied + 50 dropped + 10 lost = 1,000"),
+        (
+            "samples",
+            "940 applied + 50 dropped (34 too stale when they arrived, 16 with a gradient that was not finite) "
+            "+ 10 lost = 1,000",
+        ),
         ("staleness", "mean 0.70, max 5 (0: 70%, 1: 20%, 5: 10%)"),
         ("micro-batches", "3 in flight, 1 reissued"),
         ("decided", "gba: worker 2 takes 6.1x the median"),

@@ -552,12 +552,24 @@ def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
-        reports=SimpleNamespace(n_working=left),
+        reports=SimpleNamespace(n_working=left), host=SimpleNamespace(neighbours={}),
     )  # fmt: skip
     job_events.worker_gone(engine)
     (event,) = events
     assert words in event.message and ("fewer" in event.message) == ("fewer" in words)
     assert event.data == {"workers": 3} | ({} if left is None else {"left": left})
+
+
+def test_a_loss_does_not_count_the_worker_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server counts it until it has been silent for a while."""
+    monkeypatch.setattr(job_events, "is_alive", lambda pid: pid != 12)
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(
+        emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
+        reports=SimpleNamespace(n_working=3), host=SimpleNamespace(neighbours={1: 11, 2: 12}),
+    )  # fmt: skip
+    job_events.worker_gone(engine)
+    assert events[0].data["left"] == 2 and "Training continues with 2 workers" in events[0].message
 
 
 @pytest.mark.parametrize(

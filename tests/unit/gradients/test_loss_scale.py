@@ -121,6 +121,7 @@ def test_steps_and_scale_are_those_of_torch_with_the_global_batch(
     assert sorted({2.0**8, 2.0**9, 2.0**10} - set(ours.scales)) == [], "it was to fall and to rise"
     account = ours.job.state.samples
     assert (account.total, account.applied, account.dropped) == (150, 150 - 16 - 16 - 2, 16 + 16 + 2)
+    assert account.dropped_for == {"overflow": 16 + 16 + 2}
     assert account.steps_skipped == 3 and ours.job.state.step == 12
     assert len(ours.received.of("overflow")) == 3
     skipped = {event.step for event in ours.received.of("overflow")}

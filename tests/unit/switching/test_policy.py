@@ -113,6 +113,14 @@ def test_the_job_returns_when_the_straggler_has_recovered() -> None:
     assert (stance.mode, stance.since_step) == ("allreduce", 42)
 
 
+def test_a_slow_worker_is_no_reason_to_return_to_allreduce() -> None:
+    decisions, _ = run(
+        Stance("gba", 0), [replace(STRAGGLER, serve_s=0.9)], Options(1.2, 1.05, patience=1, min_stay=0), first=40
+    )
+    assert decisions[0].mode == "allreduce"
+    assert decisions[0].reason.startswith("to allreduce: although worker 2 takes 6.0x the median, gba predicted 0.")
+
+
 def test_a_small_gain_is_worth_a_switch_once_it_has_cost_a_second_of_work() -> None:
     slower = replace(EVEN, exchange_s=0.03)
     allreduce, gba = predicted(slower)

@@ -114,12 +114,13 @@ def test_a_pause_is_an_event_with_its_cause_and_no_part_of_a_step_s_time(
     job, log, steps = training(epoch=0), EventLog(), StepLog()
     job.state.register_callbacks([log, steps])
     reports = job.state.engine.reports
-    reports.after_world_forms(None)
     job.epoch(clicks())
     assert log.of("training_continues") == [], "the start is no pause"
     reports._ended_s -= 1000.0  # the newest step ended so long ago
+    reports.pauses._worked_unix_s -= 1000.0
     if is_lost:
         reports.worker_lost()
+    reports.world_forms(before)
     reports.after_world_forms(before)
     job.state.epoch, steps.seconds = 1, []
     job.epoch(clicks())
@@ -127,6 +128,27 @@ def test_a_pause_is_an_event_with_its_cause_and_no_part_of_a_step_s_time(
     assert event.data["cause"] == cause and 1000.0 <= event.data["seconds"] < 2000.0
     assert event.data["so_far_s"] == event.data["seconds"]
     assert len(steps.seconds) > 1 and max(steps.seconds) < 1000.0
+
+
+@pytest.mark.parametrize(("reporters", "counts"), [((0,), [1, 0]), ((1,), [0, 1]), ((0, 1), None), ((), None)])
+def test_scores_that_only_some_workers_report_are_a_warning(
+    on_host: Any, workers: Workers, clicks: Any, reporters: tuple[int, ...], counts: list[int] | None
+) -> None:
+    jobs = [on_host("a", epoch=0) for _ in range(2)]
+    log = EventLog()
+    jobs[0].state.register_callbacks([log])
+
+    def run(job: Any) -> None:
+        job.epoch(clicks())
+        for _ in range(3):
+            gba_hvd.evaluate(job.model, clicks(), job.state, batch=8, activation="sigmoid")
+            if job.state.world.rank in reporters:
+                job.state.report(valid_auc=0.7)
+            if job.state.world.rank == 0:
+                job.state.report(seconds=3.0)
+
+    workers.together(jobs, run)
+    assert [event.data["reports"] for event in log.of("reported_by_some")] == ([] if counts is None else [counts])
 
 
 class StepLog(gba_hvd.Callback):

@@ -337,6 +337,7 @@ def test_with_tolerance_0_only_gradients_of_the_newest_values_count() -> None:
         job.of.accept(0, lease.micro, lease.serial, values_step=values_step)
     assert weights(job.step()) == [1, 0, 1, 1]
     assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
+    assert job.of.account.dropped_for == {"stale": 4}
     assert job.of.age_histogram == {0: 3, 1: 1}, "the dropped one is counted, too, as in the staleness"
     assert sum(job.of.staleness_histogram.values()) == 4
     assert Ledger.from_state(json.loads(json.dumps(job.of.state()))).age_histogram == {0: 3, 1: 1}
@@ -359,7 +360,8 @@ def test_a_refused_gradient_is_a_member_that_is_dropped() -> None:
         job.of.accept(0, lease.micro, lease.serial, rejected="dense gradient is not finite" if i == 2 else None)
     assert weights(job.step()) == [1, 1, 0, 1]
     assert job.of.rejected == 1
-    assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
+    assert job.of.account == SampleAccount(total=16, applied=12, dropped=4, not_finite=4)
+    assert job.of.account.dropped_for == {"not_finite": 4}
 
 
 @pytest.mark.parametrize("name", ["gba", "bsp"])
@@ -778,7 +780,9 @@ class Job(RuleBasedStateMachine):
         }
         assert it.oldest_serial == min({*self.held, *undecided}, default=it.state()["serial"] + 1)
         done = sum(cut.samples_of_micro(micro) for micro in self.members)
-        assert it.account == SampleAccount(total=done, applied=it.account.applied, dropped=done - it.account.applied)
+        dropped, not_finite = done - it.account.applied, it.account.not_finite
+        assert it.account == SampleAccount(done, it.account.applied, dropped, not_finite=not_finite)
+        assert 0 <= not_finite <= dropped and (self.n_refused > 0 or not_finite == 0)
         assert sum(it.staleness_histogram.values()) == len(self.members)
         assert it.rejected == self.n_refused
         assert it.step == 50 + len(self.plans)

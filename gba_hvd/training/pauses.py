@@ -1,0 +1,98 @@
+"""How long training stands still: after a loss of workers, to let workers in, and since workers left.
+
+Decided here: when a pause begins and ends, and what is no part of it. When the world changes is decided elsewhere. The
+account is of the job: it travels with the training state, to late joiners and into checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+LOSS, JOINED, LEFT = "loss", "joined", "left"  # why training stands still
+
+
+@dataclass(frozen=True)
+class Pause:
+    """step: the one that ended it; None: the job ended first."""
+
+    cause: str
+    seconds: float
+    step: int | None
+
+
+@dataclass(frozen=True)
+class OpenPause:
+    """since_unix_s: when the newest work before it ended, later by the work that was done within it."""
+
+    cause: str
+    since_unix_s: float
+
+
+class Pauses:
+    """One worker's account. Work is a step, or a batch of an evaluation. Belongs to the training thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._worked_unix_s: float | None = None  # None: no step yet, so that nothing can pause
+        self._evaluated_unix_s = 0.0
+        self._open: OpenPause | None = None
+        self.over: list[Pause] = []
+
+    @property
+    def total_s(self) -> float:
+        """Of all that are over."""
+        return sum(pause.seconds for pause in self.over)
+
+    def begin(self, cause: str) -> None:
+        """Training stands still since the newest work. A second cause within a pause changes nothing."""
+        if self._open is None and self._worked_unix_s is not None:
+            self._open = OpenPause(cause, self._worked_unix_s)
+
+    def stepped(self, step: int) -> Pause | None:
+        """A step ended; returns the pause that it ended."""
+        self._worked_unix_s = self._clock()
+        return self._close(step)
+
+    def job_ends(self) -> Pause | None:
+        """Returns the pause that the job ended in."""
+        return self._close(None)
+
+    def evaluation_begins(self) -> None:
+        self._evaluated_unix_s = self._clock()
+
+    def evaluated(self) -> None:
+        """Of an evaluation, what was done since it began, or since this was called last, is no part of a pause."""
+        now = self._clock()
+        if self._open is not None:
+            worked_s = now - self._evaluated_unix_s
+            self._open = replace(self._open, since_unix_s=self._open.since_unix_s + worked_s)
+        if self._worked_unix_s is not None:
+            self._worked_unix_s = now
+        self._evaluated_unix_s = now
+
+    def _close(self, step: int | None) -> Pause | None:
+        if self._open is None:
+            return None
+        seconds = max(0.0, self._clock() - self._open.since_unix_s)
+        pause, self._open = Pause(self._open.cause, round(seconds, 3), step), None
+        self.over.append(pause)
+        return pause
+
+    # --- in the training state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        over = [asdict(pause) for pause in self.over]
+        return {"open": None if self._open is None else asdict(self._open), "over": over}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, with_open: bool) -> None:
+        """with_open: the state is of this moment, so that its open pause is this worker's, too.
+
+        Checkpoints of older versions have no state.
+        """
+        state = state or {}
+        self.over = [Pause(**pause) for pause in state.get("over", ())]
+        found = state.get("open") if with_open else None
+        self._open = None if found is None else OpenPause(**found)
