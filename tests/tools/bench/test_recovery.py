@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench.recovery import accuracy, counting, emulation, experiments, grid
+from gba_hvd_tools.bench.recovery import accuracy, emulation, experiments, grid
 
 from recovery.schedule.formulas import expected_pls_of_job, least_saves_for_pls
 from recovery.schedule.planner import Costs
@@ -50,18 +50,6 @@ def test_the_portion_lost_of_saves_of_all_rows_is_compared_with_the_closed_form(
             assert any(said.startswith(f"{mean}, {name}: PLS") for said in production["verdict"])
     found = production["figures"]["28h"]["cpr_full"]["closed_form_pls"]
     assert found == pytest.approx((44.8**2 + 11.2**2) / (2 * 56 * 28 * 8))
-
-
-@pytest.mark.slow
-def test_rows_chosen_by_accesses_and_by_steps_are_compared(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(counting, "N_ROWS", 2000)
-    monkeypatch.setattr(counting, "BATCHES", (64, 4096))
-    out = tmp_path / "counting.json"
-    assert cli.main(["bench", "recovery", "--traces", "0", "--counting", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())["counting"]
-    assert len(found) == 6 and "rows in common" in capsys.readouterr().out
-    assert all(one["accesses_saved"] >= one["accesses_saved_by_steps"] for one in found)
-    assert all(0 < one["rows_in_common"] <= 1 for one in found)
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ PEERS = {
     "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
-    "ours_all": "ours on several hosts, without connections of their own: Horovod carries rows and sums",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
@@ -53,7 +52,6 @@ OF_OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours_micro": ("--parts", str(PARTS)),
     "ours_sync": ("--parts", str(PARTS), "--together"),
-    "ours_all": ("--no-leaders",),
 }
 OF_TORCHREC: dict[str, tuple[str, ...]] = {"torchrec": (), "torchrec_pipeline": ("--pipeline",)}
 DENSE = "dense"  # the dense modules alone

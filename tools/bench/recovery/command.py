@@ -45,9 +45,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--accuracy", nargs="+", default=[], choices=names, metavar="NAME", help="train " + ", ".join(names)
     )
-    parser.add_argument(
-        "--counting", action="store_true", help="compare the rows that mfu takes by accesses and by steps with one"
-    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[2021, 2022, 2023], metavar="N", help="of --accuracy")
     parser.add_argument("--epochs", type=int, help="of --accuracy, instead of 12 (frappe), 1 (synthetic)")
@@ -70,14 +67,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.traces:
         document |= emulate(args)
         measure.write_whole(args.out, document)
-    if args.counting:
-        from . import counting
-
-        document["counting"] = counting.compared(args.r, args.seed)
-        measure.write_whole(args.out, document)
-        columns = ("Zipf", "global batch", "rows in common", "accesses in rows taken", "the same, by steps")
-        title = f"r = {args.r:g} of {counting.N_ROWS:,} rows, {counting.N_STEPS} steps between two saves"
-        measure.print_table(title, columns, counting.rows_of(document["counting"]))
     if args.accuracy:
         measure_accuracy(args, document, started)
     print(f"written to {args.out}")
