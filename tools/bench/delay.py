@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         tasks[task] = {**found, "rows": rows}
         document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
-        measure.write_json(args.out, json_values(document))  # the minutes before the next task are kept
+        measure.write_whole(args.out, json_values(document))  # the minutes before the next task are kept
     print(f"written to {args.out}")
     return 0
 

@@ -15,12 +15,11 @@ Rows in the result file are kept and their runs not done again.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -79,27 +78,18 @@ def run(args: argparse.Namespace) -> int:
     names = ("dim", "rows", "micro_batches", "micro_batch", "samples", "days", "field_rows", "epochs", "ids_per_row",
              "admit_after")  # fmt: skip
     settings = {name: getattr(args, name) for name in names}
-    before = resumable.earlier(args.out, KEY, settings)
-    rows, about = before["rows"], before.get("machine") or measure.machine()
+    results = resumable.Results(args.out, KEY, settings, lambda rows: {"summary": summary(rows)})
     planned = [Run(task, variant, seed) for seed in args.seeds for task in args.tasks for variant in TASKS[task]]
-    waiting = resumable.missing(planned, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    failures: dict[str, str] = {}
-
-    def write() -> None:
-        found = {"machine": about, "settings": settings, "rows": rows, "summary": summary(rows), "failures": failures}
-        args.out.write_text(json.dumps(found, indent=1))
 
     def one_run(one: Run) -> None:
-        row = {"task": one.task, "variant": one.variant, "seed": one.seed, **measured(one, args)}
-        rows.append(row)
+        row = {**asdict(one), **(speed(one, args) if one.task == "speed" else quality(one, args))}
+        results.rows.append(row)
         figure = f"{row['samples_per_s']:,.0f} samples/s" if one.task == "speed" else f"AUC {row['auc']:.4f}"
         print(f"{one}: {figure}, {row['bytes_per_row']:.0f} bytes a row, {row['n_bytes'] / 1e6:.1f} MB", flush=True)
 
-    resumable.run_each(waiting, one_run, write, failures, until=until)
-    write()
-    show(summary(rows))
-    return 1 if failures else 0
+    results.run_each(results.waiting(planned), one_run, until)
+    show(summary(results.rows))
+    return results.end()
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
@@ -126,18 +116,18 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 def show(found: Mapping[str, Mapping[str, Any]]) -> None:
     for task, one in found.items():
         is_speed = task == "speed"
-        lines = [
-            [name, f"{of['samples_per_s']:,.0f}" if is_speed else f"{of['auc']:.4f}", f"{of['n_rows']:,}",
-             f"{of['bytes_per_row']:.0f}", f"{of['n_bytes'] / 1e6:.1f}"]
-            for name, of in one["variants"].items()
-        ]  # fmt: skip
+        figure = {"samples/s": "{samples_per_s:,.0f}"} if is_speed else {"AUC": "{auc:.4f}"}
+        columns = {
+            "table": "{name}",
+            **figure,
+            "rows": "{n_rows:,}",
+            "bytes/row": "{bytes_per_row:.0f}",
+            "MB": "{mb:.1f}",
+        }
+        lines = [{"name": name, **of, "mb": of["n_bytes"] / 1e6} for name, of in one["variants"].items()]
         goal = f"{one['ratio']:.2f} of plain" if is_speed else f"{one['gain']:+.4f} against modulo"
         title = f"{task}: hash64 has {goal}, the goal is {'met' if one['is_met'] else 'not met'}"
-        measure.print_table(title, ["table", "samples/s" if is_speed else "AUC", "rows", "bytes/row", "MB"], lines)
-
-
-def measured(one: Run, args: argparse.Namespace) -> Row:
-    return speed(one, args) if one.task == "speed" else quality(one, args)
+        measure.print_figures(title, columns, lines)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

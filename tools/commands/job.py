@@ -124,12 +124,6 @@ def run_switch(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- which job -------------------------------------------------------------------------------------------------------
-
-
-# --- whom to ask -----------------------------------------------------------------------------------------------------
-
-
 def _refuse_without_callback(folder: Path) -> None:
     """Raises BadInput where no server would receive a request for another mode."""
     from gba_hvd.errors import BadInput

@@ -107,15 +107,11 @@ def compared(real: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) ->
     apart: dict[str, float | None] = {}
     noise: dict[str, float | None] = {}
     for name in (*HISTOGRAMS, *SCORES):
-        far = distance if name in HISTOGRAMS else _difference
+        far: Callable[[Any, Any], float] = distance if name in HISTOGRAMS else lambda one, other: abs(one - other)
         apart[name] = median(far(job[name], simulated[name]) for job in real)
         between = [far(one[name], other[name]) for one, other in combinations(real, 2)]
         noise[name] = median(between) if between else None
     return {"apart": apart, "noise": noise}
-
-
-def _difference(one: float, other: float) -> float:
-    return abs(one - other)
 
 
 def together(histograms: Sequence[Mapping[Any, int]]) -> dict[int, int]:

@@ -116,7 +116,8 @@ def run_grid(experiment: Experiment, lrs: Sequence[float]) -> list[float]:
     if experiment.task == "clicks":
         raise BadInput("the task 'clicks' has tables, which a grid of learning rates cannot have: choose another")
     grid = Grid(_task(experiment, None), len(lrs))
-    optimizer = with_rates(experiment.optimizer_spec(), lrs)
+    spec = experiment.optimizer_spec()  # of one group, from here on of one for each learning rate
+    optimizer = {**spec, "groups": [{**spec["groups"][0], "lr": lr} for lr in lrs]}
     setting = replace(experiment.setting(), optimizer=optimizer, points=1)
     outcome = train(grid, setting, experiment.workers, experiment.fleet().draws())
     return grid.losses(outcome.values)
@@ -189,8 +190,3 @@ class Grid(NoTables):
             math.inf if lost or not loss <= _LOST * self._first else loss
             for loss, lost in zip(losses, self._is_lost, strict=True)
         ]
-
-
-def with_rates(optimizer: dict[str, Any], lrs: Sequence[float]) -> dict[str, Any]:
-    """A description of one group (`torch_optimizers.spec_of`) as one of a group for each learning rate."""
-    return {**optimizer, "groups": [{**optimizer["groups"][0], "lr": lr} for lr in lrs]}

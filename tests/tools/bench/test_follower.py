@@ -137,7 +137,7 @@ def options(*words: str) -> argparse.Namespace:
         (("--runs", "0"), "nothing to do"),
         (("--rows", "3"), "--rows 3"),
         (("--every-s", "0"), "--every-s must be positive"),
-        (("--kills", "-1"), "--kills must not be negative"),
+        (("--kills", "-1"), "--kills must be at least 0"),
         (("--kills", "1", "--workers", "1"), "does not survive"),
     ],
 )

@@ -73,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
     speed: list[Row] = []
     quality: list[Row] = []
     failed: Exception | None = None
-    if args.runs < 1:
-        raise measure.RunFailed(f"--runs must be 1 or more, got {args.runs}")
+    measure.require_at_least(args, runs=1)
     try:
         about = {"machine": measure.machine(), "settings": settings()}
         with ExitStack() as stack:

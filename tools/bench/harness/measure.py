@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from recovery.storage.rename import replace_file
+
 from ...launch.command_line import CYCLE_MS
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ Row = dict[str, Any]
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # of this machine: Horovod counts them as different hosts
 AS_RUN = {"HOROVOD_CYCLE_TIME": str(CYCLE_MS)}  # what `gba-hvd run` sets
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+PACKAGES = ("torch", "horovod", "numpy")  # whose versions stand in a result
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
@@ -210,7 +213,7 @@ def by_groups(
     return found
 
 
-def machine(packages: Sequence[str] = ("torch", "horovod", "numpy")) -> dict[str, Any]:
+def machine(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """What a reader needs to assess the figures."""
     import psutil
 
@@ -270,15 +273,51 @@ def check_plot(path: Path | None) -> None:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    """A result at its end."""
+    write_whole(path, result)
+    print(f"written to {path}")
 
 
 def write_whole(path: Path, result: Mapping[str, Any]) -> None:
     """For a file that is written again and again: an interruption leaves the one of before."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    write_json(fresh, result)
-    fresh.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(result, indent=2) + "\n")
+
+
+def require_at_least(args: argparse.Namespace, **least: float) -> None:
+    """Raise RunFailed for an option below its least value; those that are None, or have no values, are left out."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not one >= smallest:
+                raise RunFailed(f"{option(name)} must be at least {smallest}, got {one}")
+
+
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """The same for options that must be above 0."""
+    for name in names:
+        value = getattr(args, name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not one > 0:
+                raise RunFailed(f"{option(name)} must be positive, got {one}")
+
+
+def option(name: str) -> str:
+    """`warm_up` as a person writes it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def print_figures(title: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table. columns: by title the text of a cell, of `str.format` with the values of the row, see `cell`."""
+    print_table(title, list(columns), [[cell(text, row) for text in columns.values()] for row in rows])
+
+
+def cell(text: str, row: Mapping[str, Any]) -> str:
+    """`cell("{auc:.4f}", {"auc": 0.5})`; "-" where the row has no such value, or None."""
+    try:
+        return text.format_map(row)
+    except (KeyError, TypeError):  # None takes no format
+        return "-"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -30,14 +30,7 @@ from recovery.torch_rows.tensor_rows import TensorRows
 from ..harness import dlrm
 from . import emulation
 
-STRATEGIES = {
-    "none": "no failure",
-    "full": emulation.CONTESTANTS["full"],
-    "cpr_full": emulation.CONTESTANTS["cpr_full"],
-    "cpr_scar": emulation.CONTESTANTS["cpr_scar"],
-    "cpr_mfu": emulation.CONTESTANTS["cpr_mfu"],
-    "cpr_ssu": emulation.CONTESTANTS["cpr_ssu"],
-}
+STRATEGIES = ("none", *(name for name in emulation.CONTESTANTS if name not in ("naive", "planned")))
 PRIORITY = ("cpr_scar", "cpr_mfu", "cpr_ssu")  # every r of the interval they save the share r of the rows
 TARGET_LOSS = 0.0005
 R = 0.125
@@ -196,6 +189,8 @@ def save_every(run: AccuracyRun, n_steps: int) -> int:
 
 def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
     """One training, with its failures; a row of results."""
+    from gba_hvd.metrics.scores import exact_auc
+
     of, started = DATASETS[run.dataset], time.monotonic()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but then it warns
     torch.manual_seed(run.seed)
@@ -243,12 +238,6 @@ def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
         "written_bytes": written,
         "seconds": round(time.monotonic() - started, 1),
     }
-
-
-def exact_auc(logits: np.ndarray, labels: np.ndarray) -> float:
-    from gba_hvd.metrics.scores import exact_auc as auc
-
-    return auc(logits, labels)
 
 
 def _step(
