@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from . import (
-    cluster_load,
-    delay,
-    import_time,
-    model_averaging,
-    quality,
-    row_compression,
-    smoke,
-    vocabulary,
-)
+from . import cluster_load, delay, import_time, model_averaging, quality, row_compression, smoke, vocabulary
 from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
 from .compression import command as compression

@@ -154,12 +154,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         raise BadInput(str(error)) from error
     with shown_progress() as on_progress:
         manifest = prepare(
-            recipe,
-            source,
-            args.out,
-            overwrite=args.overwrite,
-            max_bad_rows=args.max_bad_rows,
-            on_progress=on_progress,
+            recipe, source, args.out, overwrite=args.overwrite, max_bad_rows=args.max_bad_rows, on_progress=on_progress
         )
     print_summary(args.out, manifest)
     if missing := [split for split in SPLITS if split not in manifest["splits"]]:

@@ -55,10 +55,7 @@ OF_OURS: dict[str, tuple[str, ...]] = {
 }
 OF_TORCHREC: dict[str, tuple[str, ...]] = {"torchrec": (), "torchrec_pipeline": ("--pipeline",)}
 DENSE = "dense"  # the dense modules alone
-GOALS = {
-    "torchrec": {"dlrm": 1.0, "bags": 1.3, "wide": 1.3, "din": 1.3},
-    "horovod": dict.fromkeys(SHAPE_NAMES, 1.5),
-}
+GOALS = {"torchrec": {"dlrm": 1.0, "bags": 1.3, "wide": 1.3, "din": 1.3}, "horovod": dict.fromkeys(SHAPE_NAMES, 1.5)}
 COLUMNS = (
     "samples_per_s", "ms_per_step", "cpu_ms_per_step", "startup_s", "peak_own_bytes", "table_copies_per_host", "load",
     "loss_last", "copied_per_s", "gathered_per_s",

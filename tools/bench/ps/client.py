@@ -395,10 +395,7 @@ class Rpc:
 def join_rpc(rank: int, world: int, port: int) -> None:
     # TCP only: between hosts there is neither shared memory nor reading another process's memory ("shm", "cma").
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}",
-        num_worker_threads=4,
-        _transports=["uv"],
-        _channels=["mpt_uv", "basic"],
+        init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4, _transports=["uv"], _channels=["mpt_uv", "basic"]
     )
     rpc.init_rpc("client" if rank == 0 else f"server{rank}", rank=rank, world_size=world, rpc_backend_options=options)
 
