@@ -6,7 +6,7 @@ From here on they are columns like those of a CSV or Parquet file. A name that a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +24,7 @@ def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array],
 def objects(data: bytes) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """The objects of whole lines, numbers as text, and what is wrong in which line; such a line has an empty object."""
     flaws: dict[int, str] = {}
-    return [_row(line, i, flaws) for i, line in enumerate(_lines(data))], flaws
+    return [_row(line, i, flaws) for i, line in enumerate(data.split(b"\n")[:-1])], flaws
 
 
 def columns_of(
@@ -37,10 +37,6 @@ def columns_of(
 def names_in(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The names in these objects, in the order in which they come."""
     return tuple(dict.fromkeys(name for row in rows for name in row))
-
-
-def _lines(data: bytes) -> list[bytes]:
-    return data.split(b"\n")[:-1]
 
 
 def _row(line: bytes, i: int, flaws: dict[int, str]) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
             texts.append(None)
         elif not is_list and type(value) in _TEXT:
             texts.append(_TEXT[type(value)](value))
-        elif is_list and type(value) is list and _all_text(value):
+        elif is_list and type(value) is list and all(item is None or type(item) in _TEXT for item in value):
             texts.append([None if item is None else _TEXT[type(item)](item) for item in value])
         else:
             texts.append(None)
@@ -79,7 +75,3 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
 
 
 _TEXT: dict[type, Any] = {str: str, bool: lambda value: "true" if value else "false"}
-
-
-def _all_text(values: Iterable[Any]) -> bool:
-    return all(value is None or type(value) in _TEXT for value in values)

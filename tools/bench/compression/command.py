@@ -230,12 +230,11 @@ class Launches:
     def _await(self, path: Path, processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
         while not path.exists():
             ended = [p.poll() for p in processes]
-            if any(status is not None for status in ended) and not path.exists():
+            has_ended = any(status is not None for status in ended) and not path.exists()
+            if has_ended or time.monotonic() > deadline:
                 lines = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"ended with status {ended} before {path.name}\n{lines}")
-            if time.monotonic() > deadline:
-                lines = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"no {path.name} after {TIMEOUT_S:.0f} s\n{lines}")
+                why = f"ended with status {ended} before" if has_ended else f"{TIMEOUT_S:.0f} s without"
+                raise measure.RunFailed(f"{why} {path.name}\n{lines}")
             time.sleep(0.05)
 
 

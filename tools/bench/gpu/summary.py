@@ -27,12 +27,13 @@ COLUMNS = {
 def of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each size: rows, dim, batch, names of the GPUs; by contestant its medians and ratios, or its state."""
     sizes = dict.fromkeys(tuple(row[name] for name in SIZE) for row in rows)
-    return [_of_size(size, [row for row in rows if tuple(row[name] for name in SIZE) == size]) for size in sizes]
-
-
-def _of_size(size: tuple[int, ...], rows: Sequence[Row]) -> dict[str, Any]:
-    found = {**dict(zip(SIZE, size, strict=True)), "gpus": sorted({row["gpu"] for row in rows})}
-    return {**found, "peers": {peer: _of_peer(peer, rows) for peer in dict.fromkeys(row["peer"] for row in rows)}}
+    found = []
+    for size in sizes:
+        some = [row for row in rows if tuple(row[name] for name in SIZE) == size]
+        peers = {peer: _of_peer(peer, some) for peer in dict.fromkeys(row["peer"] for row in some)}
+        gpus = sorted({row["gpu"] for row in some})
+        found.append({**dict(zip(SIZE, size, strict=True)), "gpus": gpus, "peers": peers})
+    return found
 
 
 def _of_peer(peer: str, rows: Sequence[Row]) -> dict[str, Any]:
