@@ -13,6 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.config import Config
+from gba_hvd.errors import BadInput, GbaError
+
 from .folder_argument import shard_folder
 
 if TYPE_CHECKING:
@@ -28,7 +31,6 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
     bases: where to look, the place for shards first, whose jobs come before others. Raises BadInput when there is none,
     or when there are several to choose from.
     """
-    from gba_hvd.errors import BadInput
     from gba_hvd.shm.job_folder import job_folder
 
     running = [list(_jobs(base)) for base in bases]
@@ -95,8 +97,6 @@ def bases_of(args: argparse.Namespace) -> list[Path]:
 
 def job_to_change(args: argparse.Namespace) -> Path:
     """As `find_job`; but without --job none in a folder that was not named, and none where jobs run in several."""
-    from gba_hvd.errors import BadInput
-
     first, *others = bases_of(args)
     elsewhere = [path for base in others for path in _jobs(base)]
     is_named = bool(os.environ.get("GBA_HVD_SHARD_DIR"))  # without others --dir is, too
@@ -130,8 +130,6 @@ def _listed(folders: Sequence[Path], with_folder: bool = False) -> str:
 
 
 def _shard_dir() -> Path:
-    from gba_hvd.config import Config
-
     return Config.from_env().shard_dir
 
 
@@ -150,7 +148,6 @@ def contact(folder: Path, timeout_s: float) -> Contact:
     """Whom to ask about the job of this folder. Raises BadInput when the job has no servers at all."""
     import msgspec
 
-    from gba_hvd.errors import BadInput
     from gba_hvd.ps import launch
     from gba_hvd.ps.messages import Enter
 
@@ -199,7 +196,6 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
 
 def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 
     shown = job_board.read(folder)
@@ -234,8 +230,6 @@ def ask_switch(folder: Path, mode: str, reason: str, timeout_s: float) -> None:
 @contextmanager
 def _a_job_that_ends(folder: Path) -> Iterator[None]:
     """The folder may go at any moment; each failure then means the same."""
-    from gba_hvd.errors import BadInput, GbaError
-
     try:
         yield
     except (GbaError, OSError) as error:

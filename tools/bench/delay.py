@@ -24,6 +24,8 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
+from gba_hvd.errors import BadInput
+
 from .harness import measure
 from .harness.measure import Subparsers
 
@@ -56,8 +58,6 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from gba_hvd.errors import BadInput
-
     from ..simulated.experiment import Experiment
     from ..simulated.output import json_values, silent_servers
 
@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
 
 def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
     """The rules that go with it; or those that were asked for. Raises BadInput for one that does not."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules import RULES, check
 
     from ..simulated.experiment import Experiment

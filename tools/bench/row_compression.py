@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gba_hvd.errors import BadInput
+
 from .harness import measure, resumable
 from .harness.measure import Subparsers
 
@@ -75,8 +77,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     if args.sweep and args.rules:
         raise BadInput("--sweep has rules of its own: leave out --rules")
     rules = SWEEP if args.sweep else tuple(args.rules or RULES)
@@ -151,7 +151,6 @@ def _within(rule: str, n_steps: int) -> str:
 def specs_of(rule: str) -> tuple[Spec, Spec]:
     """(of dense gradients, of rows). Raises BadInput for what is no rule."""
     from gba_hvd.compression import Compression
-    from gba_hvd.errors import BadInput
 
     name, *numbers = rule.split(":")
     drifts = {"dct_mp": math.inf, "dct_dp": 2.0, "ternary_ef": 1.25}

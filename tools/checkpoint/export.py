@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recovery.errors import BadInput, StoreError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,7 +61,6 @@ def export(
 ) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
     from gba_hvd.shm.layout import ids_of
-    from recovery.errors import BadInput, StoreError
     from recovery.restore.inspect import read_rows
     from recovery.rows import FILTER, KEY, NO_KEY, USES
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from recovery.errors import BadInput
+
 from ..folder_argument import existing_folder
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ def store_of(url: str, options: Sequence[str]) -> Store:
 
 def options_of(options: Sequence[str]) -> dict[str, Any]:
     """Of KEY=VALUE texts."""
-    from recovery.errors import BadInput
-
     if wrong := [option for option in options if "=" not in option]:
         raise BadInput(f"--option {wrong[0]}: expected KEY=VALUE")
     return dict(option.partition("=")[::2] for option in options)

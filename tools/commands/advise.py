@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from gba_hvd.errors import BadInput
+
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
     from gba_hvd.update_rules.delay_sequence import Arrivals
@@ -91,7 +93,6 @@ class Figures:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules.stability import advise
 
     _refuse_idle(args)
@@ -144,8 +145,6 @@ def _lacks(args: argparse.Namespace, measured: Figures, lr: float, momentum: flo
 
 def _refuse_idle(args: argparse.Namespace) -> None:
     """Raise BadInput for options that the others make void."""
-    from gba_hvd.errors import BadInput
-
     of_the_sweep = args.micro_batch_s is not None or args.serve_s != [0.0] or args.step != 1 or args.tolerance != [4]
     if of_the_sweep and not args.workers:
         raise BadInput(
@@ -168,7 +167,6 @@ def ages_of(mean: float, oldest: int | None) -> dict[int, float]:
 
     Raises BadInput when there is none.
     """
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules.delay_roots import at_mean
 
     found = at_mean(mean)
@@ -269,7 +267,6 @@ def _lr_of(story: RunHistory) -> tuple[float | None, float | None]:
 
     What the library recorded wins over what the script called a learning rate.
     """
-    from gba_hvd.errors import BadInput
     from gba_hvd.tracking.plots import DENSE_LR, SCRIPT_LRS
 
     if DENSE_LR in story.params:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 from .data_output import print_summary, shown_progress
 from .data_recipe import By, recipe_of
 
@@ -139,7 +141,6 @@ def _shares(text: str) -> dict[str, float]:
 
 def run_prepare(args: argparse.Namespace) -> int:
     from gba_hvd.data import prepare
-    from gba_hvd.errors import BadInput
 
     started = time.monotonic()
     try:
@@ -167,7 +168,6 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     from gba_hvd.data.store import read_manifest, verify
-    from gba_hvd.errors import BadInput
 
     manifest = read_manifest(args.dataset)
     try:
@@ -188,7 +188,6 @@ def run_show(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace, recipe: Recipe, split_by: By | None) -> SplitFiles | SplitShares:
     from gba_hvd.data.recipe import SplitFiles, SplitShares
     from gba_hvd.data.sources import files_by_split
-    from gba_hvd.errors import BadInput
 
     given = {split: paths for split in SPLITS if (paths := getattr(args, split))}
     if given:

@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from gba_hvd.errors import BadInput
+
 if TYPE_CHECKING:
     from gba_hvd.data.recipe import Categorical, Encoding, Recipe
     from gba_hvd.data.sniff import Looks
@@ -32,7 +34,6 @@ def recipe_of(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[Recipe,
 
 def _of_preset(args: argparse.Namespace) -> tuple[Recipe, By | None]:
     from gba_hvd.data.presets import PRESETS
-    from gba_hvd.errors import BadInput
 
     if args.preset not in PRESETS:
         near = get_close_matches(args.preset, PRESETS, n=1)
@@ -61,7 +62,6 @@ class _Columns:
 def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
     from gba_hvd.data.recipe import Categorical, Numeric, Recipe, Vocabulary, require_columns
     from gba_hvd.data.sniff import look
-    from gba_hvd.errors import BadInput
 
     looks = look(inputs, args.format, _DELIMITERS.get(args.delimiter, args.delimiter))
     columns = _columns(args, looks)
@@ -122,7 +122,6 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
 
 def _columns(args: argparse.Namespace, looks: Looks) -> _Columns:
     from gba_hvd.data.sniff import split
-    from gba_hvd.errors import BadInput
 
     given = tuple(_named(args.columns, ()))
     if looks.format in _NAMED:
@@ -160,8 +159,6 @@ def _named(texts: Iterable[str], names: Sequence[str]) -> list[str]:
 
 def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     """The table of each field that shares one."""
-    from gba_hvd.errors import BadInput
-
     found: dict[str, str] = {}
     for text in texts:
         table, _, fields = text.partition("=")
@@ -175,7 +172,6 @@ def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]
 
 def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:
     from gba_hvd.data.sniff import why_no_number
-    from gba_hvd.errors import BadInput
 
     for name in numeric:
         if why := why_no_number(looks.sample_of(names, name)):
@@ -185,7 +181,6 @@ def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -
 def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iterable[Categorical]:
     from gba_hvd.data.recipe import PARTS, Categorical
     from gba_hvd.data.times import format_of
-    from gba_hvd.errors import BadInput
 
     for name, given in times.items():
         sample = looks.sample_of(names, name)
@@ -232,7 +227,6 @@ def _listed(names: Sequence[str], most: int = 12) -> str:
 
 def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
     from gba_hvd.data.recipe import Hashed, Vocabulary
-    from gba_hvd.errors import BadInput
 
     if args.hash_rows is not None and args.min_count is not None:
         raise BadInput("--hash-rows and --min-count: choose one, a hash has no vocabulary")
@@ -243,7 +237,6 @@ def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
 
 def _field_encodings(args: argparse.Namespace) -> dict[str, Encoding]:
     from gba_hvd.data.recipe import Hashed, Identity
-    from gba_hvd.errors import BadInput
 
     encodings: dict[str, Encoding] = {}
     try:

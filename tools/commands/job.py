@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import known_mode
+
 from ..running_jobs import (
     ask_status,
     ask_switch,
@@ -97,8 +100,6 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_switch(args: argparse.Namespace) -> int:
-    from gba_hvd.mode_names import known_mode
-
     mode = known_mode(args.mode)
     folder = job_to_change(args)
     _refuse_without_callback(folder)
@@ -126,7 +127,6 @@ def run_switch(args: argparse.Namespace) -> int:
 
 def _refuse_without_callback(folder: Path) -> None:
     """Raises BadInput where no server would receive a request for another mode."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 
     shown = job_board.read(folder)

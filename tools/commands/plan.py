@@ -13,6 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recovery import units
+from recovery.errors import BadInput
+
 from ..plan import measured_costs
 
 if TYPE_CHECKING:
@@ -131,8 +134,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
     """Without a job that has measured something: one message for all that is missing."""
-    from recovery.errors import BadInput
-
     if all(value is None for value in (args.save_s, args.costs, args.mtbf_hours, args.failures)):
         raise BadInput(
             "neither how long a save takes nor the mean time between failures is known: give --save-s (or --costs) and "
@@ -142,7 +143,6 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
 
 def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Costs:
     """From a checkpoint, the file of measured costs and the options; the later ones win."""
-    from recovery.errors import BadInput
     from recovery.schedule.planner import Costs
 
     values: dict[str, Any] = {} if found is None else dict(found.costs)
@@ -172,7 +172,6 @@ def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
 
 def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> MeanTime:
     """Given, or estimated from observed failures with what was given as the prior."""
-    from recovery.errors import BadInput
     from recovery.schedule.failures import mean_time
 
     if found is not None and args.failures is None:
@@ -191,8 +190,6 @@ def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -
 
 def read_hours(path: Path) -> list[float]:
     """The first number of each line; empty lines and those that begin with # are left out."""
-    from recovery.errors import BadInput
-
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -220,8 +217,6 @@ def as_json(found: RecoveryPlan, mean: MeanTime, costs: Costs) -> dict[str, Any]
 def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from recovery import units
 
     table = Table(title="Cost of safety, as a share of training time")
     for column in ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS"):
@@ -259,8 +254,6 @@ def row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    from recovery import units
-
     if seconds < 1:
         return units.duration(seconds)
     if seconds < 600:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gba_hvd.errors import BadInput
 from recovery import Checkpointer, Config, dense_state, load_dense_state, of_optimizer
 from recovery.restore import TrainingPoint
 from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
@@ -312,7 +313,6 @@ def _synthetic(samples: int) -> Log:
 def _frappe(folder: Path | None) -> Log:
     from gba_hvd.data import ClickLog, SplitFiles, prepare
     from gba_hvd.data.presets import PRESETS
-    from gba_hvd.errors import BadInput
 
     if folder is None or not folder.is_dir():
         raise BadInput(f"frappe needs its files train, valid and test: --data DIR, got {folder}")

@@ -8,6 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from gba_hvd.errors import BadInput
+
 from ...simulated.output import write
 
 if TYPE_CHECKING:
@@ -43,8 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     from ...simulated.mode_choice import compare, scenarios
 
     if args.seconds < 360 or args.clusters < 0 or args.processes < 1:
@@ -84,8 +86,6 @@ def _cluster(seed: int, informed: bool) -> Comparison:
 
 def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
     """Of many clusters: regret (share of samples; 0 where auto was faster), worst minutes, needless switches."""
-    import numpy as np
-
     share = np.array([one.share for one in found])
     worst = np.array([one.worst_minute for one in found])
     needless = np.array([one.needless_per_h for one in found])

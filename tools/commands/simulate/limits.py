@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.errors import BadInput
+
 from ...simulated.output import write
 
 
@@ -47,8 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     import torch
-
-    from gba_hvd.errors import BadInput
 
     from ...bench.harness.measure import print_figures
     from ...simulated.stability_limit import DELAYS, observe

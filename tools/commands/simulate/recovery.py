@@ -14,6 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from recovery.errors import BadInput
+
 from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
@@ -73,9 +77,6 @@ class RecoveryLine:
 
 
 def run(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from recovery.errors import BadInput
     from recovery.schedule.failures import Gamma
 
     fill_in(args)
@@ -95,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace: np.ndarray | None) -> RecoveryLine:
     """Independent operations of one world."""
-    import numpy as np
-
     from recovery.schedule.failures import failure_times
     from recovery.schedule.planner import JobProfile, plan
     from recovery.simulation.simulated_rows import RowModel
@@ -132,10 +131,6 @@ def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace
 
 def read_trace(path: Path) -> np.ndarray:
     """float64 [F, 2]: seconds and server, from lines of `hour,server`; # begins a comment."""
-    import numpy as np
-
-    from recovery.errors import BadInput
-
     try:
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         trace = np.array([[float(word) for word in line.split(",")] for line in lines if line], np.float64)

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 from ...simulated.output import json_values, loss_text, settings_of, silent_servers, write
 
 if TYPE_CHECKING:
@@ -59,8 +61,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from gba_hvd.errors import BadInput
-
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     args.rule_settings = parsed_settings(args.rule, args.rule_settings)
@@ -98,7 +98,6 @@ def _experiment(args: argparse.Namespace, workers: int, rule: str, seed: int) ->
 
 def parsed_settings(rules: Sequence[str], given: Sequence[str]) -> dict[str, float | bool]:
     """`lambda=2 adaptive=false` as settings. Raises BadInput when they are none, or no rule has any."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules import WITH_SETTINGS
 
     if given and not set(rules) & set(WITH_SETTINGS):
