@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.config import Config
 from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.shm import job_board
+from gba_hvd.shm.job_board import bases_in_use
+from gba_hvd.shm.job_folder import is_ours, job_folder
 
 from .folder_argument import shard_folder
 
@@ -31,8 +34,6 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
     bases: where to look, the place for shards first, whose jobs come before others. Raises BadInput when there is none,
     or when there are several to choose from.
     """
-    from gba_hvd.shm.job_folder import job_folder
-
     running = [list(_jobs(base)) for base in bases]
 
     def first(fits: Callable[[Path], bool]) -> list[Path]:
@@ -70,8 +71,6 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
 
 def _jobs(base: Path) -> Iterator[Path]:
     """Folders of jobs that have a living worker. Another user's are left out: what is in them is not to be trusted."""
-    from gba_hvd.shm.job_folder import is_ours
-
     for path in filter(is_ours, sorted(base.glob(f"{_PREFIX}*"))):
         try:
             fd = os.open(path / "alive", os.O_RDWR | os.O_CLOEXEC)
@@ -90,8 +89,6 @@ def bases_of(args: argparse.Namespace) -> list[Path]:
 
     Raises BadInput where --dir names no folder.
     """
-    from gba_hvd.shm.job_board import bases_in_use
-
     return [shard_folder(args.dir)] if args.dir else list(dict.fromkeys([_shard_dir(), *bases_in_use()]))
 
 
@@ -112,8 +109,6 @@ def _id_of(folder: Path) -> str:
 
 def _name_of(folder: Path) -> str:
     """What people call the job; empty while it is beginning."""
-    from gba_hvd.shm import job_board
-
     report = job_board.read(folder)
     return "" if report is None else str(report["name"])
 
@@ -184,8 +179,6 @@ def connection(folder: Path, timeout_s: float) -> Iterator[Client]:
 
 def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
     """By name and start: what the boards of living jobs say, and "dir"."""
-    from gba_hvd.shm import job_board
-
     found: dict[Path, dict[str, Any]] = {}
     for base in bases:
         for folder in _jobs(base):
@@ -196,8 +189,6 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
 
 def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
-    from gba_hvd.shm import job_board
-
     shown = job_board.read(folder)
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recovery.errors import BadInput, StoreError
+from recovery.rows import FILTER, KEY, NO_KEY, USES
+from recovery.storage.store import Store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from recovery.catalog.chains import Chain
     from recovery.format.manifest import Manifest
-    from recovery.storage.store import Store
 
 # As safetensors calls them.
 _DTYPES = {
@@ -62,7 +63,6 @@ def export(
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
     from gba_hvd.shm.layout import ids_of
     from recovery.restore.inspect import read_rows
-    from recovery.rows import FILTER, KEY, NO_KEY, USES
 
     dense, left_out = dense_tensors(store, chain.newest, weights_only)
     columns = column_names(chain.newest)
@@ -105,8 +105,6 @@ def export(
 
 def column_names(manifest: Manifest) -> list[list[str]]:
     """What the columns of each table are called in the file."""
-    from recovery.rows import KEY
-
     return [
         [table.name, *(f"{table.name}/{'id' if column == KEY else column.name}" for column in table.columns[1:])]
         for table in manifest.schema.tables

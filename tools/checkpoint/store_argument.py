@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recovery.errors import BadInput
+from recovery.storage.local_store import LocalStore
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
 
 from ..folder_argument import existing_folder
-
-if TYPE_CHECKING:
-    from recovery.storage.store import Store
 
 
 def store_of(url: str, options: Sequence[str]) -> Store:
     """options: KEY=VALUE, for the back end. Raises BadInput for a local folder that does not exist."""
-    from recovery.storage.local_store import LocalStore
-    from recovery.storage.open import open_store
-
     store = open_store(url, **options_of(options))
     behind = getattr(store, "store", store)  # of one that tries again
     if isinstance(behind, LocalStore):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recovery.errors import BadInput, Damaged
+from recovery.rows import FILTER
+from recovery.storage.store import Store
 
 from ..checkpoint.store_argument import store_of
 from ..checkpoint.terminal_report import print_diff, print_list, print_one, print_rollback, progress, short
@@ -24,7 +26,6 @@ from ..checkpoint.terminal_report import print_diff, print_list, print_one, prin
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped
     from recovery.format.manifest import Manifest
-    from recovery.storage.store import Store
 
 FORMATS = ("safetensors", "state_dict")
 _COMPARED_BYTES = 256 << 20
@@ -314,7 +315,6 @@ def _facts(chain: Chain) -> dict[str, Any]:
 def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) -> dict[str, Any]:
     """One table, as many rows at a time as take no more than a few hundred megabytes."""
     from recovery.restore.inspect import read_rows
-    from recovery.rows import FILTER
 
     table = new.newest.schema.tables[number]
     n_shards = new.newest.schema.n_shards

@@ -16,6 +16,9 @@ from typing import Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import known_mode
+from gba_hvd.ps.coordinator.recent_pace import PACE_S
+from gba_hvd.shm import job_board
+from gba_hvd.shm.job_board import ENDING
 
 from ..running_jobs import (
     ask_status,
@@ -127,8 +130,6 @@ def run_switch(args: argparse.Namespace) -> int:
 
 def _refuse_without_callback(folder: Path) -> None:
     """Raises BadInput where no server would receive a request for another mode."""
-    from gba_hvd.shm import job_board
-
     shown = job_board.read(folder)
     if shown is not None and not shown["switchable"]:
         raise BadInput(
@@ -144,8 +145,6 @@ def _wait_for(
 
     with_a_step: and has made a step in it. The servers leave a mode with the first worker, which may wait for others
     """
-    from gba_hvd.shm import job_board
-
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         report = ask_status(folder, timeout_s)
@@ -175,8 +174,6 @@ def inactive_workers(report: Mapping[str, Any], since_s: float = 0.0) -> list[st
 
 def mode_words(report: Mapping[str, Any]) -> str:
     """`allreduce`, and what was asked for in its place."""
-    from gba_hvd.shm.job_board import ENDING
-
     mode, asked = str(report.get("mode", "-")), report.get("asked")
     if mode == ENDING:
         return "ending: the training is over, what is left is saved and reported"
@@ -188,7 +185,6 @@ def mode_words(report: Mapping[str, Any]) -> str:
 
 def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a report says of the whole job, as (word, sentence)."""
-    from gba_hvd.ps.coordinator.recent_pace import PACE_S
     from gba_hvd.tracking.gauges import staleness_words, whole_numbers
 
     lines = [("mode", mode_words(report))]

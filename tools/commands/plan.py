@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from recovery import units
 from recovery.errors import BadInput
+from recovery.schedule.failures import MeanTime, mean_time
+from recovery.schedule.planner import Costs, Estimate, JobProfile, Objectives, RecoveryPlan, plan
 
 from ..plan import measured_costs
 
 if TYPE_CHECKING:
-    from recovery.schedule.failures import MeanTime
-    from recovery.schedule.planner import Costs, Estimate, Objectives, RecoveryPlan
-
     from ..plan.measured_costs import MeasuredCosts
 
 
@@ -99,8 +98,6 @@ def fill_in(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    from recovery.schedule.planner import JobProfile, plan
-
     found_at = measured_costs.of_arguments(args)
     fill_in(args, found_at)
     if found_at is None:
@@ -143,8 +140,6 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
 
 def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Costs:
     """From a checkpoint, the file of measured costs and the options; the later ones win."""
-    from recovery.schedule.planner import Costs
-
     values: dict[str, Any] = {} if found is None else dict(found.costs)
     values |= measured_costs.read_costs(args.costs) if args.costs else {}
     given = {name: getattr(args, name) for name in Costs.__dataclass_fields__}
@@ -156,8 +151,6 @@ def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Co
 
 
 def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
-    from recovery.schedule.planner import Objectives
-
     return Objectives(
         target_pls=args.target_pls,
         policy=args.policy,
@@ -172,8 +165,6 @@ def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
 
 def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> MeanTime:
     """Given, or estimated from observed failures with what was given as the prior."""
-    from recovery.schedule.failures import mean_time
-
     if found is not None and args.failures is None:
         return found.measured.between_failures(args.mtbf_hours or found.given.get("mtbf_h"))
     if args.mtbf_hours is None and args.failures is None:

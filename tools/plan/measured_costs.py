@@ -9,12 +9,10 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recovery.errors import BadInput
-
-if TYPE_CHECKING:
-    from recovery.schedule.adaptive import JobMeasurements
+from recovery.schedule.adaptive import JobMeasurements
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ def location_of_job(args: argparse.Namespace) -> str:
 
 def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     from recovery.catalog.chains import Chain, chains
-    from recovery.schedule.adaptive import JobMeasurements
 
     from ..checkpoint.store_argument import store_of
 

@@ -33,7 +33,9 @@ from statistics import median
 from typing import Any
 
 from recovery.errors import NotFound
+from recovery.storage.open import open_store
 from recovery.storage.rename import replace_file
+from recovery.storage.store import age_of, manifest_names
 
 from ..harness import measure
 from ..harness.elastic_job import ElasticJob, discovery, elastic_variant, memory_folder
@@ -142,9 +144,6 @@ class Launches:
 
     def kills(self) -> dict[str, Any]:
         """One launch with kills, and what was wrong with what was served. Raises RunFailed."""
-        from recovery.storage.open import open_store
-        from recovery.storage.store import age_of, manifest_names
-
         from .published import published
 
         args, rng = self._args, random.Random(self._args.seed)
@@ -247,8 +246,6 @@ def wait_until(job: ElasticJob, at_s: float) -> None:
 def export(url: Path, to: Path, n_rows: int) -> bool:
     """The model of the newest checkpoint; False where there is none yet, or it was deleted meanwhile."""
     import gba_hvd
-    from recovery.storage.open import open_store
-    from recovery.storage.store import manifest_names
 
     from . import workload
 

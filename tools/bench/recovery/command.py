@@ -28,6 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recovery.schedule.planner import Costs
+
 from ..harness import measure, resumable
 from ..harness.measure import Subparsers
 
@@ -180,8 +182,6 @@ def show_accuracy(found: Mapping[str, Any]) -> None:
 
 def emulate(args: argparse.Namespace) -> dict[str, Any]:
     """Overheads and losses by strategy: what the result file says of them."""
-    from recovery.schedule.planner import Costs
-
     from ...plan.measured_costs import read_costs
     from . import emulation
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recovery.errors import BadInput
+from recovery.schedule.failures import Gamma, failure_times
+from recovery.schedule.planner import JobProfile, plan
 
 from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
@@ -24,7 +26,6 @@ from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, ob
 if TYPE_CHECKING:
     import numpy as np
 
-    from recovery.schedule.failures import Gamma
     from recovery.simulation.simulation import Mean, SimulationOutcome
 
 STRATEGIES = ("full", "partial", "auto")
@@ -77,8 +78,6 @@ class RecoveryLine:
 
 
 def run(args: argparse.Namespace) -> int:
-    from recovery.schedule.failures import Gamma
-
     fill_in(args)
     if args.repeats < 1 or min(args.servers) < 1 or not args.years > 0 or args.sampled_servers < 0:
         raise BadInput("--repeats, --servers and --years must be above 0, --sampled-servers not negative")
@@ -96,8 +95,6 @@ def run(args: argparse.Namespace) -> int:
 
 def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace: np.ndarray | None) -> RecoveryLine:
     """Independent operations of one world."""
-    from recovery.schedule.failures import failure_times
-    from recovery.schedule.planner import JobProfile, plan
     from recovery.simulation.simulated_rows import RowModel
     from recovery.simulation.simulation import SimulatedJob, mean_of, simulate
 
