@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 
 from .data_output import print_summary, shown_progress
-from .data_recipe import By, recipe_of
 
 if TYPE_CHECKING:
     from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares
+
+    from .data_recipe import By
 
 SPLITS = ("train", "valid", "test")
 
@@ -141,6 +142,8 @@ def _shares(text: str) -> dict[str, float]:
 
 def run_prepare(args: argparse.Namespace) -> int:
     from gba_hvd.data import prepare
+
+    from .data_recipe import recipe_of
 
     started = time.monotonic()
     try:

@@ -13,13 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from gba_hvd.data.presets import PRESETS
+from gba_hvd.data.recipe import (
+    PARTS,
+    Categorical,
+    Encoding,
+    Hashed,
+    Identity,
+    Numeric,
+    Recipe,
+    Vocabulary,
+    require_columns,
+)
+from gba_hvd.data.sniff import NAMES, Looks, look, split, why_no_number
+from gba_hvd.data.times import format_of
 from gba_hvd.errors import BadInput
-
-if TYPE_CHECKING:
-    from gba_hvd.data.recipe import Categorical, Encoding, Recipe
-    from gba_hvd.data.sniff import Looks
 
 By = Literal["random", "order"]
 REST = "rest"
@@ -33,8 +43,6 @@ def recipe_of(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[Recipe,
 
 
 def _of_preset(args: argparse.Namespace) -> tuple[Recipe, By | None]:
-    from gba_hvd.data.presets import PRESETS
-
     if args.preset not in PRESETS:
         near = get_close_matches(args.preset, PRESETS, n=1)
         meant = f"did you mean {near[0]}? There are" if near else "there are"
@@ -60,9 +68,6 @@ class _Columns:
 
 
 def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
-    from gba_hvd.data.recipe import Categorical, Numeric, Recipe, Vocabulary, require_columns
-    from gba_hvd.data.sniff import look
-
     looks = look(inputs, args.format, _DELIMITERS.get(args.delimiter, args.delimiter))
     columns = _columns(args, looks)
     names, where = columns.names, str(looks.path)
@@ -121,8 +126,6 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
 
 
 def _columns(args: argparse.Namespace, looks: Looks) -> _Columns:
-    from gba_hvd.data.sniff import split
-
     given = tuple(_named(args.columns, ()))
     if looks.format in _NAMED:
         if given or args.header is not None or args.delimiter:
@@ -171,17 +174,12 @@ def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]
 
 
 def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:
-    from gba_hvd.data.sniff import why_no_number
-
     for name in numeric:
         if why := why_no_number(looks.sample_of(names, name)):
             raise BadInput(f"--numeric {name}: {why}; make it --categorical {name} (file {looks.path})")
 
 
 def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iterable[Categorical]:
-    from gba_hvd.data.recipe import PARTS, Categorical
-    from gba_hvd.data.times import format_of
-
     for name, given in times.items():
         sample = looks.sample_of(names, name)
         format = given or format_of(sample[:1000])
@@ -215,8 +213,6 @@ def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) ->
 
 
 def _shown(delimiter: str) -> str:
-    from gba_hvd.data.sniff import NAMES
-
     return NAMES.get(delimiter, repr(delimiter))
 
 
@@ -226,8 +222,6 @@ def _listed(names: Sequence[str], most: int = 12) -> str:
 
 
 def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
-    from gba_hvd.data.recipe import Hashed, Vocabulary
-
     if args.hash_rows is not None and args.min_count is not None:
         raise BadInput("--hash-rows and --min-count: choose one, a hash has no vocabulary")
     if args.hash_rows is not None:
@@ -236,8 +230,6 @@ def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
 
 
 def _field_encodings(args: argparse.Namespace) -> dict[str, Encoding]:
-    from gba_hvd.data.recipe import Hashed, Identity
-
     encodings: dict[str, Encoding] = {}
     try:
         for text in args.hash:

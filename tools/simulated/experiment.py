@@ -20,6 +20,7 @@ from gba_hvd.mode_names import REPLICA_MODES, SERVER_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
+from .click_task import ClickTask
 from .event_loop import Setting, TrainingOutcome, train
 from .service_times import SHAPE, Fleet
 from .tasks import Logistic, NoTables, Quadratic, SimulatedTask, no_rows
@@ -134,8 +135,6 @@ def _task(experiment: Experiment, clicks: Path | None) -> SimulatedTask:
     samples = experiment.micro_batches * experiment.micro_batch
     if experiment.task == "logistic":
         return _logistic(min(samples, 100_000), experiment.micro_batch, experiment.seed)
-    from .click_task import ClickTask
-
     assert clicks is not None
     return ClickTask(clicks, samples, experiment.micro_batch)
 

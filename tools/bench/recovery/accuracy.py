@@ -21,7 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gba_hvd.data import ClickLog, SplitFiles, SyntheticClickLog, prepare
+from gba_hvd.data.presets import PRESETS
+from gba_hvd.data.synthetic import DEFAULT_TABLES
+from gba_hvd.epoch import EpochOrder
 from gba_hvd.errors import BadInput
+from gba_hvd.metrics.scores import exact_auc
 from recovery import Checkpointer, Config, dense_state, load_dense_state, of_optimizer
 from recovery.restore import TrainingPoint
 from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
@@ -190,8 +195,6 @@ def save_every(run: AccuracyRun, n_steps: int) -> int:
 
 def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
     """One training, with its failures; a row of results."""
-    from gba_hvd.metrics.scores import exact_auc
-
     of, started = DATASETS[run.dataset], time.monotonic()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but then it warns
     torch.manual_seed(run.seed)
@@ -245,8 +248,6 @@ def _step(
     model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, samples: Samples, of: AccuracyData, step: int,
     per_epoch: int, seed: int,
 ) -> None:  # fmt: skip
-    from gba_hvd.epoch import EpochOrder
-
     epoch, at = divmod(step, per_epoch)
     first = at * of.global_batch
     count = min(of.global_batch, len(samples) - first)
@@ -302,18 +303,12 @@ def opened(name: str, folder: Path | None, samples: int | None = None) -> Log:
 
 
 def _synthetic(samples: int) -> Log:
-    from gba_hvd.data import SyntheticClickLog
-    from gba_hvd.data.synthetic import DEFAULT_TABLES
-
     train = SyntheticClickLog(samples, DEFAULT_TABLES, n_dense=4, seed=0)
     test = SyntheticClickLog(_SYNTHETIC_TEST, DEFAULT_TABLES, n_dense=4, seed=0, start=samples)
     return Log(DEFAULT_TABLES, _taken(train), _taken(test))
 
 
 def _frappe(folder: Path | None) -> Log:
-    from gba_hvd.data import ClickLog, SplitFiles, prepare
-    from gba_hvd.data.presets import PRESETS
-
     if folder is None or not folder.is_dir():
         raise BadInput(f"frappe needs its files train, valid and test: --data DIR, got {folder}")
     files = {split: sorted(folder.glob(f"{split}.*")) for split in ("train", "valid", "test")}
