@@ -91,8 +91,7 @@ class OurSaver:
 
     @property
     def kept_bytes(self) -> int:
-        kept: int = getattr(self._checkpoints, "kept_bytes", 0)  # of a process of its own, its peak has them
-        return kept
+        return getattr(self._checkpoints, "kept_bytes", 0)  # of a process of its own, its peak has them
 
     def prepare(self, hot: list[np.ndarray]) -> None:
         if self._policy == "full":
