@@ -64,7 +64,7 @@ def missing(runs: Iterable[Run], rows: Iterable[Row], key: Sequence[str]) -> lis
 class Results:
     """A result file with the list `rows`. Raises RunFailed for another file, and for other settings.
 
-    key: columns by which rows are told apart, attributes of a run
+    key: columns that identify a row, attributes of a run
     settings: what all rows of a file have in common; None: nothing
     more: other entries of the file, from the rows. has: other columns of every row
     before: what was in the file. failures: what could not be measured this time, with the reason
