@@ -20,6 +20,7 @@ from gba_hvd.ps.coordinator.recent_pace import PACE_S
 from gba_hvd.shm import job_board
 from gba_hvd.shm.job_board import ENDING
 
+from ..checkpoint.terminal_report import print_table
 from ..running_jobs import (
     ask_status,
     ask_switch,
@@ -277,22 +278,11 @@ def row_of(job: Mapping[str, Any], now_s: float) -> list[str]:
 
 
 def print_jobs(jobs: Sequence[Mapping[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table, now_s = Table(box=box.SIMPLE_HEAD, pad_edge=False), time.time()
-    for heading in ("name", "job", "mode", "started", "step", "last step", "workers", "folder"):
-        table.add_column(heading, no_wrap=True)
-    for job in jobs:
-        table.add_row(*map(escape, row_of(job, now_s)))
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=240)
-    console.print(table)
+    headings, now_s = ("name", "job", "mode", "started", "step", "last step", "workers", "folder"), time.time()
+    print_table(headings, [row_of(job, now_s) for job in jobs], left=range(len(headings)))
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -305,16 +295,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     for word, sentence in facts(report):
         lines.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
     console.print(lines)
-    listed = workers(report)
-    if not listed:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in listed]
-    for heading in rows[0]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
+    rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in workers(report)]
+    if rows:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _of_leases(worker: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import MeanTime, mean_time
 from recovery.schedule.planner import Costs, Estimate, JobProfile, Objectives, RecoveryPlan, plan
 
+from ..checkpoint.terminal_report import print_table
 from ..plan import measured_costs
 
 if TYPE_CHECKING:
@@ -206,19 +207,12 @@ def as_json(found: RecoveryPlan, mean: MeanTime, costs: Costs) -> dict[str, Any]
 
 
 def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Cost of safety, as a share of training time")
-    for column in ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS"):
-        table.add_column(column, justify="left" if column == "recovery" else "right")
-    for strategy in (found.full, found.partial):
-        table.add_row(*row(strategy), style="bold" if strategy is found.expected else None)
-    console = Console()
-    console.print(table)
+    columns = ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS")
+    title = "Cost of safety, as a share of training time"
+    print_table(columns, [row(found.full), row(found.partial)], left=(0,), title=title)
     what = f"{found.r:.1%} of rows" if found.r < 1 else "all rows" if found.kind == "full" else "changed rows"
-    console.print(found.reason, highlight=False, soft_wrap=True)
     lines = [
+        found.reason,
         f"save: {found.kind} ({what}) every {duration(found.interval_s)}",
         f"written: {units.size(found.bytes_per_day)} per day; stored: at most {units.size(found.stored_bytes)}",
         f"failures: {mean.reason}",
@@ -226,9 +220,8 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
         f"load {costs.load_s:g} s; replace a server {costs.reschedule_s:g} s",
     ]
     if priced:
-        lines.insert(2, f"cost: {found.cost_per_month:,.2f} per month")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        lines.insert(3, f"cost: {found.cost_per_month:,.2f} per month")
+    print(*lines, sep="\n")
 
 
 def pace_in_words(pace: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from ... import signals
 from ...virtual_hosts import VirtualHosts, VirtualHostsError
 from ..harness import measure
 from ..harness.measure import Row, Subparsers
@@ -192,7 +193,7 @@ class Launches:
             pass  # it has its result
         finally:
             for process in processes:
-                measure.stop(process)
+                signals.stop(process)
             for host in HOSTS:
                 for pid in self.lab.processes(host):
                     os.kill(pid, 9)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ... import signals
 from . import measure
 from .measure import Variant
 
@@ -72,7 +73,7 @@ class ElasticJob:
         import psutil
 
         if self._process is not None:
-            measure.stop(self._process)
+            signals.stop(self._process)
         left = _processes(self.folder)
         for process in left:
             with contextlib.suppress(psutil.Error):

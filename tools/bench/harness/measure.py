@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from recovery.storage.rename import replace_file
 
+from ...checkpoint import terminal_report
 from ...launch.command_line import CYCLE_MS
+from ...signals import stop
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -177,17 +178,6 @@ def gist(log: str, n_lines: int = 30) -> str:
     return "\n".join(lines[first:][:n_lines])
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float = 10) -> None:
-    """End the process and its session; launchers get the chance to end their workers themselves."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def interleave(variants: Sequence[Variant], runs: int, run: Callable[[Variant, int], Row]) -> list[Row]:
     """A B C A B C ...: what else the machine does then falls on all alike."""
     return [run(variant, i) for i in range(runs) for variant in variants]
@@ -321,12 +311,4 @@ def cell(text: str, row: Mapping[str, Any]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    terminal_report.print_table(columns, rows, left=(0,), title=title)

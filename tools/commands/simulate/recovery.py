@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.planner import JobProfile, plan
 
+from ...checkpoint.terminal_report import print_table
 from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
@@ -142,22 +142,13 @@ COLUMNS = ("servers", "recovery", "failures", "every", "overhead %", "CPR", "sig
 
 
 def show(lines: list[RecoveryLine]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Simulated operation, +- standard error")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "recovery" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*cells(line))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
+    print_table(COLUMNS, [cells(line) for line in lines], left=(1,), title="Simulated operation, +- standard error")
     for sentence in (
         "every: time for a round of saves; CPR: the closed form for the first plan; sigma: standard errors from it",
         "lost: share of all row updates, each row since it was itself saved, in the sampled servers",
         *growth(lines),
     ):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        print(sentence)
 
 
 def cells(line: RecoveryLine) -> tuple[str, ...]:
