@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+import gba_hvd
+
 from .harness import measure, resumable
 from .harness.measure import Row, Subparsers
 
@@ -153,8 +155,6 @@ class Fields:
     def take(self, rows: Any) -> Any:
         import torch
 
-        import gba_hvd
-
         batch = self._log.take(rows)
         ids: dict[str, Any] = {}
         for number, name in enumerate(self.fields):
@@ -166,8 +166,6 @@ class Fields:
 
     def all_ids(self, part: int = 1 << 16) -> Any:
         """Distinct raw ids of the log."""
-        import gba_hvd
-
         found: Any = np.empty(0, np.int64)
         for start in range(0, len(self), part):
             batch = self.take(np.arange(start, min(len(self), start + part)))
@@ -186,8 +184,6 @@ class Job:
         self, table: Any, fields: Sequence[str], n_dense: int, dim: int, seed: int, batch: int, **settings: Any
     ) -> None:  # fmt: skip
         import torch
-
-        import gba_hvd
 
         torch.manual_seed(seed)
         torch.set_num_threads(1)
@@ -210,8 +206,6 @@ class Job:
         """The time after each micro-batch."""
         import torch
 
-        import gba_hvd
-
         for batch in gba_hvd.batches(dataset, self.state, prefetch=2):
             self.optimizer.zero_grad()
             loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
@@ -222,15 +216,11 @@ class Job:
 
     def without_row(self, dataset: Fields) -> dict[str, float]:
         """By field, the share of the ids in the data, as often as they come, that have no row of their own."""
-        import gba_hvd
-
         ids = dataset.take(np.arange(len(dataset))).ids
         values = {name: one.values if isinstance(one, gba_hvd.Bag) else one for name, one in ids.items()}
         return {name: 1 - float(np.mean(self.tables.admitted("ids", some))) for name, some in values.items()}
 
     def auc(self, dataset: Fields) -> float:
-        import gba_hvd
-
         return float(gba_hvd.evaluate(self.model, dataset, self.state, batch=4096).auc)
 
     def close(self) -> None:
@@ -277,15 +267,11 @@ class Draws:
     def take(self, rows: Any) -> Any:
         import torch
 
-        import gba_hvd
-
         columns: dict[str, Any] = {name: torch.from_numpy(self._ids[i][rows]) for i, name in enumerate(self.fields)}
         return gba_hvd.Batch(columns, torch.empty(len(rows), 0), torch.from_numpy(self._label[rows]))
 
 
 def speed(one: Run, args: argparse.Namespace) -> Row:
-    import gba_hvd
-
     is_raw = one.variant == "hash64"
     table = gba_hvd.Table(args.rows, args.dim)
     if is_raw:
@@ -336,7 +322,6 @@ def _table(variant: str, n_all: int, n_ids: int, args: argparse.Namespace) -> tu
 
     n_all: rows of hash64, shared ones included
     """
-    import gba_hvd
 
     def of(capacity: int) -> Any:
         return gba_hvd.Table(dim=args.dim, keys="hash64", capacity=capacity, admit_after=args.admit_after, evict="lfu")
@@ -355,8 +340,6 @@ def _table(variant: str, n_all: int, n_ids: int, args: argparse.Namespace) -> tu
 
 
 def _tables(table: Any, **settings: Any) -> Any:
-    import gba_hvd
-
     return gba_hvd.EmbeddingTables({"ids": table}, gba_hvd.Adagrad(lr=0.05), **settings)
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gba_hvd
 from recovery.errors import NotFound
 from recovery.storage.open import open_store
 from recovery.storage.rename import replace_file
@@ -245,8 +246,6 @@ def wait_until(job: ElasticJob, at_s: float) -> None:
 
 def export(url: Path, to: Path, n_rows: int) -> bool:
     """The model of the newest checkpoint; False where there is none yet, or it was deleted meanwhile."""
-    import gba_hvd
-
     from . import workload
 
     if not manifest_names(open_store(url)):
