@@ -17,22 +17,7 @@ from . import bench, chaos
 from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, model, plan, report, run, simulate
 from .signals import INTERRUPTED, ended_cleanly
 
-COMMANDS = (
-    run,
-    doctor,
-    data,
-    job,
-    clean,
-    report,
-    advise,
-    bench,
-    mlflow_send,
-    plan,
-    simulate,
-    checkpoint,
-    model,
-    chaos,
-)
+COMMANDS = (run, doctor, data, job, clean, report, advise, bench, mlflow_send, plan, simulate, checkpoint, model, chaos)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,6 +13,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.config import Config
+from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.shm import job_board
+from gba_hvd.shm.job_board import bases_in_use
+from gba_hvd.shm.job_folder import is_ours, job_folder
+
 from .folder_argument import shard_folder
 
 if TYPE_CHECKING:
@@ -28,9 +34,6 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
     bases: where to look, the place for shards first, whose jobs come before others. Raises BadInput when there is none,
     or when there are several to choose from.
     """
-    from gba_hvd.errors import BadInput
-    from gba_hvd.shm.job_folder import job_folder
-
     running = [list(_jobs(base)) for base in bases]
 
     def first(fits: Callable[[Path], bool]) -> list[Path]:
@@ -68,8 +71,6 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
 
 def _jobs(base: Path) -> Iterator[Path]:
     """Folders of jobs that have a living worker. Another user's are left out: what is in them is not to be trusted."""
-    from gba_hvd.shm.job_folder import is_ours
-
     for path in filter(is_ours, sorted(base.glob(f"{_PREFIX}*"))):
         try:
             fd = os.open(path / "alive", os.O_RDWR | os.O_CLOEXEC)
@@ -88,15 +89,11 @@ def bases_of(args: argparse.Namespace) -> list[Path]:
 
     Raises BadInput where --dir names no folder.
     """
-    from gba_hvd.shm.job_board import bases_in_use
-
     return [shard_folder(args.dir)] if args.dir else list(dict.fromkeys([_shard_dir(), *bases_in_use()]))
 
 
 def job_to_change(args: argparse.Namespace) -> Path:
     """As `find_job`; but without --job none in a folder that was not named, and none where jobs run in several."""
-    from gba_hvd.errors import BadInput
-
     first, *others = bases_of(args)
     elsewhere = [path for base in others for path in _jobs(base)]
     is_named = bool(os.environ.get("GBA_HVD_SHARD_DIR"))  # without others --dir is, too
@@ -112,8 +109,6 @@ def _id_of(folder: Path) -> str:
 
 def _name_of(folder: Path) -> str:
     """What people call the job; empty while it is beginning."""
-    from gba_hvd.shm import job_board
-
     report = job_board.read(folder)
     return "" if report is None else str(report["name"])
 
@@ -130,8 +125,6 @@ def _listed(folders: Sequence[Path], with_folder: bool = False) -> str:
 
 
 def _shard_dir() -> Path:
-    from gba_hvd.config import Config
-
     return Config.from_env().shard_dir
 
 
@@ -150,7 +143,6 @@ def contact(folder: Path, timeout_s: float) -> Contact:
     """Whom to ask about the job of this folder. Raises BadInput when the job has no servers at all."""
     import msgspec
 
-    from gba_hvd.errors import BadInput
     from gba_hvd.ps import launch
     from gba_hvd.ps.messages import Enter
 
@@ -187,8 +179,6 @@ def connection(folder: Path, timeout_s: float) -> Iterator[Client]:
 
 def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
     """By name and start: what the boards of living jobs say, and "dir"."""
-    from gba_hvd.shm import job_board
-
     found: dict[Path, dict[str, Any]] = {}
     for base in bases:
         for folder in _jobs(base):
@@ -199,9 +189,6 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
 
 def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
-    from gba_hvd.errors import BadInput
-    from gba_hvd.shm import job_board
-
     shown = job_board.read(folder)
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet
@@ -234,8 +221,6 @@ def ask_switch(folder: Path, mode: str, reason: str, timeout_s: float) -> None:
 @contextmanager
 def _a_job_that_ends(folder: Path) -> Iterator[None]:
     """The folder may go at any moment; each failure then means the same."""
-    from gba_hvd.errors import BadInput, GbaError
-
     try:
         yield
     except (GbaError, OSError) as error:

@@ -1,11 +1,13 @@
-"""How a command ends from outside: SIGTERM is handled as Ctrl-C is, so nothing of it stays behind.
+"""How a command ends from outside, and what it started with it: SIGTERM is handled as Ctrl-C is.
 
 Needs nothing but the standard library: `build_horovod` runs before anything is installed.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +22,14 @@ def ended_cleanly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def stop(process: subprocess.Popen[bytes], grace_s: float = 10) -> None:
+    """End the process and its session; launchers get the chance to end their workers, in other sessions, themselves."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

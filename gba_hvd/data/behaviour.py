@@ -20,7 +20,7 @@ from torch import Tensor
 from gba_hvd.batch import Bag, Batch
 from gba_hvd.data.click_log import Rows, check_range
 from gba_hvd.data.hashing import hash_integers, standard_normal, stream_key, unit_interval
-from gba_hvd.data.synthetic import Floats, Ints, Zipf, coprime_step, expected_auc, sigmoid
+from gba_hvd.data.synthetic import Floats, Ints, Zipf, blocks, coprime_step, expected_auc, shift_to, sigmoid
 from gba_hvd.errors import BadInput
 
 Target = Literal["click", "next_item"]
@@ -129,9 +129,7 @@ class SyntheticBehaviourLog:
 
     def take(self, rows: Rows) -> Batch:
         """The samples at `rows` (int64 [n], any order). Raises `IndexError` for a row outside the log."""
-        rows = np.asarray(rows, dtype=np.int64)
-        check_range(rows, self._n)
-        at = rows + self._start
+        at = self._at(rows)
         user, history = self._history(at)
         candidate = self._candidate(at, user, history)
         label = np.ones(len(at), np.float32)
@@ -149,22 +147,18 @@ class SyntheticBehaviourLog:
     def probability(self, rows: Rows) -> Floats:
         """float64 [n]: the true probability of a click on the candidate. Only with target "click"."""
         self._only("click", "probability")
-        rows = np.asarray(rows, dtype=np.int64)
-        check_range(rows, self._n)
-        at = rows + self._start
+        at = self._at(rows)
         user, history = self._history(at)
         return sigmoid(self._logit(user, history, self._candidate(at, user, history)))
 
     def bayes_auc(self, n: int = 200_000) -> float:
         """The AUC no model can beat, up to sampling: of the true probabilities of the first n rows, over all labels."""
-        return expected_auc(np.concatenate([self.probability(block) for block in self._blocks(n)]))
+        return expected_auc(np.concatenate([self.probability(block) for block in blocks(min(n, self._n), _BLOCK)]))
 
     def item_probability(self, rows: Rows) -> Floats:
         """float64 [n, n_items + 1]: of each item, that it is clicked next. Only with target "next_item"."""
         self._only("next_item", "item_probability")
-        rows = np.asarray(rows, dtype=np.int64)
-        check_range(rows, self._n)
-        category = self._next_category(self._history(rows + self._start)[1])
+        category = self._next_category(self._history(self._at(rows))[1])
         slots = np.arange(self.n_items)
         out = np.zeros((len(rows), self.n_items + 1))
         out[:, self._item_of_slot] = (
@@ -177,7 +171,7 @@ class SyntheticBehaviourLog:
         if not 0 < k <= self.n_items:
             raise BadInput(f"bayes_recall: k is a number of items, from 1 to {self.n_items}, got {k}")
         found = 0.0
-        for block in self._blocks(n):
+        for block in blocks(min(n, self._n), _BLOCK):
             found += float(np.partition(self.item_probability(block), -k, axis=1)[:, -k:].sum())
         return found / min(n, self._n)
 
@@ -188,17 +182,19 @@ class SyntheticBehaviourLog:
     def popularity(self, n: int = 20_000) -> Floats:
         """float64 [n_items + 1]: the share of next clicks of each item, the mean over the first n rows."""
         total = np.zeros(self.n_items + 1)
-        for block in self._blocks(n):
+        for block in blocks(min(n, self._n), _BLOCK):
             total += self.item_probability(block).sum(0)
         return np.asarray(total / min(n, self._n))
+
+    def _at(self, rows: Rows) -> Ints:
+        """int64 [n]: the places of rows in the endless log."""
+        rows = np.asarray(rows, dtype=np.int64)
+        check_range(rows, self._n)
+        return rows + self._start
 
     def _only(self, target: Target, what: str) -> None:
         if self.target != target:
             raise BadInput(f'{what} is of a log with target "{target}", this one has "{self.target}"')
-
-    def _blocks(self, n: int) -> list[Ints]:
-        n = min(n, self._n)
-        return [np.arange(at, min(at + _BLOCK, n)) for at in range(0, n, _BLOCK)]
 
     def _history(self, at: Ints) -> tuple[Ints, Ints]:
         """user [n] and clicked items [n, max_length], oldest first, `PADDING` behind the newest."""
@@ -231,10 +227,7 @@ class SyntheticBehaviourLog:
 
     def _logit(self, user: Ints, history: Ints, candidate: Ints) -> Floats:
         scales, shift = self._calibration
-        return self._scaled(self._parts(user, history, candidate), scales) + shift
-
-    def _scaled(self, parts: dict[str, Floats], scales: dict[str, float]) -> Floats:
-        return np.asarray(sum(parts[name] * scales[name] for name in parts))
+        return _scaled(self._parts(user, history, candidate), scales) + shift
 
     def _parts(self, user: Ints, history: Ints, candidate: Ints) -> dict[str, Floats]:
         relevance = self._relevance(history)[np.arange(len(user)), self.category_of(candidate) - 1]
@@ -291,18 +284,17 @@ class SyntheticBehaviourLog:
         scales = {
             name: self._logit_std * share**0.5 / max(float(parts[name].std()), 1e-3) for name, share in _SHARES.items()
         }
-        logit = self._scaled(parts, scales)
-        low, high = -50.0, 50.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if sigmoid(logit + middle).mean() > self._base_rate else (middle, high)
-        return scales, low
+        return scales, shift_to(self._base_rate, _scaled(parts, scales))
 
     def _key(self, stream: int, number: int = 0) -> int:
         return _key_of(self._seed, stream, number)
 
 
 _key_of = functools.cache(stream_key)
+
+
+def _scaled(parts: dict[str, Floats], scales: dict[str, float]) -> Floats:
+    return np.asarray(sum(parts[name] * scales[name] for name in parts))
 
 
 class Catalogue:

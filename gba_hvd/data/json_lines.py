@@ -6,7 +6,7 @@ From here on they are columns like those of a CSV or Parquet file. A name that a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ def objects(data: bytes, *, numbers_as_text: bool = True) -> tuple[list[dict[str
     """
     flaws: dict[int, str] = {}
     how: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str) if numbers_as_text else {}
-    return [_row(line, i, how, flaws) for i, line in enumerate(_lines(data))], flaws
+    return [_row(line, i, how, flaws) for i, line in enumerate(data.split(b"\n")[:-1])], flaws
 
 
 def columns_of(
@@ -41,10 +41,6 @@ def columns_of(
 def names_in(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The names in these objects, in the order in which they come."""
     return tuple(dict.fromkeys(name for row in rows for name in row))
-
-
-def _lines(data: bytes) -> list[bytes]:
-    return data.split(b"\n")[:-1]
 
 
 def _row(line: bytes, i: int, how: Mapping[str, Any], flaws: dict[int, str]) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
             texts.append(None)
         elif not is_list and type(value) in _TEXT:
             texts.append(_TEXT[type(value)](value))
-        elif is_list and type(value) is list and _all_text(value):
+        elif is_list and type(value) is list and all(item is None or type(item) in _TEXT for item in value):
             texts.append([None if item is None else _TEXT[type(item)](item) for item in value])
         else:
             texts.append(None)
@@ -82,7 +78,3 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
 
 
 _TEXT: dict[type, Any] = {str: str, bool: lambda value: "true" if value else "false"}
-
-
-def _all_text(values: Iterable[Any]) -> bool:
-    return all(value is None or type(value) in _TEXT for value in values)

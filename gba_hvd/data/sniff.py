@@ -110,15 +110,8 @@ def _look_at_json(path: Path, data: bytes) -> Looks:
     columns = json_lines.columns_of(rows, dict.fromkeys(names, False), flaws)
     lists = {name for name, column in columns.items() if pa.types.is_list(column.type)}
     samples = [[] if name in lists else columns[name].drop_null().to_pylist() for name in names]
-    return Looks(
-        path,
-        "jsonl",
-        "",
-        names,
-        _start(first),
-        tuple(tuple(filter(None, sample)) for sample in samples),
-        nested_columns(rows),
-    )
+    texts = tuple(tuple(filter(None, sample)) for sample in samples)
+    return Looks(path, "jsonl", "", names, _start(first), texts, nested_columns(rows))
 
 
 def _start(line: bytes) -> str:

@@ -122,7 +122,11 @@ class SyntheticClickLog:
 
     def take(self, rows: Rows) -> Batch:
         """The samples at `rows` (int64 [n], any order). Raises `IndexError` for a row outside the log."""
-        ids, dense, label = self._sample(np.asarray(rows, dtype=np.int64))
+        rows = np.asarray(rows, dtype=np.int64)
+        check_range(rows, self._n)
+        ids, ranks, dense = self._features(rows + self._start)
+        draw = unit_interval(hash_integers(rows + self._start, self._key(_LABEL)))
+        label = draw < sigmoid(self._logit(ranks, dense))
         columns = torch.from_numpy(ids).unbind(0)
         return Batch(
             dict(zip(self.tables, columns, strict=True)),
@@ -138,15 +142,7 @@ class SyntheticClickLog:
 
     def bayes_auc(self, n: int = 200_000) -> float:
         """The AUC no model can beat, up to sampling: of the true probabilities of the first n rows, over all labels."""
-        n = min(n, self._n)
-        blocks = [np.arange(at, min(at + _BLOCK, n)) for at in range(0, n, _BLOCK)]
-        return expected_auc(np.concatenate([self.probability(block) for block in blocks]))
-
-    def _sample(self, rows: Rows) -> tuple[Ints, Floats, npt.NDArray[np.bool_]]:
-        check_range(rows, self._n)
-        ids, ranks, dense = self._features(rows + self._start)
-        draw = unit_interval(hash_integers(rows + self._start, self._key(_LABEL)))
-        return ids, dense, draw < sigmoid(self._logit(ranks, dense))
+        return expected_auc(np.concatenate([self.probability(block) for block in blocks(min(n, self._n), _BLOCK)]))
 
     def _features(self, rows: Ints) -> tuple[Ints, Ints, Floats]:
         """ids and ranks int64 [F, n], dense float64 [n, n_dense]."""
@@ -156,7 +152,8 @@ class SyntheticClickLog:
             ranks[f] = law.ranks(unit_interval(hash_integers(rows, self._key(_ID, f))))
             # Spread over the table: neighbouring ranks must not be neighbouring rows.
             n_rows = self.tables[name]
-            ids[f] = (self._identity(f, ranks[f]) % n_rows * self._steps[f] + self._offset(f)) % n_rows
+            offset = self._key(_PERMUTE, f) % n_rows
+            ids[f] = (self._identity(f, ranks[f]) % n_rows * self._steps[f] + offset) % n_rows
         dense = np.empty((len(rows), self.n_dense))
         for d in range(self.n_dense):
             dense[:, d] = standard_normal(hash_integers(rows, self._key(_DENSE, d)))
@@ -207,15 +204,7 @@ class SyntheticClickLog:
         if self._pairwise and len(effects) > 1:
             products = sum((a * b for a, b in itertools.pairwise(effects)), np.zeros(len(rows)))
             self._pair_scale = logit_std * np.sqrt(self._pairwise) / max(float(products.std()), 1e-3)
-        logit = self._logit(ranks, dense)
-        low, high = -50.0, 50.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if sigmoid(logit + middle).mean() > base_rate else (middle, high)
-        self._shift = low
-
-    def _offset(self, field: int) -> int:
-        return self._key(_PERMUTE, field) % list(self.tables.values())[field]
+        self._shift = shift_to(base_rate, self._logit(ranks, dense))
 
     def _key(self, stream: int, number: int = 0) -> int:
         return stream_key(self._seed, stream, number)
@@ -231,6 +220,20 @@ def expected_auc(probability: Floats) -> float:
     wins = float((p * (np.cumsum(q) - q)).sum())
     pairs = float(p.sum() * q.sum() - (p * q).sum())
     return wins / pairs
+
+
+def shift_to(rate: float, logit: Floats) -> float:
+    """What to add to logits so that the mean probability is the rate."""
+    low, high = -50.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sigmoid(logit + middle).mean() > rate else (middle, high)
+    return low
+
+
+def blocks(n: int, size: int) -> list[Ints]:
+    """0 to n - 1 in parts."""
+    return [np.arange(at, min(at + size, n)) for at in range(0, n, size)]
 
 
 def coprime_step(n: int) -> int:

@@ -194,8 +194,7 @@ class _Launcher:
             answer = self._control.recv(4096)
         except OSError:
             return None
-        found: int | None = json.loads(answer) if answer else None
-        return found
+        return json.loads(answer) if answer else None
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from . import (
-    cluster_load,
-    delay,
-    import_time,
-    launcher,
-    model_averaging,
-    quality,
-    row_compression,
-    server_start,
-    smoke,
-    vocabulary,
-)
+from . import cluster_load, delay, import_time, launcher, model_averaging, quality, row_compression, smoke, vocabulary
 from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
 from .compression import command as compression
@@ -31,9 +20,8 @@ from .stragglers import command as gba
 from .switch import command as switch
 
 BENCHMARKS = (
-    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, gpu, import_time, launcher,
-    membership, ps, quality, reader, recovery, row_compression, row_dtypes, server_start, serving, model_averaging,
-    smoke, switch, vocabulary,
+    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, gpu, import_time, launcher, membership,
+    ps, quality, reader, recovery, row_compression, row_dtypes, serving, model_averaging, smoke, switch, vocabulary,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -58,13 +58,14 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     service_s = args.service_ms / 1000
     scenario = emulated.cluster_day(service_s, args.day)
-    settings = settings_of(args)
-    before = resumable.earlier(args.out, (*KEY, "by_part"), settings)
-    rows, about = before["rows"], before.get("machine") or measure.machine()
-    days = [Day(mode, number) for number in range(args.runs) for mode in args.modes]
-    waiting = resumable.missing(days, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    failures: dict[str, str] = {}
+    commands, ideal = {mode: str(variant(mode)) for mode in MODES}, ideal_by_hour(scenario)
+    results = resumable.Results(
+        args.out, KEY, settings_of(args),
+        lambda rows: {"commands": commands, "ideal_by_hour": ideal, "headline": headline(rows, scenario)},
+        has=["by_part"],
+    )  # fmt: skip
+    rows = results.rows
+    waiting = results.waiting(Day(mode, number) for number in range(args.runs) for mode in args.modes)
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         if waiting:
             from .harness import small_ctr  # here, because it imports torch
@@ -79,23 +80,17 @@ def run(args: argparse.Namespace) -> int:
             rate, share = found["samples_per_s"], found["ideal_share"]
             print(f"{day.mode}: {rate:,.0f} samples/s over the day, {share:.3f} of the ideal", flush=True)
 
-        def write_all() -> None:
-            write(args.out, about, settings, scenario, rows, failures)
-
-        resumable.run_each(waiting, launch, write_all, failures)
-        write_all()
+        results.run_each(waiting, launch)
     show(rows, scenario)
     if args.plot is not None:
         draw(rows, scenario, args.plot)
         print(f"drawn to {args.plot}")
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+    return results.end()
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise RunFailed for what would otherwise fail after minutes."""
-    if args.runs < 1:
-        raise measure.RunFailed(f"--runs must be at least 1, got {args.runs}")
+    measure.require_at_least(args, runs=1)
     # A step of allreduce has two micro-batches of each worker, which take up to five times as long.
     least = HOURS * 2 * max(1 + severity for severity in emulated.SEVERITY) * args.service_ms / 1000
     if args.service_ms <= 0 or args.day < least:
@@ -153,32 +148,16 @@ def headline(rows: Sequence[Row], scenario: emulated.Scenario) -> dict[str, dict
     return found
 
 
-def write(
-    path: Path, about: Mapping[str, Any], settings: Mapping[str, Any], scenario: emulated.Scenario,
-    rows: Sequence[Row], failures: Mapping[str, str],
-) -> None:  # fmt: skip
-    whole: dict[str, Any] = {
-        "machine": about,
-        "settings": settings,
-        "commands": {mode: str(variant(mode)) for mode in MODES},
-    }
-    whole |= {"ideal_by_hour": ideal_by_hour(scenario), "headline": headline(rows, scenario), "failures": failures}
-    measure.write_whole(path, {**whole, "rows": list(rows)})
-
-
 def show(rows: Sequence[Row], scenario: emulated.Scenario) -> None:
-    how = {
-        "samples/s, day": ("samples_per_s", ",.0f"), "of the ideal": ("ideal_share", ".3f"),
-        "6 quietest hours": ("quiet_samples_per_s", ",.0f"), "6 busiest": ("busy_samples_per_s", ",.0f"),
-        "auto / this": ("auto_gain", ".2f"), "dropped": ("dropped_share", ".2%"), "AUC": ("auc", ".4f"),
-        "switches": ("switches", "d"),
+    shown = {
+        "mode": "{mode}", "samples/s, day": "{samples_per_s:,.0f}", "of the ideal": "{ideal_share:.3f}",
+        "6 quietest hours": "{quiet_samples_per_s:,.0f}", "6 busiest": "{busy_samples_per_s:,.0f}",
+        "auto / this": "{auto_gain:.2f}", "dropped": "{dropped_share:.2%}", "AUC": "{auc:.4f}",
+        "switches": "{switches}",
     }  # fmt: skip
     found = headline(rows, scenario)
-    table = [
-        (mode, *("-" if key not in columns else format(columns[key], style) for key, style in how.values()))
-        for mode, columns in found.items()
-    ]
-    measure.print_table(f"an emulated day, {emulated.N_WORKERS} workers", ("mode", *how), table)
+    table = [{"mode": mode, **columns} for mode, columns in found.items()]
+    measure.print_figures(f"an emulated day, {emulated.N_WORKERS} workers", shown, table)
     hours = [f"{hour:02d}" for hour in range(0, HOURS, 3)]
     rates = {"ideal": ideal_by_hour(scenario)} | {mode: columns["by_hour"] for mode, columns in found.items()}
     parts = [

@@ -24,6 +24,8 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
+from gba_hvd.errors import BadInput
+
 from .harness import measure
 from .harness.measure import Subparsers
 
@@ -56,8 +58,6 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from gba_hvd.errors import BadInput
-
     from ..simulated.experiment import Experiment
     from ..simulated.output import json_values, silent_servers
 
@@ -82,14 +82,13 @@ def run(args: argparse.Namespace) -> int:
         ]
         tasks[task] = {**found, "rows": rows}
         document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
-        measure.write_json(args.out, json_values(document))  # the minutes before the next task are kept
+        measure.write_whole(args.out, json_values(document))  # the minutes before the next task are kept
     print(f"written to {args.out}")
     return 0
 
 
 def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
     """The rules that go with it; or those that were asked for. Raises BadInput for one that does not."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules import RULES, check
 
     from ..simulated.experiment import Experiment

@@ -75,21 +75,17 @@ class Run:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     check(args.workers, args.contestants, args.threads)
-    about = {"machine": measure.machine(), "settings": settings(args)}
-    before = resumable.earlier(args.out, (*KEY, "samples_per_s"), about["settings"])
-    rows, commands = before["rows"], before.get("commands", {})
-    auc = auc_by_protocol(args.quality) if args.quality else before.get("auc", {})
+    commands: dict[str, str] = {}
+    auc = auc_by_protocol(args.quality) if args.quality else {}
+    results = resumable.Results(
+        args.out, KEY, settings(args), lambda rows: {"commands": commands, **headline(rows, auc)}
+    )
+    commands |= results.before.get("commands", {})
+    auc |= {} if args.quality else results.before.get("auc", {})
     variants = {n: list(variants_of(args.contestants, n, args.threads)) for n in args.workers}
     commands |= {f"{v.name}, {n} workers": str(v) for n, some in variants.items() for v in some}
     planned = [Run(n, v.name, number, v) for n, some in variants.items() for number in range(args.runs) for v in some]
-    waiting = resumable.missing(planned, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    failures: dict[str, str] = {}
-
-    def write() -> None:
-        found = {"commands": commands, **headline(rows, auc), "failures": failures, "rows": rows}
-        measure.write_whole(args.out, {**about, **found})
-
+    waiting = results.waiting(planned)
     if waiting:
         scenarios = {n: emulated.even(args.service_ms / 1000, args.seconds, n) for n in args.workers}
         counts = [n * threads for n in args.workers for threads in (1, *args.threads)]
@@ -99,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
             def launch(one: Run) -> None:
                 row = launches.run(scenarios[one.workers], [], one.variant, one.run)
-                rows.append(row | {"workers": one.workers, "bayes_auc": launches.bayes_auc})
+                results.rows.append(row | {"workers": one.workers, "bayes_auc": launches.bayes_auc})
 
-            resumable.run_each(waiting, launch, write, failures)
-    write()
-    show(rows, headline(rows, auc))
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+            results.run_each(waiting, launch)
+    results.write()
+    show(results.rows, headline(results.rows, auc))
+    return results.end()
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -219,18 +214,16 @@ def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
     """Print a table for each number of workers, and AUC."""
     ratios = result["throughput_vs_nosync"]
     columns = {
-        "samples/s": ("samples_per_s", ",.0f"), "of the ideal": ("ideal_share", ".3f"), "AUC": ("auc", ".4f"),
-        "ms a round": ("ms_per_round", ".1f"), "rounds/s": ("rounds_per_s", ".1f"),
-        "steps a round": ("steps_per_round", ".1f"), "vs no sync": ("ratio", ".3f"),
+        "contestant": "{name}", "samples/s": "{samples_per_s:,.0f}", "of the ideal": "{ideal_share:.3f}",
+        "AUC": "{auc:.4f}", "ms a round": "{ms:.1f}", "rounds/s": "{rounds_per_s:.1f}",
+        "steps a round": "{steps_per_round:.1f}", "vs no sync": "{ratio:.3f}",
     }  # fmt: skip
     for workers, contestants in by_workers(rows).items():
         table = []
         for name, found in contestants.items():
-            values = {**found, "ratio": ratios.get(name, {}).get(workers)}
-            values["ms_per_round"] = 1000 * found["seconds_per_round"] if "seconds_per_round" in found else None
-            cells = ((values.get(key), how) for key, how in columns.values())
-            table.append((name, *("-" if value is None else format(value, how) for value, how in cells)))
-        measure.print_table(f"{workers} workers", ("contestant", *columns), table)
+            ms = 1000 * found["seconds_per_round"] if "seconds_per_round" in found else None
+            table.append({"name": name, **found, "ms": ms, "ratio": ratios.get(name, {}).get(workers)})
+        measure.print_figures(f"{workers} workers", columns, table)
     print(f"below_target: {json.dumps(result['below_target'])}")
     for name, by_dataset in result["auc_vs_best_foreground"].items():
         for dataset, difference in by_dataset.items():

@@ -22,7 +22,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -263,29 +263,20 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     check(args)
-    about = measure.machine()
-    rows = rows_of(args.out)
-    failures: dict[str, str] = {}
+    results = resumable.Results(args.out, KEY, None, more_of)
     axes = args.row_average, args.workers, args.threads, args.rules, args.sgd_lr
     jobs = planned(args.datasets, args.protocols, args.seeds, args.epochs, args.micro_batch, *axes)
-    waiting = resumable.missing(jobs, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
 
     def train_one(job: Run) -> None:
         row = train(job, args.data, args.timeout)
-        rows.append(row)
+        results.rows.append(row)
         metric = metric_of(row)
         value = "undefined" if row[metric] is None else f"{row[metric]:.5f}"
         print(f"{job}: {title_of(metric)} {value} in {row['seconds']:.0f} s", flush=True)
 
-    def write_all() -> None:
-        write(args.out, about, rows, failures)
-
-    resumable.run_each(waiting, train_one, write_all, failures, until=started + 60 * args.limit_minutes)
-    write_all()
-    show(rows)
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+    results.run_each(results.waiting(jobs), train_one, started + 60 * args.limit_minutes)
+    show(results.rows)
+    return results.end()
 
 
 def check(args: argparse.Namespace) -> None:
@@ -293,12 +284,8 @@ def check(args: argparse.Namespace) -> None:
     measure.check_writable(args.out)
     if not EXAMPLES.is_dir():
         raise measure.RunFailed(f"{EXAMPLES} is missing: run this from a clone of the repository")
-    for name in ("epochs", "micro_batch"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise measure.RunFailed(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("workers", "threads", "sgd_lr"):
-        if bad := [value for value in getattr(args, name) if value is not None and not value > 0]:
-            raise measure.RunFailed(f"--{name.replace('_', '-')} must be above 0, got {bad[0]}")
+    measure.require_at_least(args, epochs=1, micro_batch=1)
+    measure.require_positive(args, "workers", "threads", "sgd_lr")
     protocols = [protocol_of(name) for name in args.protocols]
     if args.rules != ["none"] and not any(protocol.has_delay for protocol in protocols):
         raise measure.RunFailed(f"--rules: no gradient is late with {' '.join(args.protocols)}; take async, or gba")
@@ -509,7 +496,8 @@ def label(row: Row) -> str:
     return str(row["protocol"]) + f", {rule}" * (rule != "none") + f", {threads} threads" * (threads > 1)
 
 
-def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
+def more_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """What a result file says beside its rows."""
     settings = {
         "slow_worker": SLOW | {"worker": "the last of several"},
         "command": {
@@ -518,8 +506,7 @@ def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: M
             for n in sorted({WORKERS, *(row["workers"] for row in rows)})
         },
     }
-    found = {"machine": about, "settings": settings, "headline": headline(rows), "failures": failures}
-    measure.write_whole(path, {**found, "rows": list(rows)})
+    return {"settings": settings, "headline": headline(rows)}
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -531,24 +518,18 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def show_metric(metric: str, rows: Sequence[Row]) -> None:
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        title_of(metric): (metric, "{:.5f}".format),
-        "vs sync": ("vs_sync", "{:+.5f}".format),
-        "worst": ("vs_sync_worst", "{:+.5f}".format),
-        "last": (f"{metric}_last", "{:.5f}".format),
-        "vs sync, last": ("vs_sync_last", "{:+.5f}".format),
-        "dropped": ("dropped_share", "{:.2%}".format),
-        "stale": ("staleness_mean", "{:.2f}".format),
-        "most": ("staleness_max", str),
-        "age": ("dense_age_mean", "{:.2f}".format),
-    }
+    columns = {
+        "protocol": "{protocol}", "seeds": "{seeds}{gone}", title_of(metric): f"{{{metric}:.5f}}",
+        "vs sync": "{vs_sync:+.5f}", "worst": "{vs_sync_worst:+.5f}", "last": f"{{{metric}_last:.5f}}",
+        "vs sync, last": "{vs_sync_last:+.5f}", "dropped": "{dropped_share:.2%}", "stale": "{staleness_mean:.2f}",
+        "most": "{staleness_max:d}", "age": "{dense_age_mean:.2f}",
+    }  # fmt: skip
     for name, protocols in headline(rows).items():
-        table = []
-        for protocol, found in protocols.items():
-            seeds = str(found["seeds"]) + (f", {found['diverged']} diverged" if found["diverged"] else "")
-            values = ("-" if found[key] is None else how(found[key]) for key, how in columns.values())
-            table.append((protocol, seeds, *values))
-        measure.print_table(f"test {title_of(metric)} on {name}", ("protocol", "seeds", *columns), table)
+        table = [
+            {"protocol": protocol, **found, "gone": f", {found['diverged']} diverged" if found["diverged"] else ""}
+            for protocol, found in protocols.items()
+        ]
+        measure.print_figures(f"test {title_of(metric)} on {name}", columns, table)
 
 
 def show_parallelism(rows: Sequence[Row]) -> None:
@@ -569,26 +550,22 @@ def show_parallelism(rows: Sequence[Row]) -> None:
 
 def best_rules(rows: Sequence[Row]) -> Iterator[str]:
     """Which rule has the best mean AUC after the last epoch, where several were tried, over the seeds all have."""
-    found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
-    for row in rows:
-        of = found.setdefault((f"{_title(row)}, {row['protocol']}", title_of(metric_of(row))), {})
-        of.setdefault(row["rule"], {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
-    yield from _best(found, "rule")
+    yield from _best(((f"{_title(row)}, {row['protocol']}", row["rule"], row) for row in rows), "rule")
 
 
 def best_rates(rows: Sequence[Row]) -> Iterator[str]:
     """Which learning rate of a grid has the best mean AUC after the last epoch, over the seeds all have."""
+    tried = [row for row in rows if row["sgd_lr"] is not None]
+    of = ((f"{_title({**row, 'sgd_lr': None})}, {label(row)}", f"{row['sgd_lr']:g}", row) for row in tried)
+    yield from _best(of, "learning rate of SGD")
+
+
+def _best(rows: Iterable[tuple[str, str, Row]], what: str) -> Iterator[str]:
+    """rows: what is alike, the candidate, and its row. A candidate that diverged with a seed has no mean."""
     found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
-    for row in rows:
-        if row["sgd_lr"] is not None:
-            alike = f"{_title({**row, 'sgd_lr': None})}, {label(row)}"
-            of = found.setdefault((alike, title_of(metric_of(row))), {})
-            of.setdefault(f"{row['sgd_lr']:g}", {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
-    yield from _best(found, "learning rate of SGD")
-
-
-def _best(found: Mapping[tuple[str, str], Mapping[str, Mapping[int, float | None]]], what: str) -> Iterator[str]:
-    """found: what is alike, and AUC or recall -> candidate -> seed -> its value; None, it diverged: no mean."""
+    for alike, candidate, row in rows:
+        of_alike = found.setdefault((alike, title_of(metric_of(row))), {})
+        of_alike.setdefault(candidate, {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
     for (of, title), candidates in found.items():
         seeds = set.intersection(*map(set, candidates.values()))
         means: dict[str, float] = {}

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gba_hvd.errors import BadInput
+
 from .harness import measure, resumable
 from .harness.measure import Subparsers
 
@@ -75,8 +77,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     if args.sweep and args.rules:
         raise BadInput("--sweep has rules of its own: leave out --rules")
     rules = SWEEP if args.sweep else tuple(args.rules or RULES)
@@ -85,29 +85,25 @@ def run(args: argparse.Namespace) -> int:
     if "frappe" in args.datasets and args.data is None:
         raise BadInput("frappe needs its files train, valid and test: --data DIR")
     settings = {"samples": args.samples, "epochs": args.epochs}
-    found = resumable.earlier(args.out, KEY, settings)
-    rows: list[measure.Row] = found["rows"]
-    ratios: dict[str, float] = found.get("bytes_dlrm", {})
-
-    def write() -> None:
-        about = {"machine": measure.machine(), "settings": settings}
-        measure.write_whole(args.out, {**about, "bytes_dlrm": ratios, "rows": rows})
-
+    ratios: dict[str, float] = {}
+    results = resumable.Results(args.out, KEY, settings, lambda rows: {"bytes_dlrm": ratios})
+    ratios |= results.before.get("bytes_dlrm", {})
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         _dlrm_ratios(rules, ratios, Path(scratch))
-    write()
-    runs = [CompressionRun(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
-    for run in resumable.missing(runs, rows, KEY):
+    results.write()
+
+    def train_one(run: CompressionRun) -> None:
         problem = problem_of(run.dataset, args.data, args.samples, args.epochs)
-        equal = same_run(rows, run.dataset, run.mode, run.rule, run.seed, problem.n_steps)
+        equal = same_run(results.rows, run.dataset, run.mode, run.rule, run.seed, problem.n_steps)
         got = equal or train(problem, run.rule, run.mode, run.seed)
-        rows.append({**got, **asdict(run)})
-        write()
+        results.rows.append({**got, **asdict(run)})
         if equal is None:
             print(f"{run}  AUC {got['auc']:.5f}  1/{got['bytes_ratio']:.1f} of the bytes", flush=True)
-    show(rows, ratios)
-    print(f"written to {args.out}")
-    return 0
+
+    runs = [CompressionRun(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
+    results.run_each(results.waiting(runs), train_one)
+    show(results.rows, ratios)
+    return results.end()
 
 
 def show(rows: Sequence[measure.Row], ratios: dict[str, float]) -> None:
@@ -155,7 +151,6 @@ def _within(rule: str, n_steps: int) -> str:
 def specs_of(rule: str) -> tuple[Spec, Spec]:
     """(of dense gradients, of rows). Raises BadInput for what is no rule."""
     from gba_hvd.compression import Compression
-    from gba_hvd.errors import BadInput
 
     name, *numbers = rule.split(":")
     drifts = {"dct_mp": math.inf, "dct_dp": 2.0, "ternary_ef": 1.25}

@@ -15,17 +15,18 @@ Rows in the result file are kept and their runs not done again.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
+
+import gba_hvd
 
 from .harness import measure, resumable
 from .harness.measure import Row, Subparsers
@@ -79,27 +80,18 @@ def run(args: argparse.Namespace) -> int:
     names = ("dim", "rows", "micro_batches", "micro_batch", "samples", "days", "field_rows", "epochs", "ids_per_row",
              "admit_after")  # fmt: skip
     settings = {name: getattr(args, name) for name in names}
-    before = resumable.earlier(args.out, KEY, settings)
-    rows, about = before["rows"], before.get("machine") or measure.machine()
+    results = resumable.Results(args.out, KEY, settings, lambda rows: {"summary": summary(rows)})
     planned = [Run(task, variant, seed) for seed in args.seeds for task in args.tasks for variant in TASKS[task]]
-    waiting = resumable.missing(planned, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    failures: dict[str, str] = {}
-
-    def write() -> None:
-        found = {"machine": about, "settings": settings, "rows": rows, "summary": summary(rows), "failures": failures}
-        args.out.write_text(json.dumps(found, indent=1))
 
     def one_run(one: Run) -> None:
-        row = {"task": one.task, "variant": one.variant, "seed": one.seed, **measured(one, args)}
-        rows.append(row)
+        row = {**asdict(one), **(speed(one, args) if one.task == "speed" else quality(one, args))}
+        results.rows.append(row)
         figure = f"{row['samples_per_s']:,.0f} samples/s" if one.task == "speed" else f"AUC {row['auc']:.4f}"
         print(f"{one}: {figure}, {row['bytes_per_row']:.0f} bytes a row, {row['n_bytes'] / 1e6:.1f} MB", flush=True)
 
-    resumable.run_each(waiting, one_run, write, failures, until=until)
-    write()
-    show(summary(rows))
-    return 1 if failures else 0
+    results.run_each(results.waiting(planned), one_run, until)
+    show(summary(results.rows))
+    return results.end()
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
@@ -126,18 +118,18 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 def show(found: Mapping[str, Mapping[str, Any]]) -> None:
     for task, one in found.items():
         is_speed = task == "speed"
-        lines = [
-            [name, f"{of['samples_per_s']:,.0f}" if is_speed else f"{of['auc']:.4f}", f"{of['n_rows']:,}",
-             f"{of['bytes_per_row']:.0f}", f"{of['n_bytes'] / 1e6:.1f}"]
-            for name, of in one["variants"].items()
-        ]  # fmt: skip
+        figure = {"samples/s": "{samples_per_s:,.0f}"} if is_speed else {"AUC": "{auc:.4f}"}
+        columns = {
+            "table": "{name}",
+            **figure,
+            "rows": "{n_rows:,}",
+            "bytes/row": "{bytes_per_row:.0f}",
+            "MB": "{mb:.1f}",
+        }
+        lines = [{"name": name, **of, "mb": of["n_bytes"] / 1e6} for name, of in one["variants"].items()]
         goal = f"{one['ratio']:.2f} of plain" if is_speed else f"{one['gain']:+.4f} against modulo"
         title = f"{task}: hash64 has {goal}, the goal is {'met' if one['is_met'] else 'not met'}"
-        measure.print_table(title, ["table", "samples/s" if is_speed else "AUC", "rows", "bytes/row", "MB"], lines)
-
-
-def measured(one: Run, args: argparse.Namespace) -> Row:
-    return speed(one, args) if one.task == "speed" else quality(one, args)
+        measure.print_figures(title, columns, lines)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -163,8 +155,6 @@ class Fields:
     def take(self, rows: Any) -> Any:
         import torch
 
-        import gba_hvd
-
         batch = self._log.take(rows)
         ids: dict[str, Any] = {}
         for number, name in enumerate(self.fields):
@@ -176,8 +166,6 @@ class Fields:
 
     def all_ids(self, part: int = 1 << 16) -> Any:
         """Distinct raw ids of the log."""
-        import gba_hvd
-
         found: Any = np.empty(0, np.int64)
         for start in range(0, len(self), part):
             batch = self.take(np.arange(start, min(len(self), start + part)))
@@ -196,8 +184,6 @@ class Job:
         self, table: Any, fields: Sequence[str], n_dense: int, dim: int, seed: int, batch: int, **settings: Any
     ) -> None:  # fmt: skip
         import torch
-
-        import gba_hvd
 
         torch.manual_seed(seed)
         torch.set_num_threads(1)
@@ -220,8 +206,6 @@ class Job:
         """The time after each micro-batch."""
         import torch
 
-        import gba_hvd
-
         for batch in gba_hvd.batches(dataset, self.state, prefetch=2):
             self.optimizer.zero_grad()
             loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
@@ -232,15 +216,11 @@ class Job:
 
     def without_row(self, dataset: Fields) -> dict[str, float]:
         """By field, the share of the ids in the data, as often as they come, that have no row of their own."""
-        import gba_hvd
-
         ids = dataset.take(np.arange(len(dataset))).ids
         values = {name: one.values if isinstance(one, gba_hvd.Bag) else one for name, one in ids.items()}
         return {name: 1 - float(np.mean(self.tables.admitted("ids", some))) for name, some in values.items()}
 
     def auc(self, dataset: Fields) -> float:
-        import gba_hvd
-
         return float(gba_hvd.evaluate(self.model, dataset, self.state, batch=4096).auc)
 
     def close(self) -> None:
@@ -287,15 +267,11 @@ class Draws:
     def take(self, rows: Any) -> Any:
         import torch
 
-        import gba_hvd
-
         columns: dict[str, Any] = {name: torch.from_numpy(self._ids[i][rows]) for i, name in enumerate(self.fields)}
         return gba_hvd.Batch(columns, torch.empty(len(rows), 0), torch.from_numpy(self._label[rows]))
 
 
 def speed(one: Run, args: argparse.Namespace) -> Row:
-    import gba_hvd
-
     is_raw = one.variant == "hash64"
     table = gba_hvd.Table(args.rows, args.dim)
     if is_raw:
@@ -346,7 +322,6 @@ def _table(variant: str, n_all: int, n_ids: int, args: argparse.Namespace) -> tu
 
     n_all: rows of hash64, shared ones included
     """
-    import gba_hvd
 
     def of(capacity: int) -> Any:
         return gba_hvd.Table(dim=args.dim, keys="hash64", capacity=capacity, admit_after=args.admit_after, evict="lfu")
@@ -365,8 +340,6 @@ def _table(variant: str, n_all: int, n_ids: int, args: argparse.Namespace) -> tu
 
 
 def _tables(table: Any, **settings: Any) -> Any:
-    import gba_hvd
-
     return gba_hvd.EmbeddingTables({"ids": table}, gba_hvd.Adagrad(lr=0.05), **settings)
 
 

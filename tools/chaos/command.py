@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 
+from gba_hvd.errors import BadInput
+
 _OUT = "runs/chaos"
 
 
@@ -55,8 +57,6 @@ def seeds(text: str) -> range:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     from .plan import FaultPlan, plan_of
     from .run import run_plans
 
@@ -88,8 +88,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _summary(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     from .summary import report
 
     if not (args.out / "results").is_dir():

@@ -72,5 +72,4 @@ def shard_limits(n: int) -> list[tuple[int, int]]:
 
 def raw_ids(users: np.ndarray) -> np.ndarray:
     """int64 [n]: what numbers from 0 to 299 are called in a hashed table."""
-    found: np.ndarray = (users - 150) * 61_440_000_000_000_001
-    return found
+    return (users - 150) * 61_440_000_000_000_001

@@ -15,16 +15,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from recovery.catalog.chains import Chain
-    from recovery.format.manifest import Manifest
-    from recovery.storage.store import Store
+from gba_hvd.shm.layout import ids_of
+from recovery import state_codec
+from recovery.catalog.chains import Chain
+from recovery.errors import BadInput, StoreError
+from recovery.format.manifest import Manifest
+from recovery.restore.inspect import read_rows, read_state
+from recovery.rows import FILTER, KEY, NO_KEY, USES
+from recovery.storage.store import Store
 
 # As safetensors calls them.
 _DTYPES = {
@@ -58,11 +62,6 @@ def export(
     on_bytes: Callable[[int], object] = lambda n: None,
 ) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
-    from gba_hvd.shm.layout import ids_of
-    from recovery.errors import BadInput, StoreError
-    from recovery.restore.inspect import read_rows
-    from recovery.rows import FILTER, KEY, NO_KEY, USES
-
     dense, left_out = dense_tensors(store, chain.newest, weights_only)
     columns = column_names(chain.newest)
     shapes = {
@@ -104,8 +103,6 @@ def export(
 
 def column_names(manifest: Manifest) -> list[list[str]]:
     """What the columns of each table are called in the file."""
-    from recovery.rows import KEY
-
     return [
         [table.name, *(f"{table.name}/{'id' if column == KEY else column.name}" for column in table.columns[1:])]
         for table in manifest.schema.tables
@@ -114,9 +111,6 @@ def column_names(manifest: Manifest) -> list[list[str]]:
 
 def dense_tensors(store: Store, manifest: Manifest, weights_only: bool) -> tuple[dict[str, Tensor], str]:
     """The tensors of the state, and a sentence about what is not among them."""
-    from recovery import state_codec
-    from recovery.restore.inspect import read_state
-
     data = read_state(store, manifest)
     if data is None:
         return {}, ""
@@ -135,8 +129,6 @@ def dense_tensors(store: Store, manifest: Manifest, weights_only: bool) -> tuple
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
     if isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor) and str(value.dtype)[6:] in _DTYPES:
@@ -154,8 +146,6 @@ def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str,
 
     The format: length of the header (uint64), header (JSON), all tensors without gaps.
     """
-    import torch
-
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape, dtype, n_bytes in [
@@ -186,8 +176,6 @@ def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str,
 
 
 def _replace_by_state_dict(path: Path, arrays: Mapping[str, np.memmap], dense: Mapping[str, Tensor]) -> None:
-    import torch
-
     saved = path.with_name(path.name + ".pt")
     try:
         torch.save({**{name: torch.from_numpy(array) for name, array in arrays.items()}, **dense}, saved)

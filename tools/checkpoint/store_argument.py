@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from recovery.errors import BadInput
+from recovery.storage.local_store import LocalStore
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
 
 from ..folder_argument import existing_folder
-
-if TYPE_CHECKING:
-    from recovery.storage.store import Store
 
 
 def store_of(url: str, options: Sequence[str]) -> Store:
     """options: KEY=VALUE, for the back end. Raises BadInput for a local folder that does not exist."""
-    from recovery.storage.local_store import LocalStore
-    from recovery.storage.open import open_store
-
     store = open_store(url, **options_of(options))
     behind = getattr(store, "store", store)  # of one that tries again
     if isinstance(behind, LocalStore):
@@ -25,8 +24,6 @@ def store_of(url: str, options: Sequence[str]) -> Store:
 
 def options_of(options: Sequence[str]) -> dict[str, Any]:
     """Of KEY=VALUE texts."""
-    from recovery.errors import BadInput
-
     if wrong := [option for option in options if "=" not in option]:
         raise BadInput(f"--option {wrong[0]}: expected KEY=VALUE")
     return dict(option.partition("=")[::2] for option in options)

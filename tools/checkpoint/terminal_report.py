@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,17 +112,20 @@ def print_rollback(found: Mapping[str, Any]) -> None:
     )
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (), title: str | None = None
+) -> None:
+    """left: columns of words, which may be wrapped; the others are figures."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", no_wrap=number not in left)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def short(name: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from gba_hvd.errors import BadInput
+
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
     from gba_hvd.update_rules.delay_sequence import Arrivals
@@ -91,7 +93,6 @@ class Figures:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules.stability import advise
 
     _refuse_idle(args)
@@ -144,8 +145,6 @@ def _lacks(args: argparse.Namespace, measured: Figures, lr: float, momentum: flo
 
 def _refuse_idle(args: argparse.Namespace) -> None:
     """Raise BadInput for options that the others make void."""
-    from gba_hvd.errors import BadInput
-
     of_the_sweep = args.micro_batch_s is not None or args.serve_s != [0.0] or args.step != 1 or args.tolerance != [4]
     if of_the_sweep and not args.workers:
         raise BadInput(
@@ -168,7 +167,6 @@ def ages_of(mean: float, oldest: int | None) -> dict[int, float]:
 
     Raises BadInput when there is none.
     """
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules.delay_roots import at_mean
 
     found = at_mean(mean)
@@ -190,8 +188,12 @@ def sweep(
     """A row for each number of workers, tolerance and server time; then what the equation lacks."""
     from gba_hvd.update_rules.delay_model import scaled, stops_helping
 
-    from ..bench.harness.measure import print_table
+    from ..bench.harness.measure import print_figures
 
+    columns = {
+        "workers": "{workers}", "steps/s": "{steps_per_s:.4g}", "mean age": "{age_mean:.2f}",
+        "dropped": "{dropped_share:.1%}", "lr limit": "{lr_limit:.3g}", "progress/s": "{pace}", "server full": "{full}",
+    }  # fmt: skip
     found, more = [], {"ahead": ahead, "dampening": dampening}
     for serve_s in args.serve_s:
         for tolerance in args.tolerance:
@@ -204,17 +206,12 @@ def sweep(
             found.append({**facts, "most_workers": most, "scales": [asdict(scale) for scale in scales]})
             if args.json:
                 continue
-            rows = [
-                (
-                    str(s.workers), f"{s.steps_per_s:.4g}", f"{s.age_mean:.2f}", f"{s.dropped_share:.1%}",
-                    f"{s.lr_limit:.3g}",
-                    f"{s.progress:.3g}" if s.progress > 0 else "unstable", "yes" if s.is_full else "",
-                )
-                for s in scales
-            ]  # fmt: skip
+            rows = []
+            for scale in scales:
+                pace = f"{scale.progress:.3g}" if scale.progress > 0 else "unstable"
+                rows.append({**asdict(scale), "pace": pace, "full": "yes" if scale.is_full else ""})
             title = f"server {serve_s:g} s a push" + (f", tolerance {tolerance}" if args.step > 1 else "")
-            columns = ("workers", "steps/s", "mean age", "dropped", "lr limit", "progress/s", "server full")
-            print_table(title, columns, rows)
+            print_figures(title, columns, rows)
             if not most:
                 print("no number of workers is stable")
             elif most == max(args.workers):
@@ -245,16 +242,15 @@ def figures_of(story: RunHistory, needs_lr: bool) -> Figures:
     lr, last_lr = _lr_of(story) if needs_lr else (None, None)
     rule = story.params.get("rule", "none")
     ahead = steps_of(rule, {n: v for n, v in (("steps", story.params.get("rule_settings.steps")),) if v is not None})
-    betas, optimizer = story.params.get("dense_betas", ""), story.params.get("optimizer", "SGD")
     if momentum is not None:
-        return Figures(
-            lr, story.last("curvature"), ages, story.arrivals or None, momentum, "SGD", rule, last_lr, "", ahead,
-            float(story.params.get("dense_dampening", 0.0)),
-        )  # fmt: skip
-    momentum = _first_beta(betas)
+        betas, optimizer, dampening = "", "SGD", float(story.params.get("dense_dampening", 0.0))
+    else:
+        betas, optimizer = story.params.get("dense_betas", ""), story.params.get("optimizer", "SGD")
+        momentum = _first_beta(betas)
+        dampening = momentum or 0.0
     return Figures(
         lr, story.last("curvature"), ages, story.arrivals or None, momentum, optimizer, rule, last_lr, betas, ahead,
-        momentum or 0.0,
+        dampening,
     )  # fmt: skip
 
 
@@ -271,7 +267,6 @@ def _lr_of(story: RunHistory) -> tuple[float | None, float | None]:
 
     What the library recorded wins over what the script called a learning rate.
     """
-    from gba_hvd.errors import BadInput
     from gba_hvd.tracking.plots import DENSE_LR, SCRIPT_LRS
 
     if DENSE_LR in story.params:

@@ -14,13 +14,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from recovery.errors import BadInput, Damaged
+from recovery.rows import FILTER
+from recovery.storage.store import Store
+
 from ..checkpoint.store_argument import store_of
 from ..checkpoint.terminal_report import print_diff, print_list, print_one, print_rollback, progress, short
 
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped
     from recovery.format.manifest import Manifest
-    from recovery.storage.store import Store
 
 FORMATS = ("safetensors", "state_dict")
 _COMPARED_BYTES = 256 << 20
@@ -85,7 +90,6 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 def run_ls(args: argparse.Namespace) -> int:
     from recovery.catalog.best import best_chain
     from recovery.catalog.chains import Skipped, chains
-    from recovery.errors import Damaged
 
     store = store_of(args.url, args.option)
     listed: list[dict[str, Any]] = []
@@ -138,7 +142,6 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from recovery.errors import Damaged
     from recovery.format.manifest import from_json
     from recovery.restore.inspect import verify
 
@@ -174,7 +177,6 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    from recovery.errors import BadInput
     from recovery.format.manifest import difference
 
     store = store_of(args.url, args.option)
@@ -233,7 +235,6 @@ def run_rollback(args: argparse.Namespace) -> int:
 
 def _require_whole(store: Store, chain: Chain) -> None:
     """Raises Damaged, naming what is wrong with the checkpoint or with one that it is on top of."""
-    from recovery.errors import Damaged
     from recovery.restore.inspect import verify
 
     with progress("checking", sum(manifest.n_bytes for manifest in chain.manifests)) as on_bytes:
@@ -278,7 +279,6 @@ def _print_result(args: argparse.Namespace, found: dict[str, Any], say: Callable
 def _chain(store: Store, name: str) -> Chain:
     """The checkpoint of this name, whole; `newest`: the newest that is whole."""
     from recovery.catalog.chains import Skipped, chains
-    from recovery.errors import BadInput, Damaged
 
     seen: list[str] = []
     damaged: list[Skipped] = []
@@ -314,10 +314,7 @@ def _facts(chain: Chain) -> dict[str, Any]:
 
 def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) -> dict[str, Any]:
     """One table, as many rows at a time as take no more than a few hundred megabytes."""
-    import numpy as np
-
     from recovery.restore.inspect import read_rows
-    from recovery.rows import FILTER
 
     table = new.newest.schema.tables[number]
     n_shards = new.newest.schema.n_shards

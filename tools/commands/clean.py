@@ -10,12 +10,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from gba_hvd.shm.sweep import OrphanedMemory, counted, free_and_held, orphaned_memory, remove
 
 from ..folder_argument import shard_folder
-
-if TYPE_CHECKING:
-    from gba_hvd.shm.sweep import OrphanedMemory
 
 _WORDS = {
     "job": "memory of a dead job",
@@ -38,8 +36,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.shm.sweep import counted, free_and_held, orphaned_memory, remove
-
     base = shard_folder(args.dir)
     found = orphaned_memory(base)
     free, _ = free_and_held(found)

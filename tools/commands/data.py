@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 from .data_output import print_summary, shown_progress
-from .data_recipe import By, recipe_of
 
 if TYPE_CHECKING:
     from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares
+
+    from .data_recipe import By
 
 SPLITS = ("train", "valid", "test")
 
@@ -139,7 +142,8 @@ def _shares(text: str) -> dict[str, float]:
 
 def run_prepare(args: argparse.Namespace) -> int:
     from gba_hvd.data import prepare
-    from gba_hvd.errors import BadInput
+
+    from .data_recipe import recipe_of
 
     started = time.monotonic()
     try:
@@ -154,12 +158,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         raise BadInput(str(error)) from error
     with shown_progress() as on_progress:
         manifest = prepare(
-            recipe,
-            source,
-            args.out,
-            overwrite=args.overwrite,
-            max_bad_rows=args.max_bad_rows,
-            on_progress=on_progress,
+            recipe, source, args.out, overwrite=args.overwrite, max_bad_rows=args.max_bad_rows, on_progress=on_progress
         )
     print_summary(args.out, manifest)
     if missing := [split for split in SPLITS if split not in manifest["splits"]]:
@@ -172,7 +171,6 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     from gba_hvd.data.store import read_manifest, verify
-    from gba_hvd.errors import BadInput
 
     manifest = read_manifest(args.dataset)
     try:
@@ -193,7 +191,6 @@ def run_show(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace, recipe: Recipe, split_by: By | None) -> SplitFiles | SplitShares:
     from gba_hvd.data.recipe import SplitFiles, SplitShares
     from gba_hvd.data.sources import files_by_split
-    from gba_hvd.errors import BadInput
 
     given = {split: paths for split in SPLITS if (paths := getattr(args, split))}
     if given:

@@ -13,11 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from gba_hvd.data.recipe import Categorical, Encoding, Recipe
-    from gba_hvd.data.sniff import Looks
+from gba_hvd.data.presets import PRESETS
+from gba_hvd.data.recipe import (
+    PARTS,
+    Categorical,
+    Encoding,
+    Hashed,
+    Identity,
+    Numeric,
+    Recipe,
+    Vocabulary,
+    require_columns,
+)
+from gba_hvd.data.sniff import NAMES, Looks, look, split, why_no_number
+from gba_hvd.data.times import format_of
+from gba_hvd.errors import BadInput
 
 By = Literal["random", "order"]
 REST = "rest"
@@ -31,9 +43,6 @@ def recipe_of(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[Recipe,
 
 
 def _of_preset(args: argparse.Namespace) -> tuple[Recipe, By | None]:
-    from gba_hvd.data.presets import PRESETS
-    from gba_hvd.errors import BadInput
-
     if args.preset not in PRESETS:
         near = get_close_matches(args.preset, PRESETS, n=1)
         meant = f"did you mean {near[0]}? There are" if near else "there are"
@@ -59,10 +68,6 @@ class _Columns:
 
 
 def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
-    from gba_hvd.data.recipe import Categorical, Numeric, Recipe, Vocabulary, require_columns
-    from gba_hvd.data.sniff import look
-    from gba_hvd.errors import BadInput
-
     looks = look(inputs, args.format, _DELIMITERS.get(args.delimiter, args.delimiter))
     columns = _columns(args, looks)
     names, where = columns.names, str(looks.path)
@@ -121,9 +126,6 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
 
 
 def _columns(args: argparse.Namespace, looks: Looks) -> _Columns:
-    from gba_hvd.data.sniff import split
-    from gba_hvd.errors import BadInput
-
     given = tuple(_named(args.columns, ()))
     if looks.format in _NAMED:
         if given or args.header is not None or args.delimiter:
@@ -160,8 +162,6 @@ def _named(texts: Iterable[str], names: Sequence[str]) -> list[str]:
 
 def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     """The table of each field that shares one."""
-    from gba_hvd.errors import BadInput
-
     found: dict[str, str] = {}
     for text in texts:
         table, _, fields = text.partition("=")
@@ -174,19 +174,12 @@ def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]
 
 
 def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:
-    from gba_hvd.data.sniff import why_no_number
-    from gba_hvd.errors import BadInput
-
     for name in numeric:
         if why := why_no_number(looks.sample_of(names, name)):
             raise BadInput(f"--numeric {name}: {why}; make it --categorical {name} (file {looks.path})")
 
 
 def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iterable[Categorical]:
-    from gba_hvd.data.recipe import PARTS, Categorical
-    from gba_hvd.data.times import format_of
-    from gba_hvd.errors import BadInput
-
     for name, given in times.items():
         sample = looks.sample_of(names, name)
         format = given or format_of(sample[:1000])
@@ -220,8 +213,6 @@ def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) ->
 
 
 def _shown(delimiter: str) -> str:
-    from gba_hvd.data.sniff import NAMES
-
     return NAMES.get(delimiter, repr(delimiter))
 
 
@@ -231,9 +222,6 @@ def _listed(names: Sequence[str], most: int = 12) -> str:
 
 
 def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
-    from gba_hvd.data.recipe import Hashed, Vocabulary
-    from gba_hvd.errors import BadInput
-
     if args.hash_rows is not None and args.min_count is not None:
         raise BadInput("--hash-rows and --min-count: choose one, a hash has no vocabulary")
     if args.hash_rows is not None:
@@ -242,9 +230,6 @@ def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
 
 
 def _field_encodings(args: argparse.Namespace) -> dict[str, Encoding]:
-    from gba_hvd.data.recipe import Hashed, Identity
-    from gba_hvd.errors import BadInput
-
     encodings: dict[str, Encoding] = {}
     try:
         for text in args.hash:

@@ -13,40 +13,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import TextIO
 
-from ..doctor.checks import (
-    Finding,
-    check_allreduce,
-    check_file_systems,
-    check_gpu,
-    check_horovod,
-    check_host_name,
-    check_kernels,
-    check_machine,
-    check_mlflow,
-    check_orphaned_memory,
-    check_python,
-    check_shard_memory,
-    check_torch,
-)
+from ..doctor import checks
+from ..doctor.checks import Finding
 from ..launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
 from ..launch.command_line import CannotRun, parse_hosts
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python,
-    check_torch,
-    check_kernels,
-    check_machine,
-    check_horovod,
-    check_shard_memory,
-    check_orphaned_memory,
-    check_host_name,
-    check_allreduce,
-    check_mlflow,
-    check_file_systems,
-    check_gpu,
-    check_threads,
-    check_key_file,
-)
+    checks.check_python, checks.check_torch, checks.check_kernels, checks.check_machine, checks.check_horovod,
+    checks.check_shard_memory, checks.check_orphaned_memory, checks.check_host_name, checks.check_allreduce,
+    checks.check_mlflow, checks.check_file_systems, checks.check_gpu, check_threads, check_key_file,
+)  # fmt: skip
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,19 +62,17 @@ def run(args: argparse.Namespace) -> int:
 
 def checks_of_a_launch(args: argparse.Namespace) -> list[Callable[[], Finding]]:
     """Checks of the arguments that `gba-hvd run` would be given."""
-    checks: list[Callable[[], Finding]] = []
+    found: list[Callable[[], Finding]] = []
     if args.network_interface:
-        checks.append(partial(check_interface, args.network_interface))
+        found.append(partial(check_interface, args.network_interface))
     if args.discovery:
-        checks.append(lambda: check_discovery(args.discovery)[0])
-    if args.hosts:
-        checks += [partial(check_ssh, host) for host in args.hosts]
-    return checks
+        found.append(lambda: check_discovery(args.discovery)[0])
+    return found + [partial(check_ssh, host) for host in args.hosts or ()]
 
 
-def diagnose(checks: Iterable[Callable[[], Finding]]) -> Iterable[Finding]:
+def diagnose(some: Iterable[Callable[[], Finding]]) -> Iterable[Finding]:
     """Run the checks one after the other. One that breaks is a finding too, and does not stop the others."""
-    for check in checks:
+    for check in some:
         try:
             yield check()
         except Exception as error:

@@ -14,6 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import known_mode
+from gba_hvd.ps.coordinator.recent_pace import PACE_S
+from gba_hvd.shm import job_board
+from gba_hvd.shm.job_board import ENDING
+
+from ..checkpoint.terminal_report import print_table
 from ..running_jobs import (
     ask_status,
     ask_switch,
@@ -97,8 +104,6 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_switch(args: argparse.Namespace) -> int:
-    from gba_hvd.mode_names import known_mode
-
     mode = known_mode(args.mode)
     folder = job_to_change(args)
     _refuse_without_callback(folder)
@@ -124,17 +129,8 @@ def run_switch(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- which job -------------------------------------------------------------------------------------------------------
-
-
-# --- whom to ask -----------------------------------------------------------------------------------------------------
-
-
 def _refuse_without_callback(folder: Path) -> None:
     """Raises BadInput where no server would receive a request for another mode."""
-    from gba_hvd.errors import BadInput
-    from gba_hvd.shm import job_board
-
     shown = job_board.read(folder)
     if shown is not None and not shown["switchable"]:
         raise BadInput(
@@ -150,8 +146,6 @@ def _wait_for(
 
     with_a_step: and has made a step in it. The servers leave a mode with the first worker, which may wait for others
     """
-    from gba_hvd.shm import job_board
-
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         report = ask_status(folder, timeout_s)
@@ -181,8 +175,6 @@ def inactive_workers(report: Mapping[str, Any], since_s: float = 0.0) -> list[st
 
 def mode_words(report: Mapping[str, Any]) -> str:
     """`allreduce`, and what was asked for in its place."""
-    from gba_hvd.shm.job_board import ENDING
-
     mode, asked = str(report.get("mode", "-")), report.get("asked")
     if mode == ENDING:
         return "ending: the training is over, what is left is saved and reported"
@@ -194,7 +186,6 @@ def mode_words(report: Mapping[str, Any]) -> str:
 
 def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a report says of the whole job, as (word, sentence)."""
-    from gba_hvd.ps.coordinator.recent_pace import PACE_S
     from gba_hvd.tracking.gauges import staleness_words, whole_numbers
 
     lines = [("mode", mode_words(report))]
@@ -297,22 +288,11 @@ def row_of(job: Mapping[str, Any], now_s: float) -> list[str]:
 
 
 def print_jobs(jobs: Sequence[Mapping[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table, now_s = Table(box=box.SIMPLE_HEAD, pad_edge=False), time.time()
-    for heading in ("name", "job", "mode", "started", "step", "last step", "workers", "folder"):
-        table.add_column(heading, no_wrap=True)
-    for job in jobs:
-        table.add_row(*map(escape, row_of(job, now_s)))
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=240)
-    console.print(table)
+    headings, now_s = ("name", "job", "mode", "started", "step", "last step", "workers", "folder"), time.time()
+    print_table(headings, [row_of(job, now_s) for job in jobs], left=range(len(headings)))
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -325,16 +305,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     for word, sentence in facts(report):
         lines.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
     console.print(lines)
-    listed = workers(report)
-    if not listed:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in listed]
-    for heading in rows[0]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
+    rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in workers(report)]
+    if rows:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _of_leases(worker: Mapping[str, Any]) -> dict[str, str]:

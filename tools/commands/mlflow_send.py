@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from gba_hvd.errors import BadInput
 from recovery.redaction import redacted
 
 
@@ -25,7 +26,6 @@ def _add_send(parser: argparse.ArgumentParser) -> None:
 
 
 def send(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.tracking.sender_process import locked, prepare_process, send_left_behind
 
     prepare_process()
@@ -49,8 +49,6 @@ def send(args: argparse.Namespace) -> int:
 
 
 def _files(paths: Iterable[Path]) -> set[Path]:
-    from gba_hvd.errors import BadInput
-
     files: set[Path] = set()
     for path in paths:
         if path.is_dir():

@@ -13,12 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recovery import units
+from recovery.errors import BadInput
+from recovery.schedule.failures import MeanTime, mean_time
+from recovery.schedule.planner import Costs, Estimate, JobProfile, Objectives, RecoveryPlan, plan
+
+from ..checkpoint.terminal_report import print_table
 from ..plan import measured_costs
 
 if TYPE_CHECKING:
-    from recovery.schedule.failures import MeanTime
-    from recovery.schedule.planner import Costs, Estimate, Objectives, RecoveryPlan
-
     from ..plan.measured_costs import MeasuredCosts
 
 
@@ -96,8 +99,6 @@ def fill_in(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    from recovery.schedule.planner import JobProfile, plan
-
     found_at = measured_costs.of_arguments(args)
     fill_in(args, found_at)
     if found_at is None:
@@ -131,8 +132,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
     """Without a job that has measured something: one message for all that is missing."""
-    from recovery.errors import BadInput
-
     if all(value is None for value in (args.save_s, args.costs, args.mtbf_hours, args.failures)):
         raise BadInput(
             "neither how long a save takes nor the mean time between failures is known: give --save-s (or --costs) and "
@@ -142,9 +141,6 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
 
 def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Costs:
     """From a checkpoint, the file of measured costs and the options; the later ones win."""
-    from recovery.errors import BadInput
-    from recovery.schedule.planner import Costs
-
     values: dict[str, Any] = {} if found is None else dict(found.costs)
     values |= measured_costs.read_costs(args.costs) if args.costs else {}
     given = {name: getattr(args, name) for name in Costs.__dataclass_fields__}
@@ -156,8 +152,6 @@ def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Co
 
 
 def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
-    from recovery.schedule.planner import Objectives
-
     return Objectives(
         target_pls=args.target_pls,
         policy=args.policy,
@@ -172,9 +166,6 @@ def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
 
 def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> MeanTime:
     """Given, or estimated from observed failures with what was given as the prior."""
-    from recovery.errors import BadInput
-    from recovery.schedule.failures import mean_time
-
     if found is not None and args.failures is None:
         return found.measured.between_failures(args.mtbf_hours or found.given.get("mtbf_h"))
     if args.mtbf_hours is None and args.failures is None:
@@ -191,8 +182,6 @@ def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -
 
 def read_hours(path: Path) -> list[float]:
     """The first number of each line; empty lines and those that begin with # are left out."""
-    from recovery.errors import BadInput
-
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -218,21 +207,12 @@ def as_json(found: RecoveryPlan, mean: MeanTime, costs: Costs) -> dict[str, Any]
 
 
 def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from recovery import units
-
-    table = Table(title="Cost of safety, as a share of training time")
-    for column in ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS"):
-        table.add_column(column, justify="left" if column == "recovery" else "right")
-    for strategy in (found.full, found.partial):
-        table.add_row(*row(strategy), style="bold" if strategy is found.expected else None)
-    console = Console()
-    console.print(table)
+    columns = ("recovery", "saved every", "saves", "loads", "replace", "redo", "overhead", "PLS")
+    title = "Cost of safety, as a share of training time"
+    print_table(columns, [row(found.full), row(found.partial)], left=(0,), title=title)
     what = f"{found.r:.1%} of rows" if found.r < 1 else "all rows" if found.kind == "full" else "changed rows"
-    console.print(found.reason, highlight=False, soft_wrap=True)
     lines = [
+        found.reason,
         f"save: {found.kind} ({what}) every {duration(found.interval_s)}",
         f"written: {units.size(found.bytes_per_day)} per day; stored: at most {units.size(found.stored_bytes)}",
         f"failures: {mean.reason}",
@@ -240,9 +220,8 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
         f"load {costs.load_s:g} s; replace a server {costs.reschedule_s:g} s",
     ]
     if priced:
-        lines.insert(2, f"cost: {found.cost_per_month:,.2f} per month")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        lines.insert(3, f"cost: {found.cost_per_month:,.2f} per month")
+    print(*lines, sep="\n")
 
 
 def pace_in_words(pace: Mapping[str, Any]) -> str:
@@ -259,8 +238,6 @@ def row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    from recovery import units
-
     if seconds < 1:
         return units.duration(seconds)
     if seconds < 600:

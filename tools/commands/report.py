@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from gba_hvd.errors import BadInput
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -30,7 +32,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.tracking.find_run import read, refuse_no_run
     from gba_hvd.tracking.report.page import page
     from gba_hvd.tracking.run_history import as_json

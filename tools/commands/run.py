@@ -13,13 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..launch.checks import (
-    check_discovery,
-    check_interface,
-    check_key_file,
-    is_local,
-    loopback_interface,
-)
+from ..launch.checks import check_discovery, check_interface, check_key_file, is_local, loopback_interface
 from ..launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
 
 _FLAGS = ("--dry-run", "-h", "--help")  # options of `gba-hvd run` without a value; all others have one

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
+
+from ..signals import stop
 
 PROBE = """
 import torch, horovod.torch as hvd
@@ -33,17 +33,6 @@ def run_group(command: list[str], timeout_s: float) -> tuple[int | None, str]:
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            if child.poll() is None:
-                _stop(child)
+            stop(child)
         output.seek(0)
         return status, output.read()
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """First ask, because horovodrun starts its workers in sessions of their own and ends them when it is asked to."""
-    os.killpg(child.pid, signal.SIGTERM)
-    try:
-        child.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()

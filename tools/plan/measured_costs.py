@@ -9,10 +9,10 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from recovery.schedule.adaptive import JobMeasurements
+from recovery.errors import BadInput
+from recovery.schedule.adaptive import JobMeasurements
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def of_arguments(args: argparse.Namespace) -> MeasuredCosts | None:
     """None when neither a location nor a job was named. Raises BadInput when there is nothing to be read."""
-    from recovery.errors import BadInput
-
     if args.url and args.job:
         raise BadInput("--url and --job say the same: give one of them")
     url = location_of_job(args) if args.job else args.url
@@ -49,8 +47,6 @@ def of_arguments(args: argparse.Namespace) -> MeasuredCosts | None:
 
 
 def location_of_job(args: argparse.Namespace) -> str:
-    from recovery.errors import BadInput
-
     from ..running_jobs import ask_status, bases_of, find_job
 
     report = ask_status(find_job(bases_of(args), args.job), args.timeout)
@@ -64,8 +60,6 @@ def location_of_job(args: argparse.Namespace) -> str:
 
 def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     from recovery.catalog.chains import Chain, chains
-    from recovery.errors import BadInput
-    from recovery.schedule.adaptive import JobMeasurements
 
     from ..checkpoint.store_argument import store_of
 
@@ -92,8 +86,6 @@ def _object(value: Any) -> dict[str, Any]:
 
 def read_costs(path: Path) -> dict[str, Any]:
     """Measured costs, from a JSON object that has them under "costs", as a checkpoint's `about`, or that is them."""
-    from recovery.errors import BadInput
-
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

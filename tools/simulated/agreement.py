@@ -15,13 +15,18 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from gba_hvd import update_rules
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.torch_optimizers import spec_of
 
 from ..bench.harness import emulated_accelerators as emulated
+from ..bench.harness import small_ctr
+from .click_task import ClickTask
+from .event_loop import Setting, train
 from .experiment import check_mode
 
 HISTOGRAMS = ("staleness", "lags")
@@ -66,9 +71,6 @@ class JobSettings:
 
 def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
     """The same figures as a real job's."""
-    from .click_task import ClickTask
-    from .event_loop import Setting, train
-
     n_samples = job.micro_batches * job.micro_batch
     setting = Setting(
         EpochPlan(n_samples, job.n_micro * job.micro_batch, job.micro_batch),
@@ -88,12 +90,6 @@ def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
 
 def optimizer_spec() -> dict[str, Any]:
     """Description of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
-    import torch
-
-    from gba_hvd.torch_optimizers import spec_of
-
-    from ..bench.harness import small_ctr
-
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     return spec_of(torch.optim.Adagrad(parameters, lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS))
 
@@ -107,15 +103,11 @@ def compared(real: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) ->
     apart: dict[str, float | None] = {}
     noise: dict[str, float | None] = {}
     for name in (*HISTOGRAMS, *SCORES):
-        far = distance if name in HISTOGRAMS else _difference
+        far: Callable[[Any, Any], float] = distance if name in HISTOGRAMS else lambda one, other: abs(one - other)
         apart[name] = median(far(job[name], simulated[name]) for job in real)
         between = [far(one[name], other[name]) for one, other in combinations(real, 2)]
         noise[name] = median(between) if between else None
     return {"apart": apart, "noise": noise}
-
-
-def _difference(one: float, other: float) -> float:
-    return abs(one - other)
 
 
 def together(histograms: Sequence[Mapping[Any, int]]) -> dict[int, int]:

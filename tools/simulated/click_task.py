@@ -76,12 +76,9 @@ class ClickTask:
 
     def _logits(self, ids: Tensor, dense: Tensor) -> Tensor:
         logits: Tensor = self._tower(dense, self._tables.stacked(dict(zip(small_ctr.FIELDS, ids, strict=True))))
-        self._forget_without_gradient()
-        return logits
-
-    def _forget_without_gradient(self) -> None:
         if not torch.is_grad_enabled():
             self._tables.drop_gradients()
+        return logits
 
     def _put(self, values: np.ndarray) -> None:
         at, copied = 0, torch.from_numpy(values.copy())

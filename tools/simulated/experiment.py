@@ -20,6 +20,7 @@ from gba_hvd.mode_names import REPLICA_MODES, SERVER_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
+from .click_task import ClickTask
 from .event_loop import Setting, TrainingOutcome, train
 from .service_times import SHAPE, Fleet
 from .tasks import Logistic, NoTables, Quadratic, SimulatedTask, no_rows
@@ -116,7 +117,8 @@ def run_grid(experiment: Experiment, lrs: Sequence[float]) -> list[float]:
     if experiment.task == "clicks":
         raise BadInput("the task 'clicks' has tables, which a grid of learning rates cannot have: choose another")
     grid = Grid(_task(experiment, None), len(lrs))
-    optimizer = with_rates(experiment.optimizer_spec(), lrs)
+    spec = experiment.optimizer_spec()  # of one group, from here on of one for each learning rate
+    optimizer = {**spec, "groups": [{**spec["groups"][0], "lr": lr} for lr in lrs]}
     setting = replace(experiment.setting(), optimizer=optimizer, points=1)
     outcome = train(grid, setting, experiment.workers, experiment.fleet().draws())
     return grid.losses(outcome.values)
@@ -133,8 +135,6 @@ def _task(experiment: Experiment, clicks: Path | None) -> SimulatedTask:
     samples = experiment.micro_batches * experiment.micro_batch
     if experiment.task == "logistic":
         return _logistic(min(samples, 100_000), experiment.micro_batch, experiment.seed)
-    from .click_task import ClickTask
-
     assert clicks is not None
     return ClickTask(clicks, samples, experiment.micro_batch)
 
@@ -189,8 +189,3 @@ class Grid(NoTables):
             math.inf if lost or not loss <= _LOST * self._first else loss
             for loss, lost in zip(losses, self._is_lost, strict=True)
         ]
-
-
-def with_rates(optimizer: dict[str, Any], lrs: Sequence[float]) -> dict[str, Any]:
-    """A description of one group (`torch_optimizers.spec_of`) as one of a group for each learning rate."""
-    return {**optimizer, "groups": [{**optimizer["groups"][0], "lr": lr} for lr in lrs]}

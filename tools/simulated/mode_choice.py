@@ -13,14 +13,15 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from gba_hvd import GBACallback
 from gba_hvd.epoch import shares
 from gba_hvd.switching.measurements import PushReadings
-from gba_hvd.switching.policy import LOST_S, Decision, Options
+from gba_hvd.switching.policy import LOST_S, Options
+
+from ..bench.harness.emulated_accelerators import LOAD_BY_HOUR, SEVERITY
 
 TICK_S = 0.25  # the state of a cluster is constant for so long
 MODES = ("allreduce", "gba")
@@ -102,40 +103,20 @@ class Comparison:
         return self.needless * 3600 / self.seconds
 
 
-class Chooser(Protocol):
-    """What a run reports to and asks of `GBACallback`, or of a policy in its place."""
-
-    @property
-    def last(self) -> Decision | None: ...
-
-    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None: ...
-
-    def measured_async(
-        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, *, n_pushed: int, elapsed_s: float
-    ) -> None: ...
-
-    def mode_request(self, step: int, current: str) -> tuple[str, str] | None: ...
-
-    def switched(self, mode: str, step: int) -> None: ...
-
-
-class Informed:
+class Informed(GBACallback):
     """Sees a run of each mode beside its own, up to now, and switches when the other one is a second of work ahead."""
 
-    last: Decision | None = None
+    def __init__(self, fixed: Mapping[str, ModeRun], now_s: Callable[[], float]) -> None:
+        super().__init__()
+        self._fixed, self._now_s, self._seen_s, self._lost_s = fixed, now_s, 0.0, 0.0
 
-    def __init__(self, fixed: Mapping[str, ModeRun], clock: Callable[[], float]) -> None:
-        self._fixed, self._clock, self._seen_s, self._lost_s = fixed, clock, 0.0, 0.0
+    def measured_allreduce(self, *_: object, **__: object) -> None: ...
 
-    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None: ...
-
-    def measured_async(
-        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, *, n_pushed: int, elapsed_s: float
-    ) -> None: ...
+    def measured_async(self, *_: object, **__: object) -> None: ...
 
     def mode_request(self, step: int, current: str) -> tuple[str, str] | None:
         other = "gba" if current == "allreduce" else "allreduce"
-        span = [self._seen_s, self._clock()]
+        span = [self._seen_s, self._now_s()]
         done = {mode: float(np.diff(run.done_at(span))[0]) for mode, run in self._fixed.items()}
         if done[current] > 0:
             ahead = done[other] / done[current] - Options.enter_gain
@@ -144,7 +125,7 @@ class Informed:
         return (other, f"{LOST_S:g} s of work ahead") if self._lost_s >= LOST_S else None
 
     def switched(self, mode: str, step: int) -> None:
-        self._seen_s, self._lost_s = self._clock(), 0.0
+        self._seen_s, self._lost_s = self._now_s(), 0.0
 
 
 def compare(cluster: Cluster, trial_budget: float | None = None, informed: bool = False) -> Comparison:
@@ -179,7 +160,7 @@ def _needless(switches: Sequence[Switch], fixed: dict[str, ModeRun], end_s: floa
 class _Run:
     """The clock, and a mode at a time. Without a callback the mode stays."""
 
-    def __init__(self, cluster: Cluster, mode: str, callback: Chooser | None) -> None:
+    def __init__(self, cluster: Cluster, mode: str, callback: GBACallback | None) -> None:
         self._cluster, self._mode, self.callback = cluster, mode, callback
         self.now_s, self._step, self._done = 0.0, 0, 0
         self._curve, self._switches = [(0.0, 0.0)], list[Switch]()
@@ -274,9 +255,6 @@ class _Run:
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
 
-_DAY_LOAD = (.1, 0, 0, 0, 0, .1, .3, .6, .8, 1, 1, .9, .7, .8, 1, 1, .9, .7, .8, 1, .9, .6, .4, .2)  # fmt: skip
-_SEVERITY = (0.5, 1.0, 2.0, 4.0)  # as of `emulated_accelerators.cluster_day`
-
 
 def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
     """By name: four workers of 50 ms, M = 8; what happens to them begins after three minutes."""
@@ -293,10 +271,9 @@ def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
 
     visit = slice(n_ticks // 3, 2 * n_ticks // 3)
     day = np.ones((n, n_ticks))
-    hours = np.array_split(np.arange(n_ticks), len(_DAY_LOAD))
-    for hour, ticks in enumerate(hours):
+    for hour, ticks in enumerate(np.array_split(np.arange(n_ticks), len(LOAD_BY_HOUR))):
         for worker in range(n):
-            day[worker, ticks] = 1 + _DAY_LOAD[hour] * _SEVERITY[(worker + hour // 6) % n]
+            day[worker, ticks] = 1 + LOAD_BY_HOUR[hour] * SEVERITY[(worker + hour // 6) % n]
     link = make("slow_link", even, exchange_s=0.006, serve_s=0.004)
     link.exchange_s[visit] += 0.05  # of dense gradients, once a step; a push carries as much
     link.serve_s[visit] += 0.05

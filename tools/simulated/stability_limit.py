@@ -68,8 +68,7 @@ class _Watched(Quadratic):
 
     @property
     def grows(self) -> np.ndarray:
-        found: np.ndarray = (self.end > self.middle) | self._is_lost
-        return found
+        return (self.end > self.middle) | self._is_lost
 
     def gradient(self, values: np.ndarray, micro: int) -> tuple[np.ndarray, list[RowGrad]]:
         seen = self.middle if micro < 2 * self._third else self.end

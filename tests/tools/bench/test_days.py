@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ def test_norms_are_those_of_the_days_after_synchronous_ones():
 
 def test_rows_are_found_again_and_those_of_other_settings_are_refused(tmp_path: Path):
     path = tmp_path / "days.json"
-    command.write(path, {"cores": 2}, command.settings_of(options("--out", str(path))), all_rows(), {}, all_rows())
+    settings = command.settings_of(options("--out", str(path)))
+    path.write_text(json.dumps({"machine": {"cores": 2}, "settings": settings, "rows": all_rows()}))
     words = ["--seeds", "1", "2", "--modes", "sync", "--limit-minutes", "0"]
     assert command.run(options("--out", str(path), *words)) == 0
     found = resumable.earlier(path, command.KEY)

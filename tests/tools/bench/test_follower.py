@@ -135,9 +135,9 @@ def options(*words: str) -> argparse.Namespace:
     ("words", "text"),
     [
         (("--runs", "0"), "nothing to do"),
-        (("--rows", "3"), "--rows 3"),
+        (("--rows", "3"), "--rows must be at least"),
         (("--every-s", "0"), "--every-s must be positive"),
-        (("--kills", "-1"), "--kills must not be negative"),
+        (("--kills", "-1"), "--kills must be at least 0"),
         (("--kills", "1", "--workers", "1"), "does not survive"),
     ],
 )

@@ -43,7 +43,7 @@ import torch
 from gba_hvd_tools.bench.gpu import torchrec
 from gba_hvd_tools.bench.gpu.clicks import Clicks
 from gba_hvd_tools.bench.gpu.training import Setting
-from gba_hvd_tools.bench.gpu.worker import CONTESTANTS
+from gba_hvd_tools.bench.gpu.worker import training_of
 
 class Zeros(Setting):
     spread = 0.0
@@ -54,7 +54,7 @@ clicks, setting = Clicks.load(Path(folder)), Zeros(100, 4, rule, 260, "cpu", 1)
 if name == "torchrec_uvm":
     training = torchrec.training_at(setting, clicks, "HOST")
 else:
-    training = CONTESTANTS[name](setting, clicks)
+    training = training_of(name, setting, clicks)
 print(json.dumps([float(training.step()) for _ in range(len(clicks))]))
 """
 

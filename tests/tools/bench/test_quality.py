@@ -208,7 +208,9 @@ def test_a_job_that_failed_of_values_that_are_not_finite_diverged(error: str, is
 def test_rows_of_an_earlier_invocation_are_found_again(tmp_path: Path):
     path = tmp_path / "quality.json"
     assert quality.rows_of(path) == []
-    quality.write(path, {}, [row("sync", 1, 0.9)], {"frappe, gba, seed 1": "no luck"})
+    results = resumable.Results(path, quality.KEY, None, quality.more_of)
+    results.rows.append(row("sync", 1, 0.9))
+    results.write()
     assert quality.rows_of(path) == [row("sync", 1, 0.9)]
     assert [p.name for p in tmp_path.iterdir()] == ["quality.json"]
 
@@ -219,7 +221,7 @@ def test_rows_of_an_earlier_invocation_are_found_again(tmp_path: Path):
         (["--datasets", "frappe"], "frappe needs its files: --data DIR"),
         (["--datasets", "frappe", "--data", "nowhere"], "frappe needs its files: --data DIR"),
         (["--datasets", "synthetic", "--epochs", "0"], "--epochs must be at least 1, got 0"),
-        (["--datasets", "synthetic", "--workers", "0"], "--workers must be above 0, got 0"),
+        (["--datasets", "synthetic", "--workers", "0"], "--workers must be positive, got 0"),
         (["--datasets", "synthetic", "--protocols", "sync", "--rules", "dc"], "no gradient is late with sync"),
         (["--datasets", "synthetic", "--protocols", "async", "--threads", "2"], "none of async has replicas"),
         (["--datasets", "synthetic", "--rules", "delayed_nesterov"], "a learning rate of its own"),

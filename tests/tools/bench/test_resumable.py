@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.bench.harness.measure import RunFailed
-from gba_hvd_tools.bench.harness.resumable import earlier, missing, read, run_each
+from gba_hvd_tools.bench.harness.measure import RunFailed, cell
+from gba_hvd_tools.bench.harness.resumable import Results, earlier, missing, read, run_each
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,28 @@ def test_the_result_is_written_after_each_run_and_a_failure_stops_no_other(capsy
     assert written == [([1], []), ([1], ["2"]), ([1, 3], ["2"])]
     assert failures == {"2": "no luck"}
     assert capsys.readouterr().err == "gba-hvd: 2: no luck\n"
+
+
+def test_a_file_is_continued_where_it_was_left(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(n: int) -> int:
+        results = Results(file, ("mode", "seed"), {"days": 3}, lambda rows: {"n": len(rows)})
+        results.run_each(results.waiting(RUNS)[:n], lambda run: results.rows.append({**vars(run), "auc": 0.5}))
+        return results.end()
+
+    assert measured(1) == 0
+    (before := json.loads(file.read_text()))["machine"]["cores"] = 1000
+    file.write_text(json.dumps(before))
+    assert measured(2) == 0
+    found = json.loads(file.read_text())
+    assert [(row["mode"], row["seed"]) for row in found["rows"]] == [("sync", 1), ("gba", 1), ("sync", 2)]
+    assert (found["machine"]["cores"], found["settings"], found["n"], found["failures"]) == (1000, {"days": 3}, 3, {})
+    assert f"1 rows in {file}, 2 runs to do" in capsys.readouterr().out
+
+
+def test_a_figure_that_is_not_there_is_a_dash() -> None:
+    row = {"auc": 0.5, "lost": None, "pls": {"mean": 0.125}}
+    texts = ["{auc:.2f}", "{lost:+.2f}", "{gain:.2f}", "{pls[mean]:.3f}", "{auc:.0%} of {pls[mean]:g}"]
+    assert [cell(text, row) for text in texts] == ["0.50", "-", "-", "0.125", "50% of 0.125"]
 
 
 def test_without_a_list_of_failures_the_first_one_ends_it() -> None:

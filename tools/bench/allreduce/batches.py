@@ -110,8 +110,7 @@ def _read(path: Path, shape: Shape) -> ShapeBatch:
 
 def _lengths(rng: np.random.Generator, field: Field, batch: int) -> np.ndarray:
     least, most = field.ids
-    lengths: np.ndarray = least + _zipf(rng, most - least + 1, LENGTH_ZIPF, batch)
-    return lengths
+    return least + _zipf(rng, most - least + 1, LENGTH_ZIPF, batch)
 
 
 def _zipf(rng: np.random.Generator, n: int, exponent: float, size: int) -> np.ndarray:

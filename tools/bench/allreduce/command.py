@@ -40,7 +40,6 @@ PEERS = {
     "ours": "allreduce mode, HOROVOD_CYCLE_TIME=5, as `gba-hvd run` sets it: no step has a Horovod operation",
     "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
     "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
-    "ours_all": "ours on several hosts, without connections of their own: Horovod carries rows and sums",
     "horovod": "plain Horovod, sparse tables, HOROVOD_CYCLE_TIME=3",
     "torchrec": "TorchRec, table_wise, fused Adagrad, DDP for the dense part",
     "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
@@ -53,24 +52,19 @@ OF_OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours_micro": ("--parts", str(PARTS)),
     "ours_sync": ("--parts", str(PARTS), "--together"),
-    "ours_all": ("--no-leaders",),
 }
 OF_TORCHREC: dict[str, tuple[str, ...]] = {"torchrec": (), "torchrec_pipeline": ("--pipeline",)}
 DENSE = "dense"  # the dense modules alone
-GOALS = {
-    "torchrec": {"dlrm": 1.0, "bags": 1.3, "wide": 1.3, "din": 1.3},
-    "horovod": dict.fromkeys(SHAPE_NAMES, 1.5),
-}
+GOALS = {"torchrec": {"dlrm": 1.0, "bags": 1.3, "wide": 1.3, "din": 1.3}, "horovod": dict.fromkeys(SHAPE_NAMES, 1.5)}
+COLUMNS = (
+    "samples_per_s", "ms_per_step", "cpu_ms_per_step", "startup_s", "peak_own_bytes", "table_copies_per_host", "load",
+    "loss_last", "copied_per_s", "gathered_per_s",
+)  # fmt: skip
 SHOWN = {
-    "samples/s": ("samples_per_s", 1, ",.0f"),
-    "ms/step": ("ms_per_step", 1, ".1f"),
-    "CPU ms/step": ("cpu_ms_per_step", 1, ".1f"),
-    "start-up s": ("startup_s", 1, ".1f"),
-    "own MiB": ("peak_own_bytes", 2**-20, ",.0f"),
-    "table copies": ("table_copies_per_host", 1, ".2f"),
-    "load": ("load", 1, ".1f"),
-}
-COLUMNS = (*(column for column, _, _ in SHOWN.values()), "loss_last", "copied_per_s", "gathered_per_s")
+    "peer": "{peer}", "samples/s": "{samples_per_s:,.0f}", "ms/step": "{ms_per_step:.1f}",
+    "CPU ms/step": "{cpu_ms_per_step:.1f}", "start-up s": "{startup_s:.1f}", "own MiB": "{own_mib:,.0f}",
+    "table copies": "{table_copies_per_host:.2f}", "load": "{load:.1f}", "ours / peer": "{ratio:.2f}",
+}  # fmt: skip
 WORKERS, BATCHES_KEPT, WARMUP_STEPS, STEPS = 2, 12, 6, 30
 _MODULES = "bench.allreduce"
 
@@ -108,12 +102,13 @@ def run(args: argparse.Namespace) -> int:
     """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
     planned = planned_runs(args)
     settings = {"workers": WORKERS * args.hosts, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
-    before = resumable.earlier(args.out, KEY, settings)
-    rows, traffic = before["rows"], dict(before.get("traffic") or {})
-    about = before.get("machine") or measure.machine()
-    waiting = resumable.missing(planned, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    failures: dict[str, str] = {}
+    traffic: dict[str, Any] = {}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        return {"peers": PEERS, "traffic": traffic, "summary": summary(rows, traffic)}
+
+    results = resumable.Results(args.out, KEY, settings, more)
+    traffic |= results.before.get("traffic") or {}
     with Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches: dict[tuple[str, int], Launches] = {}
 
@@ -125,19 +120,12 @@ def run(args: argparse.Namespace) -> int:
                 launches[one.shape, one.batch] = prepared
                 traffic.setdefault(one.shape, {})[str(one.batch)] = prepared.traffic
             row = {**asdict(one), **prepared.run(one.peer), "load": os.getloadavg()[0]}
-            rows.append(row)
+            results.rows.append(row)
             print(f"{one}: {row['samples_per_s']:,.0f} samples/s, load {row['load']:.1f}", flush=True)
 
-        def write() -> None:
-            found = {"machine": about, "settings": settings, "peers": PEERS, "traffic": traffic, "rows": rows}
-            found |= {"summary": summary(rows, traffic), "failures": failures}
-            measure.write_whole(args.out, found)
-
-        resumable.run_each(waiting, one_run, write, failures)
-        write()
-    show(summary(rows, traffic), WORKERS * args.hosts)
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+        results.run_each(results.waiting(planned), one_run)
+    show(summary(results.rows, traffic), WORKERS * args.hosts)
+    return results.end()
 
 
 def planned_runs(args: argparse.Namespace) -> list[Run]:
@@ -292,25 +280,19 @@ def step_of(
 
 def show(found: Mapping[str, Any], workers: int) -> None:
     """For each shape and batch a table, the parts of its step, and its goals."""
-    columns = ["peer", *SHOWN, "ours / peer"]
     for shape, by_batch in found.items():
         for batch, one in by_batch.items():
             name = f"{shape}, batch {batch}"
             lines = [
-                [peer, *shown(of), f"{one['ratios'][peer]:.2f}" if peer in one["ratios"] else ""]
+                {"peer": peer, **of, "own_mib": of["peak_own_bytes"] / 2**20, "ratio": one["ratios"].get(peer)}
                 for peer, of in one["peers"].items()
             ]
-            measure.print_table(f"{name}, {workers} workers, medians", columns, lines)
+            measure.print_figures(f"{name}, {workers} workers, medians", SHOWN, lines)
             if "step" in one:
                 print(parts_of_step(name, one["step"]))
             for peer, goal in one["goals"].items():
                 is_met = "met" if goal["is_met"] else "missed"
                 print(f"{name}: {one['ratios'][peer]:.2f}x {peer}, the goal of {goal['goal']:.1f} is {is_met}")
-
-
-def shown(figures: Mapping[str, float]) -> list[str]:
-    """A peer's, in the columns of SHOWN; empty where it has none."""
-    return [format(figures[column] * unit, how) if column in figures else "" for column, unit, how in SHOWN.values()]
 
 
 def parts_of_step(name: str, step: Mapping[str, float]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
-from gba_hvd.comm.collectives import World
-from gba_hvd.comm.groups import NotConnected
-from gba_hvd.membership import shard_transfer
 
 from ..harness import dlrm, peer_worker
 from . import batches, worker
@@ -77,12 +73,6 @@ def tables_of(shape: Shape) -> gba_hvd.EmbeddingTables:
     )
 
 
-def not_connected(name: str, world: World, ranks: Sequence[int]) -> None:
-    """In place of `form_group`: workers that cannot be connected. A collective."""
-    world.gather(name, np.zeros(1, dtype=np.int64))
-    raise NotConnected("as the benchmark asks")
-
-
 def main() -> None:
     parser = worker.parser(__doc__)
     parser.add_argument("--parts", type=int, default=1, help="micro-batches that a worker's batch consists of")
@@ -90,15 +80,10 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=Path, metavar="FOLDER", help="each name of a host has a folder of its own in it"
     )
-    parser.add_argument(
-        "--no-leaders", action="store_true", help="leave rows and the sum of dense gradients to Horovod"
-    )
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     if args.memory is not None:
         os.environ["GBA_HVD_SHARD_DIR"] = str(args.memory / os.environ["HOROVOD_HOSTNAME"])
-    if args.no_leaders:
-        setattr(shard_transfer, "form_group", not_connected)  # noqa: B010 -- of several hosts
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)

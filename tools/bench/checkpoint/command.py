@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     }
     measure.write_json(args.out, result)
     show(result)
-    print(f"written to {args.out}")
     return 0
 
 
@@ -172,24 +171,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def show(result: Mapping[str, Any]) -> None:
     """A table of medians for each size, and the headline figures."""
     columns = {
-        "stall s": ("stall_s", 1, ".3f"),
-        "net": ("stall_net_s", 1, ".3f"),
-        "call": ("blocked_s", 1, ".3f"),
-        "durable s": ("durable_s", 1, ".2f"),
-        "MB": ("bytes", 1e-6, ",.1f"),
-        "MB/s": ("bytes_per_s", 1e-6, ",.0f"),
-        "extra MiB": ("peak_extra_bytes", 2**-20, ",.0f"),
-        "step ms": ("quiet_step_s", 1e3, ".2f"),
-    }
+        "contestant": "{case}", "stall s": "{stall_s:.3f}", "net": "{stall_net_s:.3f}", "call": "{blocked_s:.3f}",
+        "durable s": "{durable_s:.2f}", "MB": "{mb:,.1f}", "MB/s": "{mb_per_s:,.0f}", "extra MiB": "{extra_mib:,.0f}",
+        "step ms": "{step_ms:.2f}", "restore s": "{backs}",
+    }  # fmt: skip
     for n_bytes, by_case in result["medians"].items():
         table = []
         for case, found in by_case.items():
-            backs = [f"{value:.2f}" for name, value in found.items() if name.startswith("restore_s ")]
-            table.append(
-                (case, *(format(found[name] * unit, how) for name, unit, how in columns.values()), " / ".join(backs))
-            )
-        title = f"checkpoints of {int(n_bytes) / 1e9:.2f} GB, medians"
-        measure.print_table(title, ("contestant", *columns, "restore s"), table)
+            backs = " / ".join(f"{value:.2f}" for name, value in found.items() if name.startswith("restore_s "))
+            units = {"mb": found["bytes"] / 1e6, "mb_per_s": found["bytes_per_s"] / 1e6}
+            units |= {"extra_mib": found["peak_extra_bytes"] / 2**20, "step_ms": 1000 * found["quiet_step_s"]}
+            table.append({"case": case, **found, **units, "backs": backs})
+        measure.print_figures(f"checkpoints of {int(n_bytes) / 1e9:.2f} GB, medians", columns, table)
     for name, value in result.items():
         if "_vs_" in name or name.startswith("write_efficiency") or name in ("mfu_bytes_share", "peak_extra_bytes"):
             print(f"{name}: {json.dumps(value)}")

@@ -56,11 +56,8 @@ def made(n_bytes: int, trained: bool = True) -> tuple[SavedModelClicks, torch.op
 
 def hot_rows(model: SavedModelClicks, share: float) -> list[np.ndarray]:
     """The rows that training changes, in random order: int64, for each table."""
-    found = []
-    for number, weight in enumerate(model.weights):
-        n = len(weight)
-        found.append(np.random.default_rng(number).permutation(n)[: max(BATCH, round(share * n))])
-    return found
+    sizes = enumerate(map(len, model.weights))
+    return [np.random.default_rng(number).permutation(n)[: max(BATCH, round(share * n))] for number, n in sizes]
 
 
 class Training:

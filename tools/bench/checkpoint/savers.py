@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from recovery.storage.local_store import sync
 
@@ -88,8 +91,7 @@ class OurSaver:
 
     @property
     def kept_bytes(self) -> int:
-        kept: int = getattr(self._checkpoints, "kept_bytes", 0)  # of a process of its own, its peak has them
-        return kept
+        return getattr(self._checkpoints, "kept_bytes", 0)  # of a process of its own, its peak has them
 
     def prepare(self, hot: list[np.ndarray]) -> None:
         if self._policy == "full":
@@ -181,25 +183,21 @@ class TorchSave(_Peer):
 
 class Distributed(_Peer):
     def prepare(self, hot: list[np.ndarray]) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         save({"warm": torch.zeros(1)}, checkpoint_id=self._folder / "warm", no_dist=True)
 
     def save(self) -> Callable[[], object]:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         save(self._state, checkpoint_id=self._folder / "state", no_dist=True)
         return lambda: sync_all(self._folder)
 
     def restore(self, how: str) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
         state = self._state
         load(state, checkpoint_id=self._folder / "state", no_dist=True)  # into the tensors where they are
         self._optimizer.load_state_dict(state["optimizer"])
 
 
 class DistributedAsync(Distributed):
+    _stager: DefaultStager | None = None
+
     def prepare(self, hot: list[np.ndarray]) -> None:
         self._wait(self._begin({"warm": torch.zeros(1)}, "warm"))
 
@@ -208,9 +206,7 @@ class DistributedAsync(Distributed):
         return lambda: self._wait(in_flight)
 
     def _begin(self, state: dict[str, Any], name: str) -> Any:
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        return async_save(state, checkpoint_id=self._folder / name, no_dist=True)
+        return async_save(state, checkpoint_id=self._folder / name, async_stager=self._stager, no_dist=True)
 
     def _wait(self, in_flight: Any) -> None:
         in_flight.result()
@@ -221,15 +217,8 @@ class DistributedAsyncKept(DistributedAsync):
     """Copies into the memory of the save before, which therefore stays between saves."""
 
     def prepare(self, hot: list[np.ndarray]) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._wait(self._begin(self._state, "before"))
-
-    def _begin(self, state: dict[str, Any], name: str) -> Any:
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        return async_save(state, checkpoint_id=self._folder / name, async_stager=self._stager, no_dist=True)
 
 
 class TorchSnapshot(_Peer):

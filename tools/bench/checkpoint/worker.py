@@ -115,8 +115,7 @@ def of_cold(model: SavedModelClicks, optimizer: torch.optim.Adagrad, number: int
     cold = np.setdiff1d(np.linspace(0, n - 1, 3 * COLD_ROWS, dtype=np.int64), hot_rows(model, trained)[number])
     at = torch.from_numpy(cold[:: max(1, len(cold) // COLD_ROWS)])
     parts = weight.detach()[at], optimizer.state[weight]["sum"][at]
-    values: np.ndarray = torch.cat(parts, dim=1).numpy()
-    return values
+    return torch.cat(parts, dim=1).numpy()
 
 
 def of_its_own(pid: int) -> int:

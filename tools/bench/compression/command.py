@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from ... import signals
 from ...virtual_hosts import VirtualHosts, VirtualHostsError
 from ..harness import measure
 from ..harness.measure import Row, Subparsers
@@ -73,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     speed: list[Row] = []
     quality: list[Row] = []
     failed: Exception | None = None
-    if args.runs < 1:
-        raise measure.RunFailed(f"--runs must be 1 or more, got {args.runs}")
+    measure.require_at_least(args, runs=1)
     try:
         about = {"machine": measure.machine(), "settings": settings()}
         with ExitStack() as stack:
@@ -193,7 +193,7 @@ class Launches:
             pass  # it has its result
         finally:
             for process in processes:
-                measure.stop(process)
+                signals.stop(process)
             for host in HOSTS:
                 for pid in self.lab.processes(host):
                     os.kill(pid, 9)
@@ -231,12 +231,11 @@ class Launches:
     def _await(self, path: Path, processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
         while not path.exists():
             ended = [p.poll() for p in processes]
-            if any(status is not None for status in ended) and not path.exists():
+            has_ended = any(status is not None for status in ended) and not path.exists()
+            if has_ended or time.monotonic() > deadline:
                 lines = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"ended with status {ended} before {path.name}\n{lines}")
-            if time.monotonic() > deadline:
-                lines = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"no {path.name} after {TIMEOUT_S:.0f} s\n{lines}")
+                why = f"ended with status {ended} before" if has_ended else f"{TIMEOUT_S:.0f} s without"
+                raise measure.RunFailed(f"{why} {path.name}\n{lines}")
             time.sleep(0.05)
 
 

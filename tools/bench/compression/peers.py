@@ -114,8 +114,7 @@ def fp16_of_dense_gradients() -> Any:
     class Fp16(FP16Compressor):  # type: ignore[misc]
         @staticmethod
         def decompress(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-            whole: Tensor = tensor if dtype is None else FP16Compressor.decompress(tensor, dtype)
-            return whole
+            return tensor if dtype is None else FP16Compressor.decompress(tensor, dtype)
 
     return Fp16
 

@@ -85,11 +85,7 @@ def missing(chains: Sequence[Chain], rows: Sequence[Row]) -> list[Chain]:
 
 
 def rows_of_job(
-    phase: str,
-    chain: Chain,
-    days: range,
-    summary: Mapping[str, Any],
-    before: Mapping[str, Any] | None,
+    phase: str, chain: Chain, days: range, summary: Mapping[str, Any], before: Mapping[str, Any] | None
 ) -> list[Row]:
     """One row a day of a job that trained `days`: the base of a chain, or the days after it.
 

@@ -21,7 +21,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,21 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     check(args)
     settings = settings_of(args)
-    shared = {name: value for name, value in settings.items() if name != "command"}
-    before = resumable.earlier(args.out, KEY, shared)
-    rows, about = before["rows"], before.get("machine") or measure.machine()
+    with_command = {"settings": settings | {"command": str(measure.train_ctr(CONFIG, WORKERS))}}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        found = headline(of_setting(rows, args.row_average, args.rule))
+        return {**with_command, "headline": found, "goal": goal(found)}
+
+    results = resumable.Results(args.out, KEY, settings, more)
+    rows = results.rows
     models = args.models or args.out.with_name(args.out.name + ".models")
     chains = planned(args.modes, args.directions, args.seeds, args.row_average, args.rule)
     waiting = missing(chains, rows)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} chains to do", flush=True)
-    failures: dict[str, str] = {}
 
     def write_all() -> None:
-        write(args.out, about, settings, rows, failures, of_setting(rows, args.row_average, args.rule))
+        results.write()
         forget_models(models, missing(chains, rows))
 
     def train_chain(chain: Chain) -> None:
@@ -104,24 +108,21 @@ def run(args: argparse.Namespace) -> int:
         rows.extend(inherit(chain, args, base))
 
     until = started + 60 * args.limit_minutes
-    resumable.run_each(waiting, train_chain, write_all, failures, noun="chains", until=until)
+    resumable.run_each(waiting, train_chain, write_all, results.failures, noun="chains", until=until)
     write_all()
     shown = of_setting(rows, args.row_average, args.rule)
     show(shown)
     if args.plot is not None:
         draw(shown, args.plot)
         print(f"drawn to {args.plot}")
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+    return results.end()
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise RunFailed for what would otherwise fail after minutes."""
     if not CONFIG.is_file():
         raise measure.RunFailed(f"{CONFIG} is missing: run this from a clone of the repository")
-    for name in ("base_days", "days", "samples"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise measure.RunFailed(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    measure.require_at_least(args, base_days=1, days=1, samples=1)
     measure.check_plot(args.plot)
 
 
@@ -129,7 +130,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all rows of a file have in common."""
     return {
         "base_days": args.base_days, "days": args.days, "samples": args.samples, "workers": WORKERS,
-        "slow_worker": dict(SLOW), "config": CONFIG.read_text(), "command": str(measure.train_ctr(CONFIG, WORKERS)),
+        "slow_worker": dict(SLOW), "config": CONFIG.read_text(),
     }  # fmt: skip
 
 
@@ -210,16 +211,6 @@ def forget_models(models: Path, waiting: Sequence[Chain]) -> None:
         models.rmdir()
 
 
-def write(
-    path: Path, about: Mapping[str, Any], settings: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str],
-    shown: Sequence[Row],
-) -> None:  # fmt: skip
-    """shown: the rows that the headline is of."""
-    found = headline(shown)
-    whole = {"machine": about, "settings": settings, "headline": found, "goal": goal(found), "failures": failures}
-    measure.write_whole(path, {**whole, "rows": list(rows)})
-
-
 def say(what: str, rows: Sequence[Row], seconds: float) -> None:
     aucs = ", ".join(f"{row['auc']:.5f}" for row in rows)
     print(f"{what}: AUC by day {aucs} in {seconds:.0f} s", flush=True)
@@ -227,19 +218,14 @@ def say(what: str, rows: Sequence[Row], seconds: float) -> None:
 
 def show(rows: Sequence[Row]) -> None:
     found = headline(rows)
-    how = {
-        "first day": ("first", ".5f"), "last": ("last", ".5f"), "mean": ("mean", ".5f"),
-        "mean vs sync": ("vs_sync_mean", "+.5f"), "worst seed": ("vs_sync_worst", "+.5f"),
-        "best": ("vs_sync_best", "+.5f"), "below Bayes": ("below_bayes", ".5f"), "dropped": ("dropped_share", ".2%"),
-        "stale": ("staleness_mean", ".2f"),
+    shown = {
+        "mode": "{mode}", "seeds": "{seeds}", "first day": "{first:.5f}", "last": "{last:.5f}", "mean": "{mean:.5f}",
+        "mean vs sync": "{vs_sync_mean:+.5f}", "worst seed": "{vs_sync_worst:+.5f}", "best": "{vs_sync_best:+.5f}",
+        "below Bayes": "{below_bayes:.5f}", "dropped": "{dropped_share:.2%}", "stale": "{staleness_mean:.2f}",
     }  # fmt: skip
     for direction, modes in found.items():
-        table = [
-            (mode, str(columns["seeds"]), *(_cell(columns[key], style) for key, style in how.values()))
-            for mode, columns in modes.items()
-        ]
         title = f"{direction}: AUC of a day's model on the day after, days after the change, {WORKERS} workers"
-        measure.print_table(title, ("mode", "seeds", *how), table)
+        measure.print_figures(title, shown, [{"mode": mode, **columns} for mode, columns in modes.items()])
     for direction, result in goal(found).items():
         words = "met" if result["is_met"] else f"missed by {abs(result['difference']) - GOAL:.5f}"
         print(f"{direction}: gba is {result['difference']:+.5f} from sync in the mean; goal, within {GOAL}: {words}")
@@ -251,7 +237,3 @@ def show(rows: Sequence[Row]) -> None:
             for mode, counts in norms.items()
         ]
         measure.print_table("norm of a step's gradient, days after synchronous ones", ("mode", "steps", *shares), table)
-
-
-def _cell(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)

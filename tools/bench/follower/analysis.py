@@ -71,10 +71,7 @@ def full_loads(updates: Sequence[Mapping[str, Any]], claim_of: Callable[[str], i
 
 
 def flaws_of(
-    checkpoints: Collection[Published],
-    updates: Sequence[Mapping[str, Any]],
-    answers: Mapping[str, int],
-    trained: str,
+    checkpoints: Collection[Published], updates: Sequence[Mapping[str, Any]], answers: Mapping[str, int], trained: str
 ) -> dict[str, str]:
     """What is wrong with what was served, by kind; {}: nothing.
 

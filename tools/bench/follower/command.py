@@ -24,7 +24,6 @@ import math
 import os
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -33,10 +32,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gba_hvd
+from recovery.errors import NotFound
+from recovery.storage.open import open_store
 from recovery.storage.rename import replace_file
+from recovery.storage.store import age_of, manifest_names
 
 from ..harness import measure
-from ..harness.elastic_job import ElasticJob, discovery, elastic_variant
+from ..harness.elastic_job import ElasticJob, discovery, elastic_variant, memory_folder
 from ..harness.measure import NAMES, Row, Subparsers, Variant
 from . import analysis
 from .served_model import ServedModel
@@ -73,43 +76,26 @@ def run(args: argparse.Namespace) -> int:
     about = measure.machine()
     rows: list[Row] = []
     killed: dict[str, Any] = {}
-    failed: measure.RunFailed | None = None
-    shm = Path("/dev/shm")
-    with ExitStack() as stack:
-        # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
-        memory, disk = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=at, ignore_cleanup_errors=True)))
-            for at in (shm if shm.is_dir() else None, None)
-        )
-        launches = Launches(memory, disk, args)
-        try:
+    try:
+        with memory_folder() as memory, memory_folder(None) as disk:
+            launches = Launches(memory, disk, args)
             for number in range(args.runs):
                 for name in args.variants:
                     rows.append(launches.measured(name, number))
             if args.kills:
                 killed = launches.kills()
-        except measure.RunFailed as error:
-            failed = error  # what was measured before it is kept
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "run", "benchmark", "command")}
-    found = headline(rows)
-    measure.write_json(args.out, {"machine": about, "settings": settings, **found, "kills": killed, "rows": rows})
-    show(found, killed)
-    print(f"written to {args.out}")
-    if failed:
-        raise failed
+    finally:
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "run", "benchmark", "command")}
+        found = headline(rows)
+        measure.write_json(args.out, {"machine": about, "settings": settings, **found, "kills": killed, "rows": rows})
+        show(found, killed)
     return 1 if killed.get("flaws") else 0
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise RunFailed for what would otherwise fail after minutes."""
-    for name in ("every_s", "look_s", "requests_per_s", "seconds", "timeout"):
-        if not getattr(args, name) > 0:
-            raise measure.RunFailed(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("runs", "kills", "warm_s"):
-        if getattr(args, name) < 0:
-            raise measure.RunFailed(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    if args.rows < 26:
-        raise measure.RunFailed(f"--rows {args.rows}: each of the 26 tables needs one")
+    measure.require_positive(args, "every_s", "look_s", "requests_per_s", "seconds", "timeout")
+    measure.require_at_least(args, runs=0, kills=0, warm_s=0, rows=26)  # one of each table
     if not args.runs and not args.kills:
         raise measure.RunFailed("--runs 0 without --kills leaves nothing to do")
     if args.kills and args.workers == 1 and "worker" in args.victims:
@@ -159,9 +145,6 @@ class Launches:
 
     def kills(self) -> dict[str, Any]:
         """One launch with kills, and what was wrong with what was served. Raises RunFailed."""
-        from recovery.storage.open import open_store
-        from recovery.storage.store import age_of, manifest_names
-
         from .published import published
 
         args, rng = self._args, random.Random(self._args.seed)
@@ -263,11 +246,6 @@ def wait_until(job: ElasticJob, at_s: float) -> None:
 
 def export(url: Path, to: Path, n_rows: int) -> bool:
     """The model of the newest checkpoint; False where there is none yet, or it was deleted meanwhile."""
-    import gba_hvd
-    from recovery.errors import NotFound
-    from recovery.storage.open import open_store
-    from recovery.storage.store import manifest_names
-
     from . import workload
 
     if not manifest_names(open_store(url)):

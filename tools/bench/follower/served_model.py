@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from recovery.storage.rename import replace_file
@@ -75,9 +74,7 @@ class ServedModel:
     def __enter__(self) -> ServedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -100,64 +100,40 @@ def run(args: argparse.Namespace) -> int:
         name: getattr(args, name)
         for name in ("bag", "warm_up", "steps", "hot_rows", "optimizer", "device", "threads", "seed")
     }
-    before = resumable.earlier(args.out, (*KEY, "state"), settings)
-    about = before.get("machine") or measure.machine(("torch", "numpy", "numba", "fbgemm-gpu"))
-    rows: list[Row] = [row for row in before["rows"] if row["state"] != summary.NOT_RUN]
+    notes = [ELEMENT_WISE] if args.optimizer == "row_adagrad" and {"hbm", "hbm_merged"} & {*args.peers} else []
+    results = resumable.Results(
+        args.out, KEY, settings, lambda rows: {"peers": PEERS, "notes": notes, "summary": summary.of(rows)},
+        has=["state"], packages=("torch", "numpy", "numba", "fbgemm-gpu"),
+    )  # fmt: skip
+    rows = results.rows
+    rows[:] = [row for row in rows if row["state"] != summary.NOT_RUN]
     planned = [
         Run(n, dim, batch, peer, number)
         for n in args.rows for batch in args.batch for dim in args.dim
         for number in range(args.runs) for peer in args.peers
     ]  # fmt: skip
-    waiting = resumable.missing(planned, rows, KEY)
-    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    notes = [ELEMENT_WISE] if args.optimizer == "row_adagrad" and {"hbm", "hbm_merged"} & {*args.peers} else []
-    failures: dict[str, str] = {}
-
-    def write() -> None:
-        found = {"machine": about, "settings": settings, "peers": PEERS, "notes": notes, "failures": failures}
-        measure.write_whole(args.out, {**found, "summary": summary.of(rows), "rows": rows})
-
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches = Launches(Path(scratch), args)
 
         def one_run(one: Run) -> None:
-            if summary.is_settled(rows, one.contestant) or any(_of_one(name, one) for name in failures):
+            if summary.is_settled(rows, one.contestant) or any(_of_one(name, one) for name in results.failures):
                 return  # it would end as it did before
             row = {**asdict(one), **launches.run(one), "load": os.getloadavg()[0]}
             rows.append(row)
             print(f"{one}: {summary.in_words(row)}", flush=True)
 
-        until = time.monotonic() + 60 * args.limit_minutes
-        resumable.run_each(waiting, one_run, write, failures, until=until)
-    write()
+        results.run_each(results.waiting(planned), one_run, time.monotonic() + 60 * args.limit_minutes)
     summary.show(summary.of(rows))
     for note in notes:
         print(f"note: {note}")
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+    return results.end()
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises RunFailed for options that are not possible."""
-    least = {
-        "dim": 1,
-        "batch": 1,
-        "bag": 1,
-        "runs": 0,
-        "warm_up": 1,
-        "steps": 1,
-        "hot_rows": 1,
-        "threads": 0,
-        "seed": 0,
-    }
-    for name, smallest in {"rows": N_TABLES, **least}.items():
-        value = getattr(args, name)
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None and one < smallest:
-                raise RunFailed(f"--{name.replace('_', '-')} must be at least {smallest}, got {one}")
-    for name in ("timeout", "limit_minutes"):
-        if not getattr(args, name) > 0:
-            raise RunFailed(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    measure.require_at_least(args, rows=N_TABLES, dim=1, batch=1, bag=1, warm_up=1, steps=1, hot_rows=1)
+    measure.require_at_least(args, runs=0, threads=0, seed=0)
+    measure.require_positive(args, "timeout", "limit_minutes")
     if args.hot_rows is not None and args.hot_rows > min(args.rows):
         raise RunFailed(f"--hot-rows {args.hot_rows} of --rows {min(args.rows)}: there are not so many")
     import torch  # (slow; `gba-hvd --help` does without it)

@@ -20,10 +20,7 @@ from .clicks import Clicks
 from .training import Setting, Training, adagrad
 
 FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
-RULES: dict[str, Callable[..., RowOptimizer]] = {
-    "adagrad": gba_hvd.Adagrad,
-    "row_adagrad": gba_hvd.RowAdagrad,
-}
+RULES: dict[str, Callable[..., RowOptimizer]] = {"adagrad": gba_hvd.Adagrad, "row_adagrad": gba_hvd.RowAdagrad}
 
 
 class InTurn:

@@ -16,19 +16,24 @@ FIGURES = (
     "samples_per_s", "ms_per_step", "cpu_ms_per_step", "gpu_peak_bytes", "gpu_in_use_bytes", "host_bytes",
     "first_step_s", "loss", "load",
 )  # fmt: skip
-COLUMNS = ("contestant", "samples/s", "ms/step", "CPU ms", "GPU MiB", "host GiB", "first step s", "loss",
-           *(f"/ {peer}" for peer in AGAINST))  # fmt: skip
+COLUMNS = {
+    "contestant": "{peer}", "samples/s": "{samples_per_s:,.0f}", "ms/step": "{ms_per_step:.2f}",
+    "CPU ms": "{cpu_ms_per_step:.2f}", "GPU MiB": "{gpu_mib:,.0f}", "host GiB": "{host_gib:.2f}",
+    "first step s": "{first_step_s:.1f}", "loss": "{loss:.4f}",
+    **{f"/ {peer}": f"{{vs_{peer}:.2f}}" for peer in AGAINST},
+}  # fmt: skip
 
 
 def of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each size: rows, dim, batch, names of the GPUs; by contestant its medians and ratios, or its state."""
     sizes = dict.fromkeys(tuple(row[name] for name in SIZE) for row in rows)
-    return [_of_size(size, [row for row in rows if tuple(row[name] for name in SIZE) == size]) for size in sizes]
-
-
-def _of_size(size: tuple[int, ...], rows: Sequence[Row]) -> dict[str, Any]:
-    found = {**dict(zip(SIZE, size, strict=True)), "gpus": sorted({row["gpu"] for row in rows})}
-    return {**found, "peers": {peer: _of_peer(peer, rows) for peer in dict.fromkeys(row["peer"] for row in rows)}}
+    found = []
+    for size in sizes:
+        some = [row for row in rows if tuple(row[name] for name in SIZE) == size]
+        peers = {peer: _of_peer(peer, some) for peer in dict.fromkeys(row["peer"] for row in some)}
+        gpus = sorted({row["gpu"] for row in some})
+        found.append({**dict(zip(SIZE, size, strict=True)), "gpus": gpus, "peers": peers})
+    return found
 
 
 def _of_peer(peer: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -71,11 +76,11 @@ def in_words(row: Row) -> str:
 def show(found: Sequence[Mapping[str, Any]]) -> None:
     for size in found:
         peers = size["peers"]
-        measured = [_line(peer, one) for peer, one in peers.items() if one["state"] == MEASURED]
         others = {peer: one for peer, one in peers.items() if one["state"] != MEASURED}
-        lines = measured + [[peer, one["state"], *[""] * (len(COLUMNS) - 2)] for peer, one in others.items()]
+        lines = [_line(peer, one) for peer, one in peers.items() if peer not in others]
+        lines += [{"peer": f"{peer}: {one['state']}"} for peer, one in others.items()]
         title = f"{size['rows']:,} rows x {size['dim']}, batch {size['batch']:,}, {' and '.join(size['gpus'])}, medians"
-        measure.print_table(title, COLUMNS, lines)
+        measure.print_figures(title, COLUMNS, lines)
         for peer, text in ((peer, text) for peer, one in peers.items() for text in one.get("said", ())):
             print(f"{peer}: {text}")
         for peer, one in others.items():
@@ -84,13 +89,9 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
             print("medians are over runs on different GPUs, ratios over pairs of runs on the same one")
 
 
-def _line(peer: str, one: Mapping[str, Any]) -> list[str]:
-    ratios = [one[f"vs_{other}"] for other in AGAINST]
-    return [
-        peer, f"{one['samples_per_s']:,.0f}", f"{one['ms_per_step']:.2f}", f"{one['cpu_ms_per_step']:.2f}",
-        f"{one['gpu_peak_bytes'] / 2**20:,.0f}", f"{one['host_bytes'] / 2**30:.2f}", f"{one['first_step_s']:.1f}",
-        f"{one['loss']:.4f}", *("" if value is None else f"{value:.2f}" for value in ratios),
-    ]  # fmt: skip
+def _line(peer: str, one: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"gpu_mib": one["gpu_peak_bytes"] / 2**20, "host_gib": one["host_bytes"] / 2**30}
+    return {"peer": peer, **one, **sizes}
 
 
 def _first_line(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -52,9 +53,9 @@ def measured(setting: Setting, clicks: Clicks, args: argparse.Namespace) -> dict
     """The figures of a run."""
     on_gpu = torch.device(setting.device).type == "cuda"
     clicks = clicks.pinned() if on_gpu else clicks
-    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else _nothing
+    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     began = time.perf_counter()
-    training = CONTESTANTS[args.peer](setting, clicks)
+    training = training_of(args.peer, setting, clicks)
     losses = [training.step()]
     synchronize()
     first_step_s = time.perf_counter() - began
@@ -114,58 +115,19 @@ def name_of(device: str) -> str:
     return "no GPU"
 
 
-def _nothing() -> None:
-    pass
+def training_of(peer: str, setting: Setting, clicks: Clicks) -> Training:
+    """A contestant; its module is imported here, since each needs other packages."""
+    of_ours: dict[str, Any] = {"ours_hot": setting.hot_rows, "ours_all": "all"}
+    more = {"hot_rows": of_ours[peer]} if peer in of_ours else {"merged": True} if peer == "hbm_merged" else {}
+    module = importlib.import_module(f".{CONTESTANTS[peer]}", __package__)
+    found: Training = module.training(setting, clicks, **more)
+    return found
 
 
-# --- contestants, imported when they are run ------------------------------------------------------------------------
-
-
-def _plain_torch(setting: Setting, clicks: Clicks) -> Training:
-    from . import plain_torch
-
-    return plain_torch.training(setting, clicks)
-
-
-def _merged(setting: Setting, clicks: Clicks) -> Training:
-    from . import plain_torch
-
-    return plain_torch.training(setting, clicks, merged=True)
-
-
-def _ours(setting: Setting, clicks: Clicks) -> Training:
-    from . import ours
-
-    return ours.training(setting, clicks)
-
-
-def _ours_hot(setting: Setting, clicks: Clicks) -> Training:
-    from . import ours
-
-    return ours.training(setting, clicks, hot_rows=setting.hot_rows)
-
-
-def _ours_all(setting: Setting, clicks: Clicks) -> Training:
-    from . import ours
-
-    return ours.training(setting, clicks, hot_rows="all")
-
-
-def _torchrec(setting: Setting, clicks: Clicks) -> Training:
-    from . import torchrec
-
-    return torchrec.training(setting, clicks)
-
-
-CONTESTANTS: dict[str, Callable[[Setting, Clicks], Training]] = {
-    "hbm": _plain_torch,
-    "hbm_merged": _merged,
-    "ours_host": _ours,
-    "ours": _ours,
-    "ours_hot": _ours_hot,
-    "ours_all": _ours_all,
-    "torchrec_uvm": _torchrec,
-}
+CONTESTANTS = {  # and their modules
+    "hbm": "plain_torch", "hbm_merged": "plain_torch", "ours_host": "ours", "ours": "ours", "ours_hot": "ours",
+    "ours_all": "ours", "torchrec_uvm": "torchrec",
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -9,12 +9,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from ... import signals
 from . import measure
 from .measure import Variant
 
@@ -40,6 +41,17 @@ def elastic_variant(name: str, script: Path, module: str, *flags: str, workers: 
     return Variant(name, (measure.console_script("horovodrun"), *size, *hosts, *python), env)
 
 
+@contextlib.contextmanager
+def memory_folder(place: Path | None = Path("/dev/shm")) -> Iterator[Path]:
+    """For the memory of jobs; on a disk where `place` is None, or not there.
+
+    Other jobs of this machine would take a folder called gba-hvd-... for memory of a dead job, and remove it.
+    """
+    at = place if place is not None and place.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=at, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 class ElasticJob:
     """Starts when it is entered. folder: of its memory and its log, `log`; words: more of its command"""
 
@@ -57,12 +69,16 @@ class ElasticJob:
             )  # fmt: skip
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        import psutil
+
         if self._process is not None:
-            measure.stop(self._process)
-        end_all(self.folder)
+            signals.stop(self._process)
+        left = _processes(self.folder)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
 
     def wait(self, what: str, timeout_s: float, condition: Callable[[], Any]) -> Any:
         """What `condition` returns once it is true. Raises RunFailed when it takes too long, or the job ends."""
@@ -92,17 +108,6 @@ class ElasticJob:
     def _failed(self, why: str) -> measure.RunFailed:
         output = measure.gist(self._log.read_text(errors="replace"))
         return measure.RunFailed(f"{self._variant.name}: {why}\n{output}")
-
-
-def end_all(folder: Path) -> None:
-    """Kill what is left of the job in `folder`."""
-    import psutil
-
-    left = _processes(folder)
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=10)
 
 
 def _processes(folder: Path) -> list[Any]:

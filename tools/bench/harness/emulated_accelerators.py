@@ -20,6 +20,7 @@ import numpy as np
 N_WORKERS = 4
 MICRO_BATCH = 256  # B, samples
 N_MICRO = 8  # M, micro-batches of a global step
+SETTINGS = {"workers": N_WORKERS, "micro_batch": MICRO_BATCH, "global_batch": N_MICRO * MICRO_BATCH}
 GAMMA_SHAPE = 100.0  # service times of mean 1 and standard deviation 0.1
 SPARE = 1.02  # micro-batches beyond what the ideal could do in the time
 

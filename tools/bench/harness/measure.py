@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from recovery.storage.rename import replace_file
+
+from ...checkpoint import terminal_report
 from ...launch.command_line import CYCLE_MS
+from ...signals import stop
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -36,6 +39,7 @@ Row = dict[str, Any]
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # of this machine: Horovod counts them as different hosts
 AS_RUN = {"HOROVOD_CYCLE_TIME": str(CYCLE_MS)}  # what `gba-hvd run` sets
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+PACKAGES = ("torch", "horovod", "numpy")  # whose versions stand in a result
 NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
@@ -174,17 +178,6 @@ def gist(log: str, n_lines: int = 30) -> str:
     return "\n".join(lines[first:][:n_lines])
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float = 10) -> None:
-    """End the process and its session; launchers get the chance to end their workers themselves."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def interleave(variants: Sequence[Variant], runs: int, run: Callable[[Variant, int], Row]) -> list[Row]:
     """A B C A B C ...: what else the machine does then falls on all alike."""
     return [run(variant, i) for i in range(runs) for variant in variants]
@@ -210,7 +203,7 @@ def by_groups(
     return found
 
 
-def machine(packages: Sequence[str] = ("torch", "horovod", "numpy")) -> dict[str, Any]:
+def machine(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """What a reader needs to assess the figures."""
     import psutil
 
@@ -270,24 +263,52 @@ def check_plot(path: Path | None) -> None:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    """A result at its end."""
+    write_whole(path, result)
+    print(f"written to {path}")
 
 
 def write_whole(path: Path, result: Mapping[str, Any]) -> None:
     """For a file that is written again and again: an interruption leaves the one of before."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    write_json(fresh, result)
-    fresh.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(result, indent=2) + "\n")
+
+
+def require_at_least(args: argparse.Namespace, **least: float) -> None:
+    """Raise RunFailed for an option below its least value; those that are None, or have no values, are left out."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not one >= smallest:
+                raise RunFailed(f"{option(name)} must be at least {smallest}, got {one}")
+
+
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """The same for options that must be above 0."""
+    for name in names:
+        value = getattr(args, name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not one > 0:
+                raise RunFailed(f"{option(name)} must be positive, got {one}")
+
+
+def option(name: str) -> str:
+    """`warm_up` as a person writes it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def print_figures(title: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table. columns: by title the text of a cell, of `str.format` with the values of the row, see `cell`."""
+    print_table(title, list(columns), [[cell(text, row) for text in columns.values()] for row in rows])
+
+
+def cell(text: str, row: Mapping[str, Any]) -> str:
+    """`cell("{auc:.4f}", {"auc": 0.5})`; "-" where the row has no such value, or None."""
+    try:
+        return text.format_map(row)
+    except (KeyError, TypeError):  # None takes no format
+        return "-"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    terminal_report.print_table(columns, rows, left=(0,), title=title)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from gba_hvd.errors import BadInput
 
@@ -36,9 +35,7 @@ class Noise:
             self._processes.append(subprocess.Popen([*words, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:

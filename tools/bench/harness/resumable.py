@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .measure import Row, RunFailed
+from .measure import PACKAGES, Row, RunFailed, machine, write_whole
 
 Run = TypeVar("Run")
 
@@ -59,6 +59,45 @@ def missing(runs: Iterable[Run], rows: Iterable[Row], key: Sequence[str]) -> lis
     except KeyError as error:
         raise RunFailed(f"a row of the result file has no {error}: give --out another name") from error
     return [run for run in runs if tuple(getattr(run, name) for name in key) not in done]
+
+
+class Results:
+    """A result file with the list `rows`. Raises RunFailed for another file, and for other settings.
+
+    key: columns that identify a row, attributes of a run
+    settings: what all rows of a file have in common; None: nothing
+    more: other entries of the file, from the rows. has: other columns of every row
+    before: what was in the file. failures: what could not be measured this time, with the reason
+    """
+
+    def __init__(
+        self, out: Path, key: Sequence[str], settings: Mapping[str, Any] | None,
+        more: Callable[[list[Row]], Mapping[str, Any]], *, has: Sequence[str] = (), packages: Sequence[str] = PACKAGES,
+    ) -> None:  # fmt: skip
+        self.before = earlier(out, (*key, *has), settings)
+        self.rows: list[Row] = self.before["rows"]
+        self.failures: dict[str, str] = {}
+        self._out, self._key, self._more = out, key, more
+        self._head = {"machine": self.before.get("machine") or machine(packages), "settings": settings or {}}
+
+    def waiting(self, runs: Iterable[Run]) -> list[Run]:
+        """Those without a row."""
+        found = missing(runs, self.rows, self._key)
+        print(f"{len(self.rows)} rows in {self._out}, {len(found)} runs to do", flush=True)
+        return found
+
+    def run_each(self, waiting: Sequence[Run], run: Callable[[Run], None], until: float = math.inf) -> None:
+        """Run one after the other, each of which adds to the rows; see the function of that name."""
+        run_each(waiting, run, self.write, self.failures, until=until)
+        self.write()
+
+    def write(self) -> None:
+        write_whole(self._out, {**self._head, **self._more(self.rows), "failures": self.failures, "rows": self.rows})
+
+    def end(self) -> int:
+        """The status of the command."""
+        print(f"written to {self._out}")
+        return 1 if self.failures else 0
 
 
 def run_each(

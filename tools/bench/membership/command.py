@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
-from ..harness.elastic_job import ElasticJob, discovery, elastic_variant
+from ..harness.elastic_job import ElasticJob, discovery, elastic_variant, memory_folder
 from ..harness.measure import NAMES, Row, Subparsers, Variant
 
 CONTESTANTS = ("gba", "allreduce", "horovod")
@@ -43,19 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
-    failed: measure.RunFailed | None = None
-    shm = Path("/dev/shm")
     about = measure.machine()
-    # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
-    with tempfile.TemporaryDirectory(
-        prefix="bench-", dir=shm if shm.is_dir() else None, ignore_cleanup_errors=True
-    ) as scratch:
-        contestants = [variant(name, discovery(Path(scratch))) for name in args.contestants]
-        launches = partial(launch, rows, Path(scratch), args.service_ms / 1000, args.timeout)
-        try:
-            measure.interleave(contestants, args.runs, launches)
-        except measure.RunFailed as error:
-            failed = error  # what was measured before it is kept
     settings = {
         "workers": len(NAMES),
         "micro_batch": emulated.MICRO_BATCH,
@@ -63,13 +50,16 @@ def run(args: argparse.Namespace) -> int:
         "service_s": args.service_ms / 1000,
         "micro_batches_before": WARM,
     }
-    commands = {variant.name: str(variant) for variant in contestants}
-    whole = {"machine": about, "commands": commands, "settings": settings, **headline(rows), "rows": rows}
-    measure.write_json(args.out, whole)
-    show(rows)
-    print(f"written to {args.out}")
-    if failed:
-        raise failed
+    with memory_folder() as scratch:
+        contestants = [variant(name, discovery(scratch)) for name in args.contestants]
+        try:
+            launches = partial(launch, rows, scratch, args.service_ms / 1000, args.timeout)
+            measure.interleave(contestants, args.runs, launches)
+        finally:  # what was measured before a failure is kept
+            commands = {variant.name: str(variant) for variant in contestants}
+            whole = {"machine": about, "commands": commands, "settings": settings, **headline(rows), "rows": rows}
+            measure.write_json(args.out, whole)
+            show(headline(rows))
     return 0
 
 
@@ -174,17 +164,10 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     return result
 
 
-def show(rows: Sequence[Row]) -> None:
-    found = headline(rows)
-    table = [
-        (
-            name,
-            f"{seconds:.3f}",
-            f"{found['pause_s_worst'][name]:.3f}",
-            f"{found['joined_after_s'][name]:.1f}",
-            f"{found['work_share'][name]:.0%}",
-        )
-        for name, seconds in found["pause_s"].items()
-    ]
-    columns = ("", "pause, s", "longest, s", "late joiner after, s", "work done meanwhile")
-    measure.print_table("one of three workers killed and replaced, medians", columns, table)
+def show(found: Mapping[str, Any]) -> None:
+    columns = {
+        "": "{name}", "pause, s": "{pause_s:.3f}", "longest, s": "{pause_s_worst:.3f}",
+        "late joiner after, s": "{joined_after_s:.1f}", "work done meanwhile": "{work_share:.0%}",
+    }  # fmt: skip
+    table = [{"name": name, **{key: of[name] for key, of in found.items()}} for name in found["pause_s"]]
+    measure.print_figures("one of three workers killed and replaced, medians", columns, table)

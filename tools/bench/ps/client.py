@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 import torch
+import torch.distributed.rpc as rpc
 import zmq
 
 import gba_hvd
@@ -44,6 +45,7 @@ from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 
+from ..harness import torch_rpc_server
 from .command import CONTESTANTS, DIM, N_ROWS
 
 N_SAMPLES = 10**9  # of the epoch that the leases are on: it does not end
@@ -118,11 +120,6 @@ def _cpu_s(servers: Sequence[int]) -> tuple[float, float]:
     """Processor time so far of this process, and of the servers together."""
     times = [psutil.Process(pid).cpu_times() for pid in servers]
     return time.process_time(), sum(t.user + t.system for t in times)
-
-
-def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
-    """Which positions of `ids` each server has."""
-    return [np.flatnonzero(ids % servers == server) for server in range(servers)]
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -303,13 +300,6 @@ def zmq_curve(servers: int) -> Iterator[ServerAddress]:
 # --- our own sockets -------------------------------------------------------------------------------------------------
 
 
-class TcpEcho(Echo):
-    """As `Echo`, through `tcp_sockets`."""
-
-    def __init__(self, sockets: Sequence[TcpDealer], pids: Sequence[int]) -> None:
-        super().__init__([_Waiting(one) for one in sockets], pids)
-
-
 class _Waiting:
     """Such a socket with calls that wait, as ZeroMQ's do."""
 
@@ -359,7 +349,7 @@ def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
         process.start()
         sockets.append(TcpDealer("127.0.0.1", here.recv(), key, transport.MAX_FRAME_BYTES, 64, 10.0, with_tls))
         processes.append(process)
-    yield TcpEcho(sockets, [p.pid for p in processes if p.pid is not None])
+    yield Echo([_Waiting(one) for one in sockets], [p.pid for p in processes if p.pid is not None])
     for dealer in sockets:
         dealer.send_multipart([b"0"])
     for process in processes:
@@ -373,60 +363,45 @@ def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
 
 class Rpc:
     def __init__(self, names: Sequence[str], pids: Sequence[int]) -> None:
-        import torch
-        import torch.distributed.rpc as rpc
-
-        from ..harness import torch_rpc_server
-
-        self._torch, self._rpc, self._server = torch, rpc, torch_rpc_server
         self._names, self.pids = names, pids
 
     def pull(self, ids: np.ndarray) -> Any:
-        tensor = self._torch.from_numpy
-        if len(self._names) == 1:
-            return self._rpc.rpc_sync(self._names[0], self._server.pull, (tensor(ids),))
-        parts = split(ids, len(self._names))
+        parts = self._split(ids)
         answers = [
-            self._rpc.rpc_async(name, self._server.pull, (tensor(ids[part]),))
+            rpc.rpc_async(name, torch_rpc_server.pull, (torch.from_numpy(ids[part]),))
             for name, part in zip(self._names, parts, strict=True)
         ]
-        out = self._torch.empty(len(ids), DIM)
+        if len(answers) == 1:
+            return answers[0].wait()
+        out = torch.empty(len(ids), DIM)
         for part, answer in zip(parts, answers, strict=True):
-            out[tensor(part)] = answer.wait()
+            out[torch.from_numpy(part)] = answer.wait()
         return out
 
     def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
-        tensor = self._torch.from_numpy
-        if len(self._names) == 1:
-            self._rpc.rpc_sync(self._names[0], self._server.push, (tensor(ids), tensor(grads)))
-            return
         answers = [
-            self._rpc.rpc_async(name, self._server.push, (tensor(ids[part]), tensor(grads[part])))
-            for name, part in zip(self._names, split(ids, len(self._names)), strict=True)
+            rpc.rpc_async(name, torch_rpc_server.push, (torch.from_numpy(ids[part]), torch.from_numpy(grads[part])))
+            for name, part in zip(self._names, self._split(ids), strict=True)
         ]
         for answer in answers:
             answer.wait()
 
+    def _split(self, ids: np.ndarray) -> list[Any]:
+        """Which positions of `ids` each server has; of one server all, which copies nothing."""
+        n = len(self._names)
+        return [slice(None)] if n == 1 else [np.flatnonzero(ids % n == server) for server in range(n)]
+
 
 def join_rpc(rank: int, world: int, port: int) -> None:
-    import torch.distributed.rpc as rpc
-
     # TCP only: between hosts there is neither shared memory nor reading another process's memory ("shm", "cma").
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}",
-        num_worker_threads=4,
-        _transports=["uv"],
-        _channels=["mpt_uv", "basic"],
+        init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4, _transports=["uv"], _channels=["mpt_uv", "basic"]
     )
     rpc.init_rpc("client" if rank == 0 else f"server{rank}", rank=rank, world_size=world, rpc_backend_options=options)
 
 
 def serve_rpc(rank: int, world: int, port: int) -> None:
     """A table server's process. Keeps all ids, so that no id has to be translated."""
-    import torch.distributed.rpc as rpc
-
-    from ..harness import torch_rpc_server
-
     torch_rpc_server.serve(torch_rpc_server.TableServer(N_ROWS, DIM, LEARNING_RATE))
     join_rpc(rank, world, port)
     rpc.shutdown()
@@ -434,9 +409,6 @@ def serve_rpc(rank: int, world: int, port: int) -> None:
 
 @contextmanager
 def torch_rpc(servers: int) -> Iterator[ServerAddress]:
-    import torch
-    import torch.distributed.rpc as rpc
-
     torch.set_num_threads(1)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     with socket.socket() as free:

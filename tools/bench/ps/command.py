@@ -58,12 +58,9 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     about = measure.machine(("torch", "pyzmq", "numpy"))
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-
-        def once(v: Variant, number: int) -> Row:
-            rows.extend(launch(v, Path(scratch), number, args))
-            return rows[-1]
-
-        measure.interleave(variants, args.runs, once)
+        for number in range(args.runs):
+            for one in variants:
+                rows += launch(one, Path(scratch), number, args)
     speed = {
         f"{name} {servers} {n} {what}": value
         for what in ("pull", "push")
@@ -81,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     }
     measure.write_json(args.out, result)
     show(rows, result)
-    print(f"written to {args.out}")
     return 0
 
 
@@ -129,15 +125,9 @@ def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
     values = {name: measure.medians(rows, ("what", "contestant", "servers", "rows"), name) for name in columns}
     for what in ("pull", "push"):
         table = [
-            (
-                contestant,
-                str(servers),
-                str(n),
-                f"{speed / 1e6:.2f}",
-                *(f"{values[name][what, contestant, servers, n]:.2f}" for name in columns[1:]),
-            )
-            for (did, contestant, servers, n), speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][3])
-            if did == what
+            (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in columns[1:]))
+            for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][3])
+            if key[0] == what
         ]
         titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
         measure.print_table(f"{what}, medians", titles, table)

@@ -52,9 +52,8 @@ def run(args: argparse.Namespace) -> int:
             return {"mode": mode, "data": data, "reading": reading, "round": round_, **found}
 
         rows = measure.interleave(variants(args), args.rounds, one)
-    load = os.getloadavg()[1]
+    load, found = os.getloadavg()[1], ratios(rows)
     about = {"step_ms": args.step_ms, "read": args.read, "micro_batches": args.micro_batches, "workers": WORKERS}
-    found = ratios(rows)
     result = {"about": measure.machine(), "load of the last 5 minutes": load, **about, "ratios": found, "rows": rows}
     measure.write_json(args.out, result)
     shown = [[*key.split(), *(f"{of[name]:.3f}x" for name in READING)] for key, of in found.items()]

@@ -21,6 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gba_hvd.data import ClickLog, SplitFiles, SyntheticClickLog, prepare
+from gba_hvd.data.presets import PRESETS
+from gba_hvd.data.synthetic import DEFAULT_TABLES
+from gba_hvd.epoch import EpochOrder
+from gba_hvd.errors import BadInput
+from gba_hvd.metrics.scores import exact_auc
 from recovery import Checkpointer, Config, dense_state, load_dense_state, of_optimizer
 from recovery.restore import TrainingPoint
 from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
@@ -30,14 +36,7 @@ from recovery.torch_rows.tensor_rows import TensorRows
 from ..harness import dlrm
 from . import emulation
 
-STRATEGIES = {
-    "none": "no failure",
-    "full": emulation.CONTESTANTS["full"],
-    "cpr_full": emulation.CONTESTANTS["cpr_full"],
-    "cpr_scar": emulation.CONTESTANTS["cpr_scar"],
-    "cpr_mfu": emulation.CONTESTANTS["cpr_mfu"],
-    "cpr_ssu": emulation.CONTESTANTS["cpr_ssu"],
-}
+STRATEGIES = ("none", *(name for name in emulation.CONTESTANTS if name not in ("naive", "planned")))
 PRIORITY = ("cpr_scar", "cpr_mfu", "cpr_ssu")  # every r of the interval they save the share r of the rows
 TARGET_LOSS = 0.0005
 R = 0.125
@@ -245,18 +244,10 @@ def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
     }
 
 
-def exact_auc(logits: np.ndarray, labels: np.ndarray) -> float:
-    from gba_hvd.metrics.scores import exact_auc as auc
-
-    return auc(logits, labels)
-
-
 def _step(
     model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, samples: Samples, of: AccuracyData, step: int,
     per_epoch: int, seed: int,
 ) -> None:  # fmt: skip
-    from gba_hvd.epoch import EpochOrder
-
     epoch, at = divmod(step, per_epoch)
     first = at * of.global_batch
     count = min(of.global_batch, len(samples) - first)
@@ -312,19 +303,12 @@ def opened(name: str, folder: Path | None, samples: int | None = None) -> Log:
 
 
 def _synthetic(samples: int) -> Log:
-    from gba_hvd.data import SyntheticClickLog
-    from gba_hvd.data.synthetic import DEFAULT_TABLES
-
     train = SyntheticClickLog(samples, DEFAULT_TABLES, n_dense=4, seed=0)
     test = SyntheticClickLog(_SYNTHETIC_TEST, DEFAULT_TABLES, n_dense=4, seed=0, start=samples)
     return Log(DEFAULT_TABLES, _taken(train), _taken(test))
 
 
 def _frappe(folder: Path | None) -> Log:
-    from gba_hvd.data import ClickLog, SplitFiles, prepare
-    from gba_hvd.data.presets import PRESETS
-    from gba_hvd.errors import BadInput
-
     if folder is None or not folder.is_dir():
         raise BadInput(f"frappe needs its files train, valid and test: --data DIR, got {folder}")
     files = {split: sorted(folder.glob(f"{split}.*")) for split in ("train", "valid", "test")}

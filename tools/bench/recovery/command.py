@@ -28,6 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recovery.schedule.planner import Costs
+
 from ..harness import measure, resumable
 from ..harness.measure import Subparsers
 
@@ -75,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
         document["counting"] = counting.compared(args.r, args.seed)
         measure.write_whole(args.out, document)
-        columns = ("Zipf", "global batch", "rows in common", "accesses in rows taken", "the same, by steps")
         title = f"r = {args.r:g} of {counting.N_ROWS:,} rows, {counting.N_STEPS} steps between two saves"
-        measure.print_table(title, columns, counting.rows_of(document["counting"]))
+        measure.print_figures(title, counting.COLUMNS, document["counting"])
     if args.accuracy:
         measure_accuracy(args, document, started)
     print(f"written to {args.out}")
@@ -86,10 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_idle(args: argparse.Namespace) -> None:
     """Raise RunFailed for options that the others make void, and for numbers that are none."""
-    for name in ("epochs", "samples"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise measure.RunFailed(f"--{name} must be at least 1, got {value}")
+    measure.require_at_least(args, epochs=1, samples=1)
     if args.samples is not None and "synthetic" not in args.accuracy:
         raise measure.RunFailed("--samples is of --accuracy synthetic: give it, or leave --samples out")
     if args.experiments and not args.accuracy:
@@ -119,11 +117,8 @@ def measure_grid(args: argparse.Namespace, document: dict[str, Any]) -> None:
     mine = [row for row in rows if tuple(row[name] for name in grid.KEY) in keys]
     for mean_h in grid.MEANS_H:
         title = f"{mean_h} h between failures, {emulation.HOURS} h, production costs, {args.traces} traces"
-        columns = list(grid.COLUMNS)
-        columns[1] = "r"
-        measure.print_table(f"{title}, {emulation.SERVERS} servers", columns, grid.by_r(mine, mean_h))
-        columns[1] = "servers"
-        measure.print_table(f"{title}, r = {grid.R:g}", columns, grid.by_servers(mine, mean_h))
+        measure.print_figures(f"{title}, {emulation.SERVERS} servers", grid.columns("r"), grid.by_r(mine, mean_h))
+        measure.print_figures(f"{title}, r = {grid.R:g}", grid.columns("servers"), grid.by_servers(mine, mean_h))
         print(emulation.bound(emulation.PRODUCTION, mean_h))
     print("least: of any policy within the target PLS; written: in tables")
     print(grid.agreement(mine))
@@ -172,43 +167,31 @@ def show_experiment(name: str, rows: Sequence[Mapping[str, Any]], plot: Path | N
     found = experiments.table(name, rows)
     varied, title = experiments.TITLES[name]
     for of_log, lines in found.items():
-        shown = [experiments.as_row(line) for line in lines]
-        measure.print_table(f"test AUC on {of_log}: {title}", (varied, *experiments.COLUMNS), shown)
+        columns = {varied: "{varied:g}", **experiments.COLUMNS}
+        measure.print_figures(f"test AUC on {of_log}: {title}", columns, lines)
         if name == "pls":
             for recovery in ("cpr_full", "cpr_mfu"):
                 print(f"{recovery}: {experiments.slope(lines, recovery):.5f} of AUC for a PLS of 1 (least squares)")
         if over := experiments.no_more_than(accuracy.TARGET_LOSS, lines):
             print(f"more than {accuracy.TARGET_LOSS} below no failure: {', '.join(over)}")
     if name == "pls" and plot is not None and found:
-        from .experiments import draw
-
-        draw(found, plot)
+        experiments.draw(found, plot)
         print(f"drawn to {plot}")
 
 
 def show_accuracy(found: Mapping[str, Any]) -> None:
     for title, by_mean in found.items():
         for mean_h, of in by_mean.items():
-            table = [
-                (
-                    name,
-                    str(row["seeds"]),
-                    f"{row['auc']:.5f}",
-                    "-" if row["vs_none"] is None else f"{row['vs_none']:+.5f}",
-                    "-" if row["vs_none_worst"] is None else f"{row['vs_none_worst']:+.5f}",
-                    f"{row['failures']:.0f}",
-                    f"{row['pls']:.4f}",
-                )
-                for name, row in of.items()
-            ]
-            columns = ("recovery", "seeds", "AUC", "vs none", "worst", "failures", "PLS")
-            measure.print_table(f"test AUC on {title}, {mean_h[:-1]} h between failures", columns, table)
+            columns = {
+                "recovery": "{name}", "seeds": "{seeds}", "AUC": "{auc:.5f}", "vs none": "{vs_none:+.5f}",
+                "worst": "{vs_none_worst:+.5f}", "failures": "{failures:.0f}", "PLS": "{pls:.4f}",
+            }  # fmt: skip
+            table = [{"name": name, **row} for name, row in of.items()]
+            measure.print_figures(f"test AUC on {title}, {mean_h[:-1]} h between failures", columns, table)
 
 
 def emulate(args: argparse.Namespace) -> dict[str, Any]:
     """Overheads and losses by strategy: what the result file says of them."""
-    from recovery.schedule.planner import Costs
-
     from ...plan.measured_costs import read_costs
     from . import emulation
 
@@ -252,24 +235,16 @@ def emulate(args: argparse.Namespace) -> dict[str, Any]:
 def show(platform: str, mean_h: float, found: Mapping[str, Any]) -> None:
     from . import emulation
 
-    columns = ("recovery", "every", "cost %", "+-", "formula", "PLS", "+-", "E[PLS]", "lost", "written")
+    columns = {
+        "recovery": "{name}", "every": "{round_h:.1f} h", "cost %": "{overhead_pct[mean]:.3f}",
+        "+- %": "{overhead_pct[standard_error]:.3f}", "formula": "{closed_form_overhead_pct:.3f}",
+        "PLS": "{pls[mean]:.4f}", "+-": "{pls[standard_error]:.4f}", "E[PLS]": "{expected:.4f}",
+        "lost": "{updates_lost[mean]:.4f}", "written": "{written_tables:.2f}",
+    }  # fmt: skip
+    has_form = ("naive", "cpr_full")
     table = [
-        (
-            name,
-            f"{row['round_h']:.1f} h",
-            f"{row['overhead_pct']['mean']:.3f}",
-            f"{row['overhead_pct']['standard_error']:.3f}",
-            f"{row['closed_form_overhead_pct']:.3f}",
-            f"{row['pls']['mean']:.4f}",
-            f"{row['pls']['standard_error']:.4f}",
-            f"{row['closed_form_pls']:.4f}" if name in ("naive", "cpr_full") else "-",
-            f"{row['updates_lost']['mean']:.4f}",
-            f"{row['written_tables']:.2f}",
-        )
+        {"name": name, **row, "expected": row["closed_form_pls"] if name in has_form else None}
         for name, row in found.items()
     ]
-    measure.print_table(
-        f"{platform} costs, {mean_h} h between failures, {emulation.HOURS} h, {emulation.SERVERS} servers",
-        columns,
-        table,
-    )
+    title = f"{platform} costs, {mean_h} h between failures, {emulation.HOURS} h, {emulation.SERVERS} servers"
+    measure.print_figures(title, columns, table)

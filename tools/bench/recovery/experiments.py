@@ -50,7 +50,10 @@ TITLES = {
     "mtbf": ("hours", "hours between failures"),
 }
 _VARIES = {"pls": "target_pls", "r": "r", "servers": "servers", "mtbf": "mean_h"}
-COLUMNS = ("recovery", "seeds", "AUC", "vs none", "+-", "worst", "failures", "PLS", "E[PLS]")
+COLUMNS = {
+    "recovery": "{recovery}", "seeds": "{seeds}", "AUC": "{auc:.5f}", "vs none": "{vs_none:+.5f}", "+-": "{error:.5f}",
+    "worst": "{vs_none_worst:+.5f}", "failures": "{failures:.0f}", "PLS": "{pls:.4f}", "E[PLS]": "{expected_pls:.4f}",
+}  # fmt: skip
 
 
 def table(experiment: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -91,22 +94,6 @@ def slope(lines: Sequence[Mapping[str, Any]], recovery: str) -> float:
     """AUC lost per PLS: least squares through the origin, over the settings of a curve."""
     mine = [line for line in lines if line["recovery"] == recovery]
     return -float(sum(line["pls"] * line["vs_none"] for line in mine) / sum(line["pls"] ** 2 for line in mine))
-
-
-def as_row(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line for people."""
-    return (
-        f"{line['varied']:g}",
-        line["recovery"],
-        str(line["seeds"]),
-        f"{line['auc']:.5f}",
-        f"{line['vs_none']:+.5f}",
-        "-" if line["error"] is None else f"{line['error']:.5f}",
-        f"{line['vs_none_worst']:+.5f}",
-        f"{line['failures']:.0f}",
-        f"{line['pls']:.4f}",
-        "-" if line["expected_pls"] is None else f"{line['expected_pls']:.4f}",
-    )
 
 
 def no_more_than(worst: float, lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ how it is run: `command` keeps the cells in the result file, and those that are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,16 +57,14 @@ def emulated(cell: GridCell, costs: Costs) -> dict[str, Any]:
     return {**asdict(cell), **found, "least_overhead_pct": 100 * least}
 
 
-def by_r(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[tuple[str, ...]]:
+def by_r(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[dict[str, Any]]:
     """For a table; 8 servers."""
-    mine = [row for row in rows if (row["mean_h"], row["servers"]) == (mean_h, emulation.SERVERS)]
-    return [_as_row(row, f"{row['r']:g}") for row in sorted(mine, key=_order)]
+    return _shown(row for row in rows if (row["mean_h"], row["servers"]) == (mean_h, emulation.SERVERS))
 
 
-def by_servers(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[tuple[str, ...]]:
+def by_servers(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[dict[str, Any]]:
     """For a table; r = 1/8 where it matters."""
-    mine = [row for row in rows if row["mean_h"] == mean_h and (row["recovery"] == "cpr_full" or row["r"] == R)]
-    return [_as_row(row, f"{row['servers']}") for row in sorted(mine, key=_order)]
+    return _shown(row for row in rows if row["mean_h"] == mean_h and (row["recovery"] == "cpr_full" or row["r"] == R))
 
 
 def agreement(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -80,23 +78,18 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-COLUMNS = ("recovery", "", "cost %", "+-", "least %", "PLS", "+-", "E[PLS]", "accesses lost", "written")
+def columns(varied: str) -> dict[str, str]:
+    """Of a table in which r or the servers vary."""
+    return {
+        "recovery": "{recovery}", varied: f"{{{varied}:g}}", "cost %": "{overhead_pct[mean]:.3f}",
+        "+- %": "{overhead_pct[standard_error]:.3f}", "least %": "{least_overhead_pct:.3f}",
+        "PLS": "{pls[mean]:.4f}", "+-": "{pls[standard_error]:.4f}", "E[PLS]": "{expected_pls:.4f}",
+        "accesses lost": "{updates_lost[mean]:.4f}", "written": "{written_tables:.2f}",
+    }  # fmt: skip
 
 
-def _order(row: Mapping[str, Any]) -> tuple[int, int, float]:
-    return list(emulation.CONTESTANTS).index(row["recovery"]), row["servers"], row["r"]
-
-
-def _as_row(row: Mapping[str, Any], varied: str) -> tuple[str, ...]:
-    return (
-        row["recovery"],
-        varied,
-        f"{row['overhead_pct']['mean']:.3f}",
-        f"{row['overhead_pct']['standard_error']:.3f}",
-        f"{row['least_overhead_pct']:.3f}",
-        f"{row['pls']['mean']:.4f}",
-        f"{row['pls']['standard_error']:.4f}",
-        f"{row['closed_form_pls']:.4f}" if row["recovery"] == "cpr_full" else "-",
-        f"{row['updates_lost']['mean']:.4f}",
-        f"{row['written_tables']:.2f}",
-    )
+def _shown(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of the contestants, E[PLS] for saves of all rows alone."""
+    found = [{**row, "expected_pls": row["closed_form_pls"] if row["recovery"] == "cpr_full" else None} for row in rows]
+    places = list(emulation.CONTESTANTS)
+    return sorted(found, key=lambda row: (places.index(row["recovery"]), row["servers"], row["r"]))

@@ -41,24 +41,18 @@ def run(args: argparse.Namespace) -> int:
         raise measure.RunFailed(f"{CONFIG} is missing: run this from a clone of the repository")
     if not args.data.is_dir():
         raise measure.RunFailed(f"--data {args.data} is no folder")
-    if args.epochs < 1:
-        raise measure.RunFailed(f"--epochs must be at least 1, got {args.epochs}")
+    measure.require_at_least(args, epochs=1)
     about = measure.machine()
+    settings = {"config": CONFIG.read_text(), "epochs": args.epochs, "seeds": args.seeds}
     rows: list[Row] = []
-    failed: measure.RunFailed | None = None
     try:
         for seed in args.seeds:
             with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
                 rows += measured(Path(scratch), args, seed)
-    except measure.RunFailed as error:
-        failed = error  # what was measured before it is kept
-    settings = {"config": CONFIG.read_text(), "epochs": args.epochs, "seeds": args.seeds}
-    found = headline(rows)
-    measure.write_json(args.out, {"machine": about, "settings": settings, **found, "rows": rows})
-    show(found)
-    print(f"written to {args.out}")
-    if failed:
-        raise failed
+    finally:  # what was measured before a failure is kept
+        found = headline(rows)
+        measure.write_json(args.out, {"machine": about, "settings": settings, **found, "rows": rows})
+        show(found)
     return 0
 
 
@@ -66,7 +60,8 @@ def measured(folder: Path, args: argparse.Namespace, seed: int) -> list[Row]:
     """A row of each dtype, of one trained model. Raises RunFailed."""
     launch = measure.launch
     common: dict[str, Any] = {"log": folder / "log", "timeout_s": args.timeout}
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *_path()])}
+    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     checkpoints, model, samples = folder / "checkpoints", folder / "model", folder / "samples.parquet"
     words = ["--data", str(args.data), "--seed", str(seed), f"train.epochs={args.epochs}"]
     words += [f"checkpoint.url={checkpoints}", "checkpoint.every_steps=1000000000"]  # only the one at the end
@@ -118,14 +113,8 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    lines = [
-        [dtype, f"{of['auc']:.6f}", f"{of['lost']:+.6f}", f"{of['lost_most']:+.6f}"]
-        for dtype, of in found["by_dtype"].items()
-    ]
-    measure.print_table("AUC on Frappe's test samples", ["rows", "AUC", "lost", "lost, worst seed"], lines)
+    columns = {"rows": "{dtype}", "AUC": "{auc:.6f}", "lost": "{lost:+.6f}", "lost, worst seed": "{lost_most:+.6f}"}
+    lines = [{"dtype": dtype, **of} for dtype, of in found["by_dtype"].items()]
+    measure.print_figures("AUC on Frappe's test samples", columns, lines)
     if found["int8"]:
         print(f"int8 may lose {GOAL}: {'met' if found['int8']['is_met'] else 'missed'}")
-
-
-def _path() -> list[str]:
-    return [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]

@@ -64,34 +64,29 @@ def add_parser(subparsers: Subparsers) -> None:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("rows", "large_rows", "samples", "seconds")}
-    before = resumable.earlier(args.out, KEY, settings)
-    about = before.get("machine") or measure.machine(("torch", "mlflow", "numpy"))
-    rows: list[dict[str, Any]] = before["rows"]
-    failures: dict[str, str] = {}
     environments = {name: _environment(name) for name in args.systems}
     absent = {name: "not installed" for name, env in environments.items() if env is None}
 
-    def write() -> None:
-        found = {"machine": about, "settings": settings, "systems": SYSTEMS, "not_run": absent, "failures": failures}
-        measure.write_whole(args.out, {**found, "summary": summary(rows), "rows": rows})
+    def more(rows: list[Row]) -> dict[str, Any]:
+        return {"systems": SYSTEMS, "not_run": absent, "summary": summary(rows)}
 
+    results = resumable.Results(args.out, KEY, settings, more, packages=("torch", "mlflow", "numpy"))
     for model in args.models:
         planned = [Run(model, name, number) for number in range(args.runs) for name in args.systems]
-        waiting = resumable.missing([one for one in planned if one.system not in absent], rows, KEY)
+        waiting = resumable.missing([one for one in planned if one.system not in absent], results.rows, KEY)
         if not waiting:
             continue
         with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
             launches = Launches(Path(scratch), model, args)
 
             def one_run(one: Run, launches: Launches = launches) -> None:
-                rows.append(launches.run(one, environments[one.system] or {}))
+                results.rows.append(launches.run(one, environments[one.system] or {}))
 
-            resumable.run_each(waiting, one_run, write, failures)
-    failures |= different(rows)
-    write()
-    show(summary(rows), absent)
-    print(f"written to {args.out}")
-    return 1 if failures else 0
+            results.run_each(waiting, one_run)
+    results.failures |= different(results.rows)
+    results.write()
+    show(summary(results.rows), absent)
+    return results.end()
 
 
 class Launches:

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedCollection
 

@@ -47,7 +47,6 @@ def add_parser(subparsers: Subparsers) -> None:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
-    failed: measure.RunFailed | None = None
     about = measure.machine()
     contestants = [variant(name) for name in args.modes]
     chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
@@ -57,32 +56,17 @@ def run(args: argparse.Namespace) -> int:
             with Noise(args.noise):
                 for scenario in chosen.values():
                     measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
-        except measure.RunFailed as error:
-            failed = error  # the minutes of work before it are kept
-    found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
-    measure.write_json(
-        args.out,
-        {
-            "machine": about,
-            "commands": {str(v.name): str(v) for v in contestants},
-            "settings": {
-                "workers": emulated.N_WORKERS,
-                "micro_batch": emulated.MICRO_BATCH,
-                "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
-                "peers": PEERS,
-                "noise": args.noise,
+        finally:  # the minutes of work before a failure are kept
+            settings: dict[str, Any] = {
+                **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
                 "scenarios": {name: described(scenario) for name, scenario in chosen.items()},
-            },
-            "bayes_auc": launches.bayes_auc,
-            **emulated.headline(found),
-            "scenarios": found,
-            "rows": rows,
-        },
-    )
-    show(found, emulated.headline(found))
-    print(f"written to {args.out}")
-    if failed:
-        raise failed
+            }  # fmt: skip
+            found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
+            ratios = emulated.headline(found)
+            whole: dict[str, Any] = {"machine": about, "commands": {v.name: str(v) for v in contestants}}
+            whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
+            measure.write_json(args.out, whole)
+            show(found, ratios)
     return 0
 
 
@@ -137,15 +121,11 @@ def described(scenario: emulated.Scenario) -> dict[str, Any]:
 def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any]) -> None:
     """Print a table for each scenario, and the ratios."""
     columns = {
-        "samples/s": ("samples_per_s", ",.0f"),
-        "of the ideal": ("ideal_share", ".3f"),
-        "AUC": ("auc", ".4f"),
-        "dropped": ("dropped_share", ".2%"),
-        "staleness": ("staleness_mean", ".2f"),
-        "largest": ("staleness_max", ".0f"),
-    }
+        "mode": "{mode}", "samples/s": "{samples_per_s:,.0f}", "of the ideal": "{ideal_share:.3f}", "AUC": "{auc:.4f}",
+        "dropped": "{dropped_share:.2%}", "staleness": "{staleness_mean:.2f}", "largest": "{staleness_max:.0f}",
+    }  # fmt: skip
     for scenario, modes in found.items():
-        table = [(mode, *(format(row[name], how) for name, how in columns.values())) for mode, row in modes.items()]
-        measure.print_table(f"{scenario}, {emulated.N_WORKERS} workers", ("mode", *columns), table)
+        table = [{"mode": mode, **row} for mode, row in modes.items()]
+        measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers", columns, table)
     for name, value in headline.items():
         print(f"{name}: {json.dumps(value)}")

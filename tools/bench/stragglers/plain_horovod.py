@@ -50,11 +50,7 @@ def main() -> None:
 
     if rank == 0:
         auc = small_ctr.auc(model, small_ctr.Samples.held_out(args.data))
-        result = {
-            **progress.result(emulated.MICRO_BATCH),
-            **emulated.staleness({}),
-            "auc": auc,
-        }
+        result = {**progress.result(emulated.MICRO_BATCH), **emulated.staleness({}), "auc": auc}
         args.result.write_text(json.dumps(result))
     hvd.shutdown()
 

@@ -71,11 +71,7 @@ def train(args: argparse.Namespace, tower: small_ctr.Tower, rank: int, n_workers
         table = rpc.rpc_sync(SERVER, torch_rpc_server.pull, (torch.arange(sum(small_ctr.TABLES.values())),))
         held_out = small_ctr.Samples.held_out(args.data)
         auc = small_ctr.auc(lambda ids, dense: tower(dense, table[(ids + first_rows).T]), held_out)
-        result = {
-            **progress.result(emulated.MICRO_BATCH),
-            **emulated.staleness({}),
-            "auc": auc,
-        }
+        result = {**progress.result(emulated.MICRO_BATCH), **emulated.staleness({}), "auc": auc}
         args.result.write_text(json.dumps(result))
 
 

@@ -43,19 +43,13 @@ def run(args: argparse.Namespace) -> int:
         for number in range(args.runs):
             for n_bytes in args.bytes:
                 rows += launch(ours, Path(scratch), n_bytes, number, args.service_ms / 1000, args.timeout)
-    result = headline(rows)
     settings = {
-        "workers": emulated.N_WORKERS,
-        "micro_batch": emulated.MICRO_BATCH,
-        "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
-        "service_s": args.service_ms / 1000,
-        "steps_before_the_first_switch": WARM_UP,
+        **emulated.SETTINGS, "service_s": args.service_ms / 1000, "steps_before_the_first_switch": WARM_UP,
         "steps_between_switches": EVERY,
-    }
-    whole = {"machine": about, "commands": {"ours": str(ours)}, "settings": settings, **result, "rows": rows}
+    }  # fmt: skip
+    whole = {"machine": about, "commands": {"ours": str(ours)}, "settings": settings, **headline(rows), "rows": rows}
     measure.write_json(args.out, whole)
     show(rows)
-    print(f"written to {args.out}")
     return 0
 
 
@@ -97,17 +91,10 @@ def switches(steps: Sequence[SwitchStep], every: int = EVERY) -> list[Row]:
         before = [s for s in steps if decided.step - every < s.step <= decided.step and s.mode == old.mode][1:]
         step_s = (before[-1].at_s - before[0].at_s) / (before[-1].step - before[0].step)
         seconds = new.at_s - decided.at_s
-        found.append(
-            {
-                "from": old.mode,
-                "to": new.mode,
-                "step": decided.step,
-                "seconds": seconds,
-                "steps": seconds / step_s,
-                "step_s": step_s,
-                "steps_until": new.step - decided.step,
-            }
-        )
+        found.append({
+            "from": old.mode, "to": new.mode, "step": decided.step, "seconds": seconds, "steps": seconds / step_s,
+            "step_s": step_s, "steps_until": new.step - decided.step,
+        })  # fmt: skip
     return found
 
 

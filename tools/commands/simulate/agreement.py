@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 if TYPE_CHECKING:
     from ...simulated.agreement import JobSettings
 
@@ -44,8 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     import torch
-
-    from gba_hvd.errors import BadInput
 
     from ...bench.harness import measure, small_ctr
     from ...simulated.agreement import JobSettings, compared, simulate

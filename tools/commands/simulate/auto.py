@@ -8,6 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from gba_hvd.errors import BadInput
+
 from ...simulated.output import write
 
 if TYPE_CHECKING:
@@ -43,8 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
-
     from ...simulated.mode_choice import compare, scenarios
 
     if args.seconds < 360 or args.clusters < 0 or args.processes < 1:
@@ -84,8 +86,6 @@ def _cluster(seed: int, informed: bool) -> Comparison:
 
 def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
     """Of many clusters: regret (share of samples; 0 where auto was faster), worst minutes, needless switches."""
-    import numpy as np
-
     share = np.array([one.share for one in found])
     worst = np.array([one.worst_minute for one in found])
     needless = np.array([one.needless_per_h for one in found])
@@ -106,19 +106,14 @@ def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Comparison]) -> None:
-    from ...bench.harness.measure import print_table
+    from ...bench.harness.measure import print_figures
 
-    rows = [
-        (
-            one.name, f"{one.allreduce:.1f}", f"{one.gba:.1f}", f"{one.auto:.1f}", f"{one.share:.3f}",
-            f"{one.worst_minute:.3f}", str(len(one.switches)), str(one.needless),
-        )
-        for one in found
-    ]  # fmt: skip
-    columns = (
-        "scenario", "allreduce", "gba", "auto", "auto / better mode", "worst minute", "switches", "needless",
-    )  # fmt: skip
-    print_table("Micro-batches/s", columns, rows)
+    columns = {
+        "scenario": "{name}", "allreduce": "{allreduce:.1f}", "gba": "{gba:.1f}", "auto": "{auto:.1f}",
+        "auto / better mode": "{share:.3f}", "worst minute": "{worst_minute:.3f}", "switches": "{n_switches}",
+        "needless": "{needless}",
+    }  # fmt: skip
+    print_figures("Micro-batches/s", columns, [vars(one) | {"n_switches": len(one.switches)} for one in found])
     for one in found:
         for switch in one.switches:
             print(f"{one.name}, {switch.at_s:.0f} s: {switch.reason}")

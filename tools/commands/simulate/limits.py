@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from gba_hvd.errors import BadInput
 
 from ...simulated.output import write
-
-if TYPE_CHECKING:
-    from ...simulated.stability_limit import FleetLimit
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,9 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from gba_hvd.errors import BadInput
-
-    from ...bench.harness.measure import print_table
+    from ...bench.harness.measure import print_figures
     from ...simulated.stability_limit import DELAYS, observe
 
     torch.set_num_threads(1)
@@ -65,21 +62,18 @@ def run(args: argparse.Namespace) -> int:
     if given := [f"--{name}" for name, default in of_fleets.items() if getattr(args, name) != default]:
         raise BadInput(f"{', '.join(given)}: of fleets; give --workers, or leave it out")
     found = [observe(delay) for delay in (DELAYS if args.delays is None else args.delays)]
-    rows = [
-        (str(f.delay), f"{f.predicted:.5f}", f"{f.stable:.5f}", f"{f.unstable:.5f}", f"{f.error:+.2%}") for f in found
-    ]
-    columns = ("delay", "predicted", "observed: fades", "grows", "predicted / observed - 1")
-    print_table("Largest stable learning rate x curvature", columns, rows)
-    write(args.out, [asdict(f) | {"error": f.error} for f in found])
+    rows = [asdict(f) | {"error": f.error} for f in found]
+    columns = {
+        "delay": "{delay}", "predicted": "{predicted:.5f}", "observed: fades": "{stable:.5f}",
+        "grows": "{unstable:.5f}", "predicted / observed - 1": "{error:+.2%}",
+    }  # fmt: skip
+    print_figures("Largest stable learning rate x curvature", columns, rows)
+    write(args.out, rows)
     return 0
 
 
-def _error(found: FleetLimit, predicted: float | None) -> str:
-    return "-" if predicted is None else f"{predicted / found.observed - 1:+.1%}"
-
-
 def _fleets(args: argparse.Namespace) -> int:
-    from ...bench.harness.measure import print_table
+    from ...bench.harness.measure import print_figures
     from ...simulated.stability_limit import observe_fleet
 
     found = [
@@ -87,23 +81,23 @@ def _fleets(args: argparse.Namespace) -> int:
         for n in args.workers
         for seed in args.seeds
     ]
-    rows = [
-        (
-            str(f.workers), str(f.seed), f"{f.age_mean:.2f}", str(f.age_max), f"{f.predicted:.5f}",
-            f"{f.observed:.5f}", f"{f.error:+.1%}", _error(f, f.speeds), _error(f, f.roots), _error(f, f.plain),
-            _error(f, f.drawn),
-        )
-        for f in found
-    ]  # fmt: skip
-    columns = (
-        "workers", "seed", "mean age", "oldest", "predicted", "observed", "error", "by speeds alone", "by the mean",
-        "plain formula", "ages drawn",
-    )  # fmt: skip
+    rows = [asdict(f) | {"error": f.error} for f in found]
+    others = {"by speeds alone": "speeds", "by the mean": "roots", "plain formula": "plain", "ages drawn": "drawn"}
+    columns = {
+        "workers": "{workers}", "seed": "{seed}", "mean age": "{age_mean:.2f}", "oldest": "{age_max}",
+        "predicted": "{predicted:.5f}", "observed": "{observed:.5f}", "error": "{error:+.1%}",
+        **{title: f"{{by[{name}]:+.1%}}" for title, name in others.items()},
+    }  # fmt: skip
+
+    def error(row: dict[str, Any], name: str) -> float | None:
+        return None if row[name] is None else row[name] / row["observed"] - 1
+
     setting = (
         f"{args.step} pushes a step, {args.optimizer}, momentum {args.momentum:g}, spread of speeds {args.spread:g}"
     )
     setting += f", values {args.ahead:g} of a step ahead" if args.ahead else ""
-    print_table(f"Largest stable learning rate x curvature: {setting}", columns, rows)
+    shown = [{**row, "by": {name: error(row, name) for name in others.values()}} for row in rows]
+    print_figures(f"Largest stable learning rate x curvature: {setting}", columns, shown)
     print(f"largest error: {max(abs(f.error) for f in found):.1%}; the other columns are errors, too")
-    write(args.out, [asdict(f) | {"error": f.error} for f in found])
+    write(args.out, rows)
     return 0

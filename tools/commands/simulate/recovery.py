@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from recovery.errors import BadInput
+from recovery.schedule.failures import Gamma, failure_times
+from recovery.schedule.planner import JobProfile, plan
+
+from ...checkpoint.terminal_report import print_table
 from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from recovery.schedule.failures import Gamma
     from recovery.simulation.simulation import Mean, SimulationOutcome
 
 STRATEGIES = ("full", "partial", "auto")
@@ -73,11 +78,6 @@ class RecoveryLine:
 
 
 def run(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from recovery.errors import BadInput
-    from recovery.schedule.failures import Gamma
-
     fill_in(args)
     if args.repeats < 1 or min(args.servers) < 1 or not args.years > 0 or args.sampled_servers < 0:
         raise BadInput("--repeats, --servers and --years must be above 0, --sampled-servers not negative")
@@ -95,10 +95,6 @@ def run(args: argparse.Namespace) -> int:
 
 def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace: np.ndarray | None) -> RecoveryLine:
     """Independent operations of one world."""
-    import numpy as np
-
-    from recovery.schedule.failures import failure_times
-    from recovery.schedule.planner import JobProfile, plan
     from recovery.simulation.simulated_rows import RowModel
     from recovery.simulation.simulation import SimulatedJob, mean_of, simulate
 
@@ -132,10 +128,6 @@ def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace
 
 def read_trace(path: Path) -> np.ndarray:
     """float64 [F, 2]: seconds and server, from lines of `hour,server`; # begins a comment."""
-    import numpy as np
-
-    from recovery.errors import BadInput
-
     try:
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         trace = np.array([[float(word) for word in line.split(",")] for line in lines if line], np.float64)
@@ -150,22 +142,13 @@ COLUMNS = ("servers", "recovery", "failures", "every", "overhead %", "CPR", "sig
 
 
 def show(lines: list[RecoveryLine]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Simulated operation, +- standard error")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "recovery" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*cells(line))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
+    print_table(COLUMNS, [cells(line) for line in lines], left=(1,), title="Simulated operation, +- standard error")
     for sentence in (
         "every: time for a round of saves; CPR: the closed form for the first plan; sigma: standard errors from it",
         "lost: share of all row updates, each row since it was itself saved, in the sampled servers",
         *growth(lines),
     ):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        print(sentence)
 
 
 def cells(line: RecoveryLine) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 from ...simulated.output import json_values, loss_text, settings_of, silent_servers, write
 
 if TYPE_CHECKING:
@@ -59,8 +61,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from gba_hvd.errors import BadInput
-
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     args.rule_settings = parsed_settings(args.rule, args.rule_settings)
@@ -98,7 +98,6 @@ def _experiment(args: argparse.Namespace, workers: int, rule: str, seed: int) ->
 
 def parsed_settings(rules: Sequence[str], given: Sequence[str]) -> dict[str, float | bool]:
     """`lambda=2 adaptive=false` as settings. Raises BadInput when they are none, or no rule has any."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.update_rules import WITH_SETTINGS
 
     if given and not set(rules) & set(WITH_SETTINGS):
@@ -175,34 +174,17 @@ def _stored(line: TrainingLine) -> dict[str, Any]:
 
 
 def show(lines: Sequence[TrainingLine], args: argparse.Namespace) -> None:
-    from ...bench.harness.measure import print_table
+    from ...bench.harness.measure import print_figures
 
-    extra = sorted({name for line in lines for name in line.scores})
-    columns = (
-        "workers",
-        "rule",
-        "loss",
-        *extra,
-        "staleness",
-        "largest",
-        "values old",
-        "gap",
-        "in steps",
-        "dropped",
-        "speed",
-        "steps",
-    )
-    table = [
-        (
-            f"{line.workers:,}", line.rule, loss_text(line.loss),
-            *(f"{line.scores[n]:.4f}" if n in line.scores else "-" for n in extra),
-            f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}",
-            f"{line.gap:.2g}", f"{line.gap_in_steps:.2f}", f"{line.dropped_share:.2%}",
-            f"{line.speed:.1f}", f"{line.steps:,}",
-        )
-        for line in lines
-    ]  # fmt: skip
-    print_table(f"{args.task}, {args.mode}, {args.optimizer}, learning rate {args.lr:g}", columns, table)
+    columns = {
+        "workers": "{workers:,}", "rule": "{rule}", "loss": "{shown}",
+        **{name: f"{{scores[{name}]:.4f}}" for name in sorted({name for line in lines for name in line.scores})},
+        "staleness": "{staleness_mean:.2f}", "largest": "{staleness_max}", "values old": "{lag_mean:.2f}",
+        "gap": "{gap:.2g}", "in steps": "{gap_in_steps:.2f}", "dropped": "{dropped_share:.2%}",
+        "speed": "{speed:.1f}", "steps": "{steps:,}",
+    }  # fmt: skip
+    title = f"{args.task}, {args.mode}, {args.optimizer}, learning rate {args.lr:g}"
+    print_figures(title, columns, [vars(line) | {"shown": loss_text(line.loss)} for line in lines])
     print("staleness, values old: mean steps, of the token and of the dense values; speed: micro-batches per mean time")
     print("gap: how far the dense values have moved since they were used (root mean square), and in usual steps")
     for line in lines:
