@@ -116,11 +116,13 @@ def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (), title: str | None = None
 ) -> None:
     """left: columns of words, which may be wrapped; the others are figures."""
+    if title is not None:
+        print(title)
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", no_wrap=number not in left)
     for row in rows:
