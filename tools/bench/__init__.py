@@ -20,8 +20,9 @@ from .stragglers import command as gba
 from .switch import command as switch
 
 BENCHMARKS = (
-    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, gpu, import_time, launcher, membership,
-    ps, quality, reader, recovery, row_compression, row_dtypes, serving, model_averaging, smoke, switch, vocabulary,
+    allreduce, checkpoint, cluster_load, compression, days, delay, follower, gba, gpu, import_time, launcher,
+    membership, ps, quality, reader, recovery, row_compression, row_dtypes, serving, model_averaging, smoke, switch,
+    vocabulary,
 )  # fmt: skip
 
 

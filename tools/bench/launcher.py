@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ..launch.command_line import Asked, Here, plan
+from ..signals import stop
 from .harness import measure
 from .harness.measure import Row, Subparsers, Variant
 
@@ -90,7 +91,7 @@ def one_window(folder: Path, args: argparse.Namespace, job: Variant, number: int
             time.sleep(args.window_s)
             share = (cpu_s(launcher.pid) - before_s) / (time.monotonic() - began_s)
         finally:
-            measure.stop(launcher)
+            stop(launcher)
     print(f"window {number + 1}  {job.name:8s} {share:.2%}", flush=True)
     return {"discovery": job.name, "window": number, "core_share": share, "load_average": os.getloadavg()[0]}
 
