@@ -89,10 +89,12 @@ class Callback:
     `load_state_dict` runs before `on_job` there.
     shows_events: a person reads events of level "info" in what rank 0's callback prints, so the log need not have them.
     uses_last_checkpoint: works at the end with the checkpoint that is saved then, so that one is saved in any case.
+    problem: why it cannot do its work now, for `gba-hvd status`; empty: it can.
     """
 
     shows_events = False
     uses_last_checkpoint = False
+    problem = ""
 
     def on_model(self, model: Any) -> None:
         """The callback was registered with the state of this model, an `nn.Module`. May raise BadInput."""

@@ -49,6 +49,7 @@ class SaveSchedule:
         self.n_hosts = 1
         self._chain = planner.ChainSize()
         self._reported = SaveStatus()  # what was last reported to callbacks
+        self._asks = False  # this worker has asked for a checkpoint as the chief
         self._asked_s: float | None = None  # when a checkpoint was asked for that has no result yet
         self._running_s = 0.0  # when it was last reported as being saved
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
@@ -215,7 +216,8 @@ class SaveSchedule:
     # --- what was asked for, and its outcome -------------------------------------------------------------------------
 
     def asked(self, number: int, step: int) -> None:
-        """A checkpoint of this step was asked for just now."""
+        """A checkpoint of this step was asked for just now. On all workers in allreduce mode, else on the chief."""
+        self._asks = self._asks or self._engine.world.rank == 0
         self._asked_s, self._asked_number, self._asked_step = time.monotonic(), number, step
         self.callback.began(step, self._asked_s)
 
@@ -296,7 +298,7 @@ class SaveSchedule:
         if saved.number < self._asked_number and self._asked_s is not None:
             return  # a report of the save before
         # A chief that took over asked for none yet: what it finds complete has probably been reported before.
-        is_known = self._asked_number < 0 and self._reported == SaveStatus() and not self._running_s
+        is_known = not self._asks and self._reported == SaveStatus() and not self._running_s
         began_s, step = self._asked_s or time.monotonic(), saved.number if self._asked_s is None else self._asked_step
         self._reported, self._asked_s, self._running_s = saved, None, 0.0
         if saved.state == "failed":

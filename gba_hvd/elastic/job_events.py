@@ -19,6 +19,7 @@ from gba_hvd.callbacks import KEEP_BEST, Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
+from gba_hvd.elastic.job_health import health_of
 from gba_hvd.errors import BadInput
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
@@ -202,6 +203,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
             engine.emit(Event("switch_late", engine.progress.step, text, {"due": due}, level="warning"))
     if engine.world.rank == 0 and (stayed := _never_switched(engine)):
         engine.emit(stayed)
+    if (health := health_of(engine)) is not None:
+        facts["warnings"] = health.account(with_another=status == "NOT_SAVED")  # which the next event is
     engine.emit(Event(kind, engine.progress.step, word, facts, level="warning" if status == "NOT_SAVED" else "info"))
     for callback in engine.callbacks:
         try:

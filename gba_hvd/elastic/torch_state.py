@@ -21,6 +21,7 @@ from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
 from gba_hvd.elastic import endings, job_events, rollback
+from gba_hvd.elastic.job_health import JobHealth, health_of
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.log_lines import show_log_lines
 from gba_hvd.elastic.training_state import TrainingState
@@ -82,6 +83,8 @@ class TorchState:
             id=engine.model.tables.config.job_id or secrets.token_hex(4),
             name=engine.job.name if name is None else checked_job_name(name),
         )
+        if health_of(engine) is None:
+            engine.callbacks.append(JobHealth(engine))
         self._slot = LauncherSlot()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = WorkerSaves(engine, self.training_state)

@@ -5,7 +5,7 @@ Two files in the job's folder, written by the host's leader, in every mode and w
     job.json   what the job is; replaced completely when a world has formed
     progress   where it stands; pages that are mapped, so a step costs one small copy and no call of the system.
                Its second half has, as JSON, what is known of the vocabularies of hashed tables; the next two
-               pages, as JSON too, where the time of allreduce steps goes
+               pages, as JSON too, where the time of allreduce steps goes; the last two the job's troubles
 
 They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
@@ -29,8 +29,13 @@ from recovery.redaction import redacted
 from recovery.storage.rename import replace_file
 
 _PAGE = 4096
-_TIMES_AT, _SIZE = _PAGE, 3 * _PAGE
+_TIMES_AT, _HEALTH_AT, _SIZE = _PAGE, 3 * _PAGE, 5 * _PAGE
 _VOCABULARY_AT = 512
+_OF_JSON = (
+    ("vocabulary", _VOCABULARY_AT, _PAGE),
+    ("step_times", _TIMES_AT, _HEALTH_AT),
+    ("health", _HEALTH_AT, _SIZE),
+)
 _PROGRESS = struct.Struct("<4sqqqqqdd16s16s?")
 _MAGIC = b"gba2"
 ENDING = "ending"  # in place of the mode
@@ -51,7 +56,10 @@ class Notice:
 
 
 class Board:
-    """The host leader's. Belongs to the training thread."""
+    """The host leader's. Belongs to the training thread.
+
+    found_health: what a leader before it has shown by `show_health`; None: nothing
+    """
 
     def __init__(self, folder: Path, mode: str, step: int, **facts: Any) -> None:
         """facts: of the `Notice`. Raises OSError when there is no room for it."""
@@ -62,6 +70,7 @@ class Board:
         with open(folder / "progress", "a+b") as file:
             os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._page = mmap.mmap(file.fileno(), _SIZE)
+        self.found_health: dict[str, Any] | None = _json_of(self._page[_HEALTH_AT:])
         if before is None:
             self.show(step, -1, 0, 0, 0, None, mode)
 
@@ -92,12 +101,17 @@ class Board:
 
     def show_times(self, found: dict[str, Any]) -> None:
         """What `StepTimes` has found."""
-        self._show(found, _TIMES_AT, _SIZE)
+        self._show(found, _TIMES_AT, _HEALTH_AT)
 
-    def _show(self, found: dict[str, Any], start: int, end: int) -> None:
-        text = json.dumps(found).encode()
-        if len(text) <= end - start:
+    def show_health(self, found: dict[str, Any]) -> bool:
+        """What `JobHealth` has found. Whether there is room for it."""
+        return self._show(found, _HEALTH_AT, _SIZE)
+
+    def _show(self, found: dict[str, Any], start: int, end: int) -> bool:
+        text = json.dumps(found, default=str).encode()
+        if has_room := len(text) <= end - start:
             self._page[start:end] = text.ljust(end - start, b"\0")
+        return has_room
 
     def ends(self) -> None:
         """The training is over; what remains is to report it and to save."""
@@ -123,11 +137,17 @@ def read(folder: Path) -> dict[str, Any] | None:
                 report |= {"epoch": epoch, "steps_done": done, "steps_of_epoch": of_epoch, "samples_applied": samples}
             if not math.isnan(loss):
                 report["loss"] = loss
-            for name, part in (("vocabulary", page[_VOCABULARY_AT:_PAGE]), ("step_times", page[_TIMES_AT:])):
-                if text := part.rstrip(b"\0"):
-                    with contextlib.suppress(ValueError):  # it is being written
-                        report[name] = json.loads(text)
+            for name, start, end in _OF_JSON:
+                if (found := _json_of(page[start:end])) is not None:
+                    report[name] = found
     return report
+
+
+def _json_of(part: bytes) -> Any:
+    """None: there is none, or it is being written."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text) if (text := part.rstrip(b"\0")) else None
+    return None
 
 
 def bases_in_use() -> Iterator[Path]:

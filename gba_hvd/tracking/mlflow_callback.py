@@ -26,6 +26,7 @@ from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
 from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
+from gba_hvd.tracking.reach import Reach
 from gba_hvd.tracking.records import PAGE_QUERY, metric_key, metrics_records, params_records
 from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
@@ -134,6 +135,7 @@ class MLflowCallback(Callback):
         self._restarts = 0
         self._next_look_s = 0.0
         self._reported_problem: str | None = None
+        self._reach = Reach()
         self._logged_step = -1
         self._mode: str | None = None
         self._seen_step: int | None = None
@@ -411,10 +413,25 @@ class MLflowCallback(Callback):
         if self._sender is None or (not self._sender.alive() and not status.stopped and self._restarts < _RESTARTS):
             self._restarts += self._sender is not None
             self._start_sender()
-        problem = self._writer.problem or (status.problem if self._job and self._job.is_chief else None)
+        problem = self._writer.problem
+        if self._job is not None and self._job.is_chief:
+            has_run, now_s = status.run_id is not None, time.time()
+            unreached = self._reach.look(status.problem, status.offset, self._writer.n_bytes, has_run, now_s)
+            problem = problem or unreached
         if problem != self._reported_problem:
             self._reported_problem = problem
-            _log(f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again")
+            text = f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again"
+            _log(text, at=time.strftime("%H:%M:%S "))
+
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        if self._reported_problem is None:
+            return ""
+        since_s = self._reach.since_unix_s
+        since = "" if since_s is None else f" since {_time_of_day(since_s)}"
+        lost = 0 if self._writer is None else self._writer.lost
+        cost = f"{lost:,} records are lost" if lost else "records wait, nothing is lost so far"
+        return f"MLflow{since}: {cost}: {self._reported_problem}"
 
     def _start_sender(self) -> None:
         assert self._writer is not None
@@ -482,8 +499,9 @@ class MLflowCallback(Callback):
                 of_step = "" if delivered.model_step is None else f", of step {delivered.model_step:,}"
                 drawn = f"The model is {delivered.served_as}{of_step}. " if delivered.served_as else ""
                 drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
+                drawn += self._outages
                 if not delivered.done and model_path(path).exists():
-                    drawn = "Everything else is recorded. "
+                    drawn = f"Everything else is recorded. {self._outages}"
                     _log(delivered.model_problem or self._model_is_being_logged())
                 print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
             return
@@ -499,6 +517,14 @@ class MLflowCallback(Callback):
             f"the model is still being logged{by}, which continues when this one ends: nothing need be done. Where "
             f"that process ends with the job, as in a container, {model_path(path)} stays: {how_to_send(path)}"
         )
+
+    @property
+    def _outages(self) -> str:
+        """A sentence, where MLflow did not take records for a while."""
+        spans = [f"{_time_of_day(one.since_unix_s)} to {_time_of_day(one.until_unix_s)}" for one in self._reach.over]
+        if self._reach.since_unix_s is not None:  # and they came through after the last step
+            spans.append(f"{_time_of_day(self._reach.since_unix_s)} to the end")
+        return f"It was out of reach from {' and from '.join(spans)}; what waited was sent. " if spans else ""
 
     def _report_left_behind(self) -> None:
         """Say which earlier jobs have records here that were never sent."""
@@ -569,8 +595,13 @@ def _is_in_trouble(spool: Path) -> bool:
     return status.problem is not None or status.model_problem is not None
 
 
-def _log(message: str) -> None:
-    print(f"MLflow: {message}", file=sys.stderr, flush=True)
+def _log(message: str, at: str = "") -> None:
+    """at: the time of day, of what may come at any moment"""
+    print(f"{at}MLflow: {message}", file=sys.stderr, flush=True)
+
+
+def _time_of_day(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 def _now_ms() -> int:

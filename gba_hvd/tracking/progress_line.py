@@ -36,7 +36,7 @@ _NOTED = (
     "memory_not_kept",
     "auto_stayed",
 )  # of level "info", and the summary has them: they matter once the job has ended
-_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s")
+_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s", "warnings")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -49,7 +49,7 @@ class ProgressLine(Callback):
     The closing summary takes the account of samples from the data of the last event that has it
     (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, `dropped_for`, and in
     asynchronous modes `staleness` and `lags`; `lasted_s`: the time of the launch; `pauses`: of each its cause, its
-    seconds and the step that ended it).
+    seconds and the step that ended it; `warnings`: of the job, those that an earlier rank 0 reported included).
     """
 
     shows_events = True
@@ -243,11 +243,27 @@ class ProgressLine(Callback):
         if by_values and (ages := whole_numbers(self._account.get("lags"))):
             lines.append(f"age of dense values, which decides what is dropped: {staleness_words(ages)}")
         lines += [warned.words for warned in self._warnings.values()]
+        lines += self._other_warnings()
         lines += [f"note: {_tagged(event)}" for event in self._notes.values()]
         if self._newest is not None:
             lines.append(f"last: {self._newest.name}: {_numbers(self._newest.values)}")
         if self._best is not None and (by := chooser(self._best.values)):
             lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
+        return lines
+
+    def _other_warnings(self) -> list[str]:
+        """What another rank 0 or an earlier launch warned of and still holds, and how many there were in all."""
+        of_the_job = self._account.get("warnings")
+        if not of_the_job:
+            return []
+        others = [one for one in of_the_job["standing"] if one[0] not in self._warnings]
+        lines = [f"warning: {_tagged(Event(kind, step, message))}" for kind, step, message in others]
+        n, over = of_the_job["n"], of_the_job["over"]
+        if n > len(self._warnings) + len(others):
+            over_words = f", {over:,} of them over" if over else ""
+            lines.append(
+                f"warnings: {n:,} in the job so far{over_words}; the newest of each kind is above, all are logged"
+            )
         return lines
 
     # These travel with the elastic state: a new rank 0 continues with them.

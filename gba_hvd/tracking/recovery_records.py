@@ -236,7 +236,11 @@ def recoveries(events: Iterable[Record], applied: Sequence[Point] = ()) -> list[
 
 def _made_again(events: Sequence[Record], resumed: Record, applied: Sequence[Point]) -> Record:
     """Steps and samples of the launch before that are after what the job resumed from. events: until then"""
-    mark, step, then = _last_of_the_launch_before(events), int(resumed.get("step", 0)), resumed["data"].get(_THEN)
+    mark, step, then = (
+        _last_of_the_launch_before(events),
+        int(resumed.get("step", 0)),
+        resumed.get("data", {}).get(_THEN),
+    )
     if mark is not None and mark.get("event") in ENDS:
         reached, n_applied = int(mark.get("step", 0)), mark.get("data", {}).get(APPLIED)
     elif point := _newest_of_the_launch_before(events, resumed, applied):

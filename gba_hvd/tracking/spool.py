@@ -107,6 +107,11 @@ class SpoolWriter:
             self.lost += 1
             self.problem = str(error)
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the spool; 0 where it is closed."""
+        return os.fstat(self._fd).st_size if self._fd >= 0 else 0
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -48,10 +48,14 @@ def test_a_worker_killed_there_changes_no_parameter(
 def test_rank_0_killed_on_a_host_of_three_workers_changes_no_parameter(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """The survivors' local ranks change, and they are not given up with it."""
-    with cluster(tmp_path, faults=[fault("before exchange", rank=0)]) as job:
+    """The survivors' local ranks change, and they are not given up with it. What it warned of is still known."""
+    faults = [fault("before exchange", do="warn", step=5, rank=0), fault("before exchange", rank=0)]
+    with cluster(tmp_path, faults=faults) as job:
         job.run(lambda: job.start_elastic(NAMES[:1], slots=3))
-        assert job.fired() == 1
+        assert job.fired() == 2
+        ends = [line["warnings"] for line in job.notes("event") if line["event"] == "finished"]
+        kept = [[text for _, _, text in end["standing"] if text.startswith("planned")] for end in ends]
+        assert any(kept), "the new rank 0 continues the account"
         job.assert_every_sample_once(epochs=2)
         assert_nobody_went_back(job)
         assert job.result()["shard_steps_missed"] == 0

@@ -106,6 +106,10 @@ def die(point: str, step: int) -> None:
             if fault["do"] == "cut the file":
                 os.truncate(state.engine.folder / "shards", 4096)
                 return
+            if fault["do"] == "warn":
+                text = "planned: what rank 0 alone reports"
+                state.engine.emit(gba_hvd.callbacks.Event("rows_lost", state.step, text, level="warning"))
+                return
             if fault["do"] == "spoil the store":
                 shutil.rmtree(PLAN["checkpoint"]["url"])
                 Path(PLAN["checkpoint"]["url"]).write_text("no folder any more")

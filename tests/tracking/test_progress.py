@@ -427,3 +427,21 @@ def test_a_job_that_rolled_back_was_launched_once() -> None:
     progress.on_end("FINISHED", None)
     (line,) = [line for line in lines_of(stream) if "finished" in line]
     assert line == "finished: 188 steps in 2s, 2 changes of workers"
+
+
+def test_the_summary_counts_the_warnings_of_the_job_and_has_those_of_an_earlier_rank_0() -> None:
+    def summary(n: int, over: int, standing: list[list[Any]]) -> list[str]:
+        out = io.StringIO()
+        line = ProgressLine(stream=out, clock=lambda: 0.0)
+        line.on_event(Event("checkpoint_failed", 9, "the disk is full", level="warning"))
+        warnings = {"n": n, "over": over, "standing": standing}
+        line.on_event(Event("finished", 9, "", {"warnings": warnings}))
+        line.on_end("FINISHED", None)
+        return [text for text in lines_of(out) if text.startswith("warning")]
+
+    own, of_another = ["checkpoint_failed", 9, "the disk is full"], ["rows_lost", 4, "5 rows are lost"]
+    shown = ["warning: [checkpoint failed] step 9: the disk is full", "warning: [rows lost] step 4: 5 rows are lost"]
+    assert summary(1, 0, [own]) == shown[:1]
+    assert summary(2, 0, [of_another, own]) == shown
+    *first, last = summary(43, 41, [of_another, own])
+    assert first == shown and last.startswith("warnings: 43 in the job so far, 41 of them over; ")

@@ -338,6 +338,10 @@ def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts:
     story = RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}
     assert facts.get("rows back from a checkpoint") == ("500" if counts else None)
+    assert facts.get("recoveries") == ("1" if counts else None)
+    after_interruption = any("interrupted" in what for what in shown)
+    name = "launches after an interruption, not counted as recoveries"
+    assert facts.get(name) == ("1" if after_interruption else None)
     assert (
         "500 rows came back from a checkpoint when the job was launched again after a failure." in headline(story)
     ) == counts

@@ -69,7 +69,16 @@ LAYERS = {
         ["process_checkpointer"],
     ],
     "gba_hvd_tools": [
-        ["signals", "virtual_hosts", "picture", "build_progress", "running_jobs", "step_time_words", "folder_argument"],
+        [
+            "signals",
+            "virtual_hosts",
+            "picture",
+            "build_progress",
+            "running_jobs",
+            "step_time_words",
+            "health_words",
+            "folder_argument",
+        ],
         ["build_horovod", "checkpoint", "doctor", "launch", "plan", "bench.harness"],
         ["simulated"],
         ["bench", "chaos"],

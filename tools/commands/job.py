@@ -21,6 +21,7 @@ from gba_hvd.shm import job_board
 from gba_hvd.shm.job_board import ENDING
 
 from ..checkpoint.terminal_report import print_table
+from ..health_words import health_facts, moment
 from ..running_jobs import (
     ask_status,
     ask_switch,
@@ -190,7 +191,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     lines = [("mode", mode_words(report))]
     if "started_unix_s" in report:
-        started = _moment(report["started_unix_s"])
+        started = moment(report["started_unix_s"])
         lines.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
     if report.get("wanted") not in (None, "", "auto", report.get("mode")):  # those two are no way to go
         why = f": {report['reason']}" if report.get("reason") else ""
@@ -214,6 +215,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("samples", _account_words(account)))
     for table, found in (report.get("vocabulary") or {}).items():
         lines.append((f"ids of {table}", _vocabulary_words(found)))
+    lines += health_facts(report, time.time())
     staleness = whole_numbers(report.get("staleness"))
     if staleness:
         lines.append(("staleness", staleness_words(staleness)))
@@ -246,7 +248,7 @@ def _account_words(account: Mapping[str, int]) -> str:
 def _requests(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What this host's server, or the coordinator, was asked for, and when."""
     texts, moments = report.get("decisions") or (), report.get("decided_unix_s") or ()
-    when = [f" (at {_moment(unix_s)})" for unix_s in moments] if len(moments) == len(texts) else [""] * len(texts)
+    when = [f" (at {moment(unix_s)})" for unix_s in moments] if len(moments) == len(texts) else [""] * len(texts)
     return [("decided", f"{text}{at}") for text, at in zip(texts, when, strict=True)]
 
 
@@ -268,13 +270,6 @@ def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"rank": rank, "seconds": seconds} for rank, seconds in report.get("rates") or ()]
 
 
-def _moment(unix_s: float) -> str:
-    """A time of day, with the date unless it is today's."""
-    then = time.localtime(unix_s)
-    today = then[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
-
-
 def row_of(job: Mapping[str, Any], now_s: float) -> list[str]:
     """name, job, mode, started, step, last step, workers, folder."""
     step = f"{job['step']:,}" if "step" in job else "-"
@@ -283,7 +278,7 @@ def row_of(job: Mapping[str, Any], now_s: float) -> list[str]:
     ago = f"{max(0.0, now_s - job['step_unix_s']):,.0f} s ago" if job.get("epoch") is not None else "-"
     workers, hosts = job.get("workers"), job.get("hosts")
     on = "-" if workers is None else f"{workers}" + (f" on {hosts} hosts" if hosts and hosts > 1 else "")
-    started = _moment(job["started_unix_s"]) if "started_unix_s" in job else "-"
+    started = moment(job["started_unix_s"]) if "started_unix_s" in job else "-"
     return [job["name"] or "-", job["job"], mode_words(job).partition(":")[0], started, step, ago, on, job["dir"]]
 
 

@@ -15,7 +15,7 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, lost_the_job
+from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, is_failure, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from recovery.units import size
@@ -215,6 +215,9 @@ def _recovered(story: RunHistory) -> list[Fact]:
     total = {name: sum(int(one[name] or 0) for one in recoveries) for name in counts}
     total["samples_redone"] = sum(int(one["samples_redone"] or 0) for one in story.recoveries)
     facts = [Fact("recoveries", f"{len(recoveries):,}")] if recoveries else []
+    after_interruptions = [one for one in story.recoveries if one["launch_before"] == "interrupted"]
+    if n_continued := sum(not is_failure(one) for one in after_interruptions):
+        facts.append(Fact("launches after an interruption, not counted as recoveries", f"{n_continued:,}"))
     if total["rows_restored"]:
         facts.append(Fact("rows back from a checkpoint", f"{total['rows_restored']:,}"))
     if total["rows_lost"]:

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from gba_hvd_tools import cli, running_jobs
 from gba_hvd_tools.commands import job
+from gba_hvd_tools.health_words import health_facts, moment
 from gba_hvd_tools.step_time_words import step_time_facts
 
 import gba_hvd
@@ -200,6 +202,43 @@ def test_the_help_of_switch_names_every_mode() -> None:
     (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     (mode,) = (action for action in group.choices["switch"]._actions if action.dest == "mode")
     assert set(str(mode.help).replace(" or ", ", ").split(", ")) == set(SETTINGS)
+
+
+def _health(**changes: Any) -> dict[str, Any]:
+    return {"n": 0, "over": 0, "standing": [], "checkpoint": None, "chief": True, "problems": [], **changes}
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        (_health(), "none yet"),
+        (_health(chief=False), "rank 0's host shows it"),
+        (_health(checkpoint={"step": 1586, "unix_s": None}), "step 1,586, which this launch resumed from"),
+        (_health(checkpoint={"step": 1586, "unix_s": 730.0}), "step 1,586, saved 270 s ago"),
+    ],
+)
+def test_the_newest_checkpoint_is_shown_with_its_age(health: dict[str, Any], words: str) -> None:
+    shown = dict(health_facts({"checkpoints": "s3://b/shop", "health": health}, 1000.0))
+    assert shown == {"newest checkpoint": words}
+    assert health_facts({"checkpoints": "", "health": health}, 1000.0) == [], "the job saves none"
+
+
+def test_troubles_are_shown_with_how_long_they_have_lasted() -> None:
+    failed = {
+        "kind": "checkpoint_failed", "step": 1600, "message": "no bucket", "n": 30, "since_unix_s": 800.0,
+        "unix_s": 990.0,
+    }  # fmt: skip
+    lost = {**failed, "kind": "rows_lost", "message": "5 rows", "n": 1, "unix_s": 700.0}
+    newest = {"step": 1586, "unix_s": 730.0}
+    health = _health(n=43, over=12, standing=[lost, failed], checkpoint=newest, problems=["MLflow: records wait"])
+    first, last, once = (moment(at) for at in (800.0, 990.0, 700.0))
+    assert health_facts({"checkpoints": "s3://b/shop", "health": health}, 1000.0) == [
+        ("newest checkpoint", f"step 1,586, saved 270 s ago; none was saved since {first}, see the warning"),
+        ("problem", "MLflow: records wait"),
+        ("warnings", "43, 12 of them over, so far"),
+        ("warning", f"[checkpoint failed] x 30, {first} to {last}, step 1,600: no bucket"),
+        ("warning", f"[rows lost] {once}, step 1,600: 5 rows"),
+    ]
 
 
 def test_in_allreduce_the_last_decision_is_reported() -> None:
@@ -518,11 +557,17 @@ def test_a_plain_allreduce_job_is_shown_with_its_name_and_step(
     assert mine["samples_applied"] == 32 and mine["switchable"] is False and mine["dir"] == str(tmp_path)
     assert reported["beginning"]["mode"] == "beginning"
 
+    trouble = Event("checkpoint_failed", 2, "the disk is full", level="warning")
+    plain.state.engine.emit(trouble)
+    assert cli.main(["status", "ctr-1", "--json", "--dir", str(tmp_path)]) == 0
+    (standing,) = json.loads(capsys.readouterr().out)["health"]["standing"]
+    assert standing["message"] == "the disk is full"
     for name in (["ctr-1"], ["click model"], ["--job", "ctr-1"]):
         assert cli.main(["status", *name, "--dir", str(tmp_path)]) == 0
         said = capsys.readouterr().out
         assert "job ctr-1 (click model)" in said and "2, epoch 0 (step 2 of 6)" in said
         assert "none: the job has no gba_hvd.GBACallback" in said
+        assert re.search(r"warning +\[checkpoint failed\] \d\d:\d\d:\d\d, step 2: the disk is full", said)
     assert cli.main(["status", "--dir", str(tmp_path)]) == 1
     assert "2 jobs run on this host, name one with --job: beginning, ctr-1 (click model)" in capsys.readouterr().err
     for unknown in (["status", "zzz"], ["switch", "gba", "--job", "zzz"]):

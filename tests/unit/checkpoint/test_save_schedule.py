@@ -71,6 +71,17 @@ def test_a_chief_that_took_over_marks_the_checkpoint_that_it_finds() -> None:
     assert [event.data.get("found", False) for event in chief.events if event.kind == "checkpoint"] == [True, False]
 
 
+def test_a_chief_that_took_over_did_not_ask_for_what_an_earlier_chief_had_saved() -> None:
+    """In allreduce mode all workers take part in asking."""
+    chief = Chief()
+    chief.engine.world.rank = 1
+    chief.schedule.asked(5, 5)
+    chief.engine.world.rank = 0
+    chief.schedule.world_formed(forget=True)
+    chief.schedule.poll(saved(5, "full"))
+    assert [event.data.get("found", False) for event in chief.events if event.kind == "checkpoint"] == [True]
+
+
 def test_a_checkpoint_that_is_in_flight_when_a_chief_takes_over_is_a_new_one() -> None:
     chief = Chief()
     chief.schedule.poll(saved(5, "full", "running"))
