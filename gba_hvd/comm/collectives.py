@@ -6,6 +6,7 @@ count from zero and never match the others.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.comm import collective_waits
+from gba_hvd.comm import collective_waits, name_lists
 from gba_hvd.comm.collective_waits import LongWait
 from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
@@ -329,13 +330,30 @@ def all_or_none(
     return result
 
 
-def agree_on(world: World, name: str, facts: dict[str, int]) -> None:
-    """All workers must be about to do the same thing."""
+def agree_on(
+    world: World, name: str, facts: dict[str, int], sources: Callable[[], Sequence[str]] | None = None
+) -> None:
+    """All workers must be about to do the same thing.
+
+    sources: names the files or shards that the facts are of, where workers disagree: the error has those that not all
+    of them have. Either all workers give it, or none does.
+    """
     everyone = world.gather(name, np.array(list(facts.values()), dtype=np.int64))
-    for column, what in enumerate(facts):
-        values = everyone[:, column].tolist()
-        if len(set(values)) > 1:
-            raise StateMismatch(
-                f"the workers disagree about the {what}: by rank {values}; "
-                "they must run the same script on the same data"
-            )
+    what = next((one for column, one in enumerate(facts) if len(set(everyone[:, column].tolist())) > 1), None)
+    if what is None:
+        return
+    if sources is not None:
+        _refuse_other_sources(world, name, sources())
+    raise StateMismatch(
+        f"the workers disagree about the {what}: by rank {everyone[:, list(facts).index(what)].tolist()}; "
+        "they must run the same script on the same data"
+    )
+
+
+def _refuse_other_sources(world: World, name: str, sources: Sequence[str]) -> None:
+    words = world.gather_bytes(f"{name}.sources", json.dumps(list(sources)).encode())
+    if differences := name_lists.differing([json.loads(one.tobytes()) for one in words]):
+        raise StateMismatch(
+            f"the workers disagree about the files or shards of the dataset: {differences}. All need the same list in "
+            "the same order: put back what is missing, and start the same command again"
+        )
