@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -313,7 +314,7 @@ def all_or_none(
     """Do something that may fail on one rank, and stop on all: no rank is left waiting for a worker that failed.
 
     name: of what is done, also of the collective. Raises the rank's own error there, elsewhere `WorldLost`, which names
-    the rank.
+    the rank; of a new job also on ranks with the same error as one before them, so that it is shown once.
     The survivors of a running job do not fail with a late joiner: they form a world without it.
     """
     failure: Exception | None = None
@@ -321,8 +322,11 @@ def all_or_none(
         result = act()
     except (GbaError, OSError) as error:
         failure = error
-    failed = np.flatnonzero(world.gather(name, np.array([failure is not None], dtype=np.int64))[:, 0])
-    if failure is not None:
+    own = -1 if failure is None else zlib.crc32(str(failure).encode())
+    errors = world.gather(name, np.array([own], dtype=np.int64))[:, 0]
+    failed = np.flatnonzero(errors >= 0)
+    is_said_before = own in errors[: world.rank].tolist() and not is_restart
+    if failure is not None and not is_said_before:
         raise failure
     if len(failed):
         text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
