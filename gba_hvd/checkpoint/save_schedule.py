@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.failures_in_a_row import FailuresInARow
 from gba_hvd.comm.wait_notices import Patience
 from gba_hvd.ps.messages import SaveFacts, SaveStatus
 from gba_hvd.ps.worker.host_server import HostServer
@@ -54,7 +55,7 @@ class SaveSchedule:
         self._running_s = 0.0  # when it was last reported as being saved
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
         self._late, self._age_reported_s = Patience(), 0.0
-        self._last_failure, self._failed_s = "", -math.inf
+        self._failures, self._failed_s = FailuresInARow(), -math.inf
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
@@ -103,7 +104,7 @@ class SaveSchedule:
 
     def rolled_back(self, step: int) -> None:
         """The job is at this step again."""
-        self._reported, self._last_failure, self._failed_s = SaveStatus(), "", -math.inf
+        self._reported, self._failures, self._failed_s = SaveStatus(), FailuresInARow(), -math.inf
         self._asked_s, self._asked_number, self._asked_step, self._leave_step = None, -1, -1, None
         self.saved_step, self._good_step = step, min(step, self._good_step)
         self.newest, self._chain = None, planner.ChainSize()
@@ -302,12 +303,13 @@ class SaveSchedule:
         began_s, step = self._asked_s or time.monotonic(), saved.number if self._asked_s is None else self._asked_step
         self._reported, self._asked_s, self._running_s = saved, None, 0.0
         if saved.state == "failed":
-            self._last_failure, self._failed_s = saved.facts.why, time.monotonic()
-            self.report_failure(f"the checkpoint of step {step} was not saved: {saved.facts.why}")
+            self._failed_s = time.monotonic()
+            if text := self._failures.text(step, saved.facts.why):
+                self.report_failure(text, saved.facts.why)
             self._chain = planner.ChainSize(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
             return
         self.saved_step = saved.facts.saved_step
-        self._good_s, self._good_step, self._last_failure = began_s, self.saved_step, ""
+        self._good_s, self._good_step = began_s, self.saved_step
         self.callback.done(self.saved_step)
         facts, n_bytes = saved.facts, saved.facts.n_bytes
         self.newest = facts.manifest
@@ -318,6 +320,8 @@ class SaveSchedule:
             chain = self._chain
             self._chain = planner.ChainSize(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {facts.saved_step} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
+        if n_failed := self._failures.over():
+            text += f"; {n_failed} before it {'was' if n_failed == 1 else 'were'} not"
         data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s} | ({"found": True} if is_known else {})
         data |= self.callback.best
         engine.emit(Event("checkpoint", engine.progress.step, text, data))
@@ -337,7 +341,7 @@ class SaveSchedule:
         intervals = self.callback.intervals(age_steps, age_s)
         if self._late.word(intervals >= _LATE_AT, now) is None:
             return
-        reason = why_not_ready() or self._last_failure
+        reason = why_not_ready() or self._failures.why
         if not reason:
             running = self._asked_s is not None
             reason = f"that of step {self._asked_step} is still being saved" if running else "none was begun"
@@ -348,5 +352,6 @@ class SaveSchedule:
         facts = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
         engine.emit(Event("checkpoint_late", engine.progress.step, text, facts, level="warning"))
 
-    def report_failure(self, text: str) -> None:
-        self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, {"why": text}, "warning"))
+    def report_failure(self, text: str, why: str = "") -> None:
+        facts = {"why": why or text}
+        self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, facts, "warning"))

@@ -57,7 +57,8 @@ PURPOSES = {
         _CHECKPOINT,
     ),
     **dict.fromkeys(("rounds", "rounds of the global copy", "global copy"), _ROUND),
-    "epoch": "the start of an epoch",
+    **dict.fromkeys(("epoch", "shards"), "the start of an epoch"),
+    "reports": "the reports of scores at the end of an epoch",
     "counts": "counting samples (before an epoch)",
     "rows assigned": "setting rows of a table",
 }  # fmt: skip

@@ -6,11 +6,13 @@ count from zero and never match the others.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.comm import collective_waits
+from gba_hvd.comm import collective_waits, name_lists
 from gba_hvd.comm.collective_waits import LongWait
 from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
@@ -312,7 +314,7 @@ def all_or_none(
     """Do something that may fail on one rank, and stop on all: no rank is left waiting for a worker that failed.
 
     name: of what is done, also of the collective. Raises the rank's own error there, elsewhere `WorldLost`, which names
-    the rank.
+    the rank; of a new job also on ranks with the same error as one before them, so that it is shown once.
     The survivors of a running job do not fail with a late joiner: they form a world without it.
     """
     failure: Exception | None = None
@@ -320,8 +322,11 @@ def all_or_none(
         result = act()
     except (GbaError, OSError) as error:
         failure = error
-    failed = np.flatnonzero(world.gather(name, np.array([failure is not None], dtype=np.int64))[:, 0])
-    if failure is not None:
+    own = -1 if failure is None else zlib.crc32(str(failure).encode())
+    errors = world.gather(name, np.array([own], dtype=np.int64))[:, 0]
+    failed = np.flatnonzero(errors >= 0)
+    is_said_before = own in errors[: world.rank].tolist() and not is_restart
+    if failure is not None and not is_said_before:
         raise failure
     if len(failed):
         text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
@@ -329,13 +334,30 @@ def all_or_none(
     return result
 
 
-def agree_on(world: World, name: str, facts: dict[str, int]) -> None:
-    """All workers must be about to do the same thing."""
+def agree_on(
+    world: World, name: str, facts: dict[str, int], sources: Callable[[], Sequence[str]] | None = None
+) -> None:
+    """All workers must be about to do the same thing.
+
+    sources: names the files or shards that the facts are of, where workers disagree: the error has those that not all
+    of them have. Either all workers give it, or none does.
+    """
     everyone = world.gather(name, np.array(list(facts.values()), dtype=np.int64))
-    for column, what in enumerate(facts):
-        values = everyone[:, column].tolist()
-        if len(set(values)) > 1:
-            raise StateMismatch(
-                f"the workers disagree about the {what}: by rank {values}; "
-                "they must run the same script on the same data"
-            )
+    what = next((one for column, one in enumerate(facts) if len(set(everyone[:, column].tolist())) > 1), None)
+    if what is None:
+        return
+    if sources is not None:
+        _refuse_other_sources(world, name, sources())
+    raise StateMismatch(
+        f"the workers disagree about the {what}: by rank {everyone[:, list(facts).index(what)].tolist()}; "
+        "they must run the same script on the same data"
+    )
+
+
+def _refuse_other_sources(world: World, name: str, sources: Sequence[str]) -> None:
+    words = world.gather_bytes(f"{name}.sources", json.dumps(list(sources)).encode())
+    if differences := name_lists.differing([json.loads(one.tobytes()) for one in words]):
+        raise StateMismatch(
+            f"the workers disagree about the files or shards of the dataset: {differences}. All need the same list in "
+            "the same order: put back what is missing, and start the same command again"
+        )

@@ -33,6 +33,7 @@ from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.datasets import Block
 from gba_hvd.shm.layout import digest
+from recovery.redaction import redacted
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ class ParquetStream:
     def n_groups(self) -> int:
         """Row groups that have samples."""
         return len(self._sizes)
+
+    @property
+    def source_names(self) -> list[str]:
+        """The files, without secrets in their URLs."""
+        return [redacted(file.url) for file in self._files]
 
     @property
     def order_digest(self) -> int:

@@ -88,6 +88,11 @@ class ShardedStream:
         vars(self).update(state)
         self._samples = GroupCache(self._decoded)
 
+    @property
+    def source_names(self) -> list[str]:
+        """The names of all shards, without secrets."""
+        return [redacted(name) for name in self._shards]
+
     def shard_list(self, n_micro: int) -> ShardList:
         """Of an epoch, with so many micro-batches in a step. Raises BadInput when there are too many segments."""
         found = ShardList(len(self._shards), self._in_segment(n_micro), digest({"shards": self._shards}))
@@ -200,6 +205,10 @@ class Segment:
                 f"{expected} were counted: read() has to give the same samples each time, and count() their number"
             )
         return samples
+
+    @property
+    def source_names(self) -> list[str]:
+        return self._stream.source_names
 
     def order(self, seed: int, epoch: int, plan: EpochPlan) -> RowGroupOrder:
         return RowGroupOrder(self._sizes, seed, epoch, plan, self._stream._window or 1, shuffle_groups=False)

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
 from gba_hvd.shm.shard_memory import is_alive
+from recovery.errors import StoreError
 from recovery.storage.rename import replace_file
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ log = logging.getLogger("gba_hvd")
 _FIRST_S = 40.0  # as long as its callbacks may take, MLflow's 30 s among them
 _IS_OURS = "by_gba_hvd"  # an attribute of the excepthook
 _WAS_SHOWN = "was_shown_by_gba_hvd"  # an attribute of an error whose traceback has been printed
+_OF_A_PLACE = (StoreError, ShardMemoryError)  # their sentence has the place, and what is wrong there
 SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begins so
 
 
@@ -245,9 +248,10 @@ class ExitWatch:
 def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
-    Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
-    sentence has its text; one line where the traceback has no line of the script. One line it shows of a worker that
-    ends because of another one, too. Belongs to the process: the first caller's question decides.
+    Of a refused input, a store and shard memory it shows one traceback, which ends with the sentence, and not that of
+    the error behind it: the sentence has its text; one line where the traceback has no line of the script, or of these
+    two none but the call of its function. One line it shows of a worker that ends because of another one, too. Belongs
+    to the process: the first caller's question decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, _IS_OURS, False):
@@ -256,10 +260,12 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, _WAS_SHOWN, False):
             return
-        if isinstance(error, WorldLost) or (isinstance(error, BadInput) and _is_of_the_packages(trace)):
+        is_brief = isinstance(error, BadInput) and _is_of_the_packages(trace)
+        is_brief |= isinstance(error, _OF_A_PLACE) and _is_before_the_function(trace)
+        if isinstance(error, WorldLost) or is_brief:
             print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             return
-        if isinstance(error, BadInput):
+        if isinstance(error, (BadInput, *_OF_A_PLACE)):
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
@@ -271,6 +277,21 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
 
 
 def _is_of_the_packages(trace: Any) -> bool:
-    """Whether a traceback has only lines of the packages, or of Horovod's loop around the script's function."""
-    frames, own = traceback.extract_tb(trace), (f"{Path(__file__).parents[1]}/", f"{Path(recovery.__file__).parent}/")
-    return all(frame.filename.startswith(own) or "/horovod/common/" in frame.filename for frame in frames)
+    """Whether a traceback has only lines of the packages, of Python, or of Horovod's loop around the function."""
+    return not any(_frames_of_the_script(trace))
+
+
+def _is_before_the_function(trace: Any) -> bool:
+    """Whether none but the first lines of a traceback are of the script: those that called its function."""
+    of_the_script = _frames_of_the_script(trace)
+    return not any(of_the_script[of_the_script.index(False) :]) if False in of_the_script else False
+
+
+def _frames_of_the_script(trace: Any) -> list[bool]:
+    own = (f"{Path(__file__).parents[1]}/", f"{Path(recovery.__file__).parent}/")
+
+    def is_known(name: str) -> bool:
+        is_of_python = name.startswith(f"{sysconfig.get_path('stdlib')}/") and "-packages/" not in name
+        return is_of_python or name.startswith(own) or "/horovod/common/" in name
+
+    return [not is_known(frame.filename) for frame in traceback.extract_tb(trace)]

@@ -601,6 +601,15 @@ def _rolled_back(engine: Engine, facts: dict[str, Any]) -> Event:
     return Event("resumed", engine.progress.step, text, facts)
 
 
+def _step_in_part(step: int, n_missed: int, n_shards: int) -> str:
+    return (
+        f"a worker died while it applied step {step:,}: {n_missed} of {n_shards} shards have this step in part or not "
+        f"at all, which costs about {min(1.0, n_missed / n_shards):.0%} of the row updates of this one step at most. "
+        "Dense parameters and all other rows have it, and its samples count as applied: none is lost or repeated. "
+        "Nothing is to be done; the next steps train these rows as usual"
+    )
+
+
 def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> Iterator[Event]:
     step = engine.progress.step
     was = "" if before is None else f", before {before}"
@@ -611,8 +620,8 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         "rows_restored": joined.rows_restored,
     }
     yield Event("membership", step, f"{_place(engine, joined)}{was}; resuming at step {step}", facts)
-    if joined.shard_steps_missed:
-        text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
+    if joined.shard_steps_missed and joined.rolled_back is None:
+        text = _step_in_part(step, joined.shard_steps_missed, engine.model.tables.layout.n_shards)
         yield Event("shard_steps_missed", step, text, facts, level="warning")
     if engine.rollback.unreported is not None:
         facts_of_it = engine.rollback.unreported

@@ -20,7 +20,7 @@ from gba_hvd.comm.collectives import all_or_none, current_world, hosts_updated, 
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
-from gba_hvd.elastic import endings, job_events, rollback
+from gba_hvd.elastic import endings, job_events, launch_file, rollback
 from gba_hvd.elastic.job_health import JobHealth, health_of
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.log_lines import show_log_lines
@@ -347,6 +347,7 @@ class TorchState:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
         show_log_lines()
+        launch_file.remove()
         endings.show_ends_briefly(self._end_is_shown)
         # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
         # later, it would put its world, which is no more, in place of this one.

@@ -22,6 +22,7 @@ from gba_hvd.checkpoint import orphaned_memory
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none
 from gba_hvd.comm.key_exchange import share_key, shared_secret
+from gba_hvd.comm.slow_step import noting_slow
 from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.membership.agreement import Agreement
 from gba_hvd.membership.shard_transfer import open_memory, owner_of
@@ -31,6 +32,7 @@ from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import remove_orphaned_memory
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
+from recovery.redaction import redacted
 
 _FLUSH_MARGIN_S = 10.0
 
@@ -79,7 +81,8 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
     def look() -> str:
         saved = None
         if checkpoints is not None and not agreed.is_restart and world.rank == agreed.source:
-            saved = checkpoints.job_to_resume()
+            with noting_slow(f"{redacted(checkpoints.callback.url)} to list its checkpoints"):
+                saved = checkpoints.job_to_resume()
         return job_id if saved is None or engine.model.tables.config.job_id else saved
 
     if checkpoints is not None and not agreed.is_restart:

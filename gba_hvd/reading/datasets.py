@@ -54,6 +54,11 @@ class OrderedDataset(Protocol):
         """The order of an epoch that is shuffled, by these and the data only. plan: how it is cut in micro-batches."""
 
 
+def source_names(dataset: object) -> Sequence[str]:
+    """The files or shards that a dataset is read from, in their order; empty where it does not name them."""
+    return tuple(getattr(dataset, "source_names", ()))
+
+
 @dataclass(frozen=True)
 class Block:
     """Groups of samples that are needed at once, by number, in a lane: the micro-batches i of one i mod M."""

@@ -1,6 +1,7 @@
 """Which warnings still hold: one that named a state, such as a server that is not up, is over when an event shows so.
 
-Warnings of what has happened, such as rows that were lost, are never over. Pure functions over plain values; events
+Warnings of what has happened, such as rows that were lost, are never over, unless nothing can be done about it: row
+updates of one step that a worker died in. Pure functions over plain values; events
 and records of events are asked for alike.
 """
 
@@ -41,7 +42,7 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
 
 def is_over_at_once(kind: str, data: Mapping[str, Any]) -> bool:
     """Whether a warning reports a state that has ended already."""
-    return kind == "world_late" and bool(data.get("stands"))
+    return kind == "shard_steps_missed" or (kind == "world_late" and bool(data.get("stands")))
 
 
 def over_since(events: Sequence[Record]) -> list[int | None]:

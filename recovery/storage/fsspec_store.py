@@ -68,7 +68,7 @@ class FsspecStore:
 
     def names(self, prefix: str) -> dict[str, int]:
         within = f"{self._root}/{checked_prefix(prefix).rpartition('/')[0]}".rstrip("/")
-        with self._explained(f"{prefix or 'the store'} cannot be listed"):
+        with self._explained(_unlisted(prefix)):
             self._fs.invalidate_cache()  # other writers' objects, too, must be seen
             try:
                 found = self._do("find", within, detail=True, **self._find_options)
@@ -108,8 +108,10 @@ class FsspecStore:
         except FileNotFoundError as error:
             raise NotFound(f"{what}: {missing}") from error
         except _FOR_GOOD as error:
-            advice = f"; or the credentials lack the permission: {_CREDENTIALS}" * isinstance(error, PermissionError)
-            raise StoreError(f"{what}: {_words(error)}{advice}") from error
+            words, advice = _words(error), ""
+            if isinstance(error, PermissionError):
+                words, advice = words.rstrip("."), f". The credentials are wrong or lack the permission: {_CREDENTIALS}"
+            raise StoreError(f"{what}: {words}{advice}") from error
         except OSError as error:
             kind = StoreError if error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT) else Transient
             raise kind(f"{what}: {_words(error)}") from error
@@ -117,6 +119,13 @@ class FsspecStore:
             if any(word in cause for cause in _causes(error) for word in _REFUSED):
                 raise StoreError(f"{what}: no valid credentials ({_words(error)}); {_CREDENTIALS}") from error
             raise Transient(f"{what}: {_words(error)}") from error
+
+
+def _unlisted(prefix: str) -> str:
+    """prefix: the name of one object, whose presence is asked for; or a folder, with its slash; or all."""
+    if prefix and not prefix.endswith("/"):
+        return f"whether {prefix} is there cannot be asked"
+    return f"{prefix or 'the store'} cannot be listed"
 
 
 def _omits_errors(fs: Any) -> bool:

@@ -8,10 +8,12 @@ import itertools
 import json
 import math
 import re
+import time
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
@@ -29,7 +31,7 @@ from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import metrics_of
 from gba_hvd.tracking.report import timeline
 from gba_hvd.tracking.report.next_steps import next_steps
-from gba_hvd.tracking.report.overview import headline, how_well, what_trained, what_went_wrong
+from gba_hvd.tracking.report.overview import headline, how_well, warnings, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.report.tables import breakable
@@ -302,7 +304,7 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (facts["warnings"], facts["sent by all workers"]) == ("3, 1 of them over", "12.3 MB")
     assert facts["end"] == "stopped early: no gain in valid AUC for 2 epochs"
     assert facts["mode"] == "mode gba was asked for; 0 of 300 steps were in it: no server was up"
-    assert table(html, "Warnings") == [
+    assert [[*row[:2], *row[3:]] for row in table(html, "Warnings")] == [
         ["260", "checkpoint late", "since step 270", "none was begun"],
         ["290", "checkpoint failed", "", "the store does not answer: name another"],
         ["300", "mode missed", "", missed],
@@ -377,6 +379,24 @@ RESUMED = {"event": "resumed", "step": 30, "message": "", "data": {"manifest": "
 
 def started(checkpoints: str) -> Record:
     return {"event": "started", "step": 30, "message": "", "data": {"workers": 2, "checkpoints": checkpoints}}
+
+
+def test_equal_warnings_are_one_row() -> None:
+    def failed(step: int, unix_s: float, why: str, **data: Any) -> Record:
+        about = {"why": f"blobs/{step}: {why}", **data}
+        return {**OPEN, "step": step, "message": f"of step {step}", "unix_s": unix_s, "data": about}
+
+    story = story_of(
+        failed(7, 60.0, "no"), failed(8, 120.0, "no"), failed(9, 180.0, "yes"), failed(9, 180.0, "no", rank=1)
+    )
+    found = warnings(story)
+    assert found is not None
+    clock = [time.strftime("%H:%M", time.localtime(s)) for s in (60, 120, 180)]
+    assert [[cell.text for cell in row] for row in found.rows] == [
+        ["7 to 8", "checkpoint failed", f"2 times, {clock[0]} to {clock[1]}", "", "of step 8"],
+        ["9", "checkpoint failed", clock[2], "", "of step 9"],
+        ["9", "checkpoint failed", clock[2], "", "of step 9"],
+    ]
 
 
 LOGGED = {"event": "model_logged", "step": 50, "message": "", "data": {"model_uri": "models:/m-1", "name": "ctr"}}
@@ -556,7 +576,7 @@ def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_f
     assert dict(story.params) == {"mode": "auto", "lr": "1"}
     assert dict(story.first_params) == {"mode": "gba", "clip": "5"}
     assert table(story, "Parameters") == [["clip", "not set any more", "5"], ["lr", "1", ""], ["mode", "auto", "gba"]]
-    assert [row[2] for row in table(story, "Warnings")] == ["since step 5"]
+    assert [row[3] for row in table(story, "Warnings")] == ["since step 5"]
 
 
 def test_captions_speak_of_colours_where_there_are_some(whole_page: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,15 @@ def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
         agree_on(world, "epoch", {"samples": 50, "seed": 3})
+
+
+@pytest.mark.parametrize(("theirs", "words"), [(["a", "b"], r"2 on rank 0; 1 on rank 1, missing: b"), (["a"], None)])
+def test_workers_with_other_files_name_those_that_differ(theirs: list[str], words: str | None) -> None:
+    lists = [np.frombuffer(json.dumps(one).encode(), np.uint8) for one in (theirs, ["a"])]
+    world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + 5]), gather_bytes=lambda name, data: lists)
+    match = f"disagree about the files or shards of the dataset: {words}" if words else "disagree about the samples"
+    with pytest.raises(StateMismatch, match=match):
+        agree_on(world, "epoch", {"samples": 50}, lambda: theirs)
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..launch import start_watch
 from ..launch.checks import check_discovery, check_interface, check_key_file, is_local, loopback_interface
 from ..launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
 
@@ -134,4 +135,6 @@ def _start(launch: Launch, asked: Asked) -> None:
             file.write(os.urandom(32).hex() + "\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(launch.argv[0], list(launch.argv), {**os.environ, **launch.variables})
+    is_here = not asked.discovery and (not asked.hosts or any(is_local(host) for host in asked.hosts))
+    watched = start_watch.watch() if is_here else {}
+    os.execvpe(launch.argv[0], list(launch.argv), {**os.environ, **launch.variables, **watched})

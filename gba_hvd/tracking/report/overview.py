@@ -6,7 +6,8 @@ A reader who has seen neither the project nor the job understands this part. Wha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
 from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, is_failure, lost_the_job
-from gba_hvd.tracking.report.tables import Table, counted, duration, table
+from gba_hvd.tracking.report.tables import Table, counted, duration, table, time_of_day
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from recovery.units import size
 
@@ -142,15 +143,37 @@ def epochs(story: RunHistory) -> Table | None:
 
 
 def warnings(story: RunHistory) -> Table | None:
+    """A row for each; warnings of one kind and reason that are over at once are one row, with the words of the last."""
+    alike: dict[tuple[str, int | None, str], list[Record]] = {}
+    for event, over in zip(story.events, over_since(story.events), strict=True):
+        if event.get("level") == "warning":
+            alike.setdefault((str(event.get("event", "")), over, _reason(event)), []).append(event)
     rows = [
         [
-            f"{event.get('step', 0):,}", str(event.get("event", "")).replace("_", " "),
-            "" if over is None else f"since step {over:,}", str(event.get("message", "")),
+            _from_to([f"{one.get('step', 0):,}" for one in same]), kind.replace("_", " "), _times(same),
+            "" if over is None else f"since step {over:,}", str(same[-1].get("message", "")),
         ]
-        for event, over in zip(story.events, over_since(story.events), strict=True)
-        if event.get("level") == "warning"
+        for (kind, over, _), same in alike.items()
     ]  # fmt: skip
-    return table("Warnings", ["step", "kind", "over", "what did not happen, why, and what to do"], rows, "rlll")
+    headings = ["step", "kind", "when", "over", "what did not happen, why, and what to do"]
+    return table("Warnings", headings, rows, "rllll")
+
+
+def _reason(event: Record) -> str:
+    """Without its numbers where it is given beside the words: they are of a step, a time or an address."""
+    data = event.get("data", {})
+    if why := data.get("why"):
+        return f"{re.sub(r'[0-9]+', '', str(why))} {data.get('rank', '')}"
+    return str(event.get("message", ""))
+
+
+def _times(same: Sequence[Record]) -> str:
+    found = _from_to([time_of_day(float(one["unix_s"])) for one in same if "unix_s" in one])
+    return found if len(same) == 1 else f"{len(same):,} times, {found}" if found else f"{len(same):,} times"
+
+
+def _from_to(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else f"{values[0]} to {values[-1]}" if values else ""
 
 
 def open_warnings(story: RunHistory) -> list[Record]:

@@ -64,6 +64,10 @@ def date(ms: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
 
 
+def time_of_day(unix_s: float) -> str:
+    return time.strftime("%H:%M", time.localtime(unix_s))
+
+
 def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"

@@ -151,6 +151,18 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypa
         store.names("manifests/")
 
 
+def test_refused_credentials_are_two_sentences_and_an_object_that_is_looked_for_is_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: object, path: str, **more: Any) -> None:
+        raise PermissionError("The key you provided is not known.")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.ls", refused)
+    words = r"whether manifests/1 is there cannot be asked: .*is not known\. The credentials are wrong or lack the perm"
+    with pytest.raises(StoreError, match=words):
+        FsspecStore(f"file://{tmp_path}").names("manifests/1")
+
+
 # --- a local disk ----------------------------------------------------------------------------------------------------
 
 

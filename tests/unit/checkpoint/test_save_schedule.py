@@ -57,6 +57,25 @@ def test_a_number_is_the_step_s_and_never_one_that_a_save_had_before() -> None:
     assert chief.saves("mfu", "done", step=20) == 20
 
 
+def test_failures_for_one_reason_are_reported_ever_less_often_and_counted_when_a_save_succeeds() -> None:
+    chief = Chief()
+    for step in range(10, 20):
+        chief.saves("delta", "failed", step=step, why=f"manifests/{step}.json: refused")
+    chief.saves("delta", "failed", step=20, why="the bucket is gone")
+    chief.saves("full", "done", step=21)
+    chief.saves("full", "done", step=22)
+    failed = [event.message for event in chief.events if event.kind == "checkpoint_failed"]
+    assert failed == [
+        "the checkpoint of step 10 was not saved: manifests/10.json: refused",
+        "2 checkpoints in a row, from step 10 to 11, were not saved: manifests/11.json: refused",
+        "4 checkpoints in a row, from step 10 to 13, were not saved: manifests/13.json: refused",
+        "8 checkpoints in a row, from step 10 to 17, were not saved: manifests/17.json: refused",
+        "the checkpoint of step 20 was not saved: the bucket is gone",
+    ]
+    done = [event.message.partition("; ")[2] for event in chief.events if event.kind == "checkpoint"]
+    assert done == ["11 before it were not", ""]
+
+
 def test_a_coordinator_that_is_ahead_of_the_chief_has_numbers_after_the_chief_s_step() -> None:
     chief = Chief()
     chief.schedule.asked(5, 5)

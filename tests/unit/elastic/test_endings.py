@@ -96,6 +96,30 @@ def test_a_refusal_without_a_line_of_the_script_is_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("call", "n_tracebacks"), [("read()", 0), ("all_or_none(SoloWorld(), False, 'read', read)", 1)]
+)
+def test_a_store_that_fails_is_one_traceback_or_one_line_where_the_script_s_function_had_not_begun(
+    tmp_path: Path, call: str, n_tracebacks: int
+) -> None:
+    (tmp_path / "blobs/000017-00000003/0004").mkdir(parents=True)  # no file that could be read
+    script = (
+        "from functools import partial\n"
+        "from gba_hvd.comm.collectives import SoloWorld, all_or_none\n"
+        "from gba_hvd.elastic import endings\n"
+        "from recovery.storage.local_store import LocalStore\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        f"get = partial(LocalStore({str(tmp_path)!r}).get, 'blobs/000017-00000003/0004')\n"
+        "def read(): return get()\n"
+        f"{call.replace('read()', 'get()')}\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr.count("Traceback")) == (1, n_tracebacks), ended.stderr
+    assert "StoreError: " in ended.stderr.splitlines()[-1] and "000017-00000003/0004" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_worker_that_ends_because_of_another_one_shows_one_line() -> None:
     script = (
         "from gba_hvd.errors import WorldLost\n"

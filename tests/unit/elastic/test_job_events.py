@@ -316,7 +316,10 @@ def test_what_a_change_cost_is_reported_piece_by_piece() -> None:
     )
     _, events = reported(lost, checkpoints=SimpleNamespace(samples_lost=80.0))
     assert [event.kind for event in events] == ["membership", "shard_steps_missed", "rows_restored", "rows_lost"]
-    assert events[1].message == "2 shards missed a step that their worker died in"
+    assert events[1].message.startswith(
+        "a worker died while it applied step 7: 2 of 3 shards have this step in part or not at all, which costs about "
+        "67% of the row updates of this one step at most."
+    )
     assert "25 rows that went down with their host came back from the checkpoint" in events[2].message
     # Of 500 samples so far: 20 of 50 rows lost 100, 5 lost none, and 5 lost all 400 that were applied.
     assert events[2].data["pls"] == events[2].data["pls_total"] == pytest.approx((100 * 20 + 400 * 5) / 50 / 500)

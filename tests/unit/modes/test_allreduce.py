@@ -387,6 +387,18 @@ def test_a_worker_that_cannot_open_its_memory_stops_all(workers: Workers, on_hos
     assert "Not a directory" in str(results[1])
 
 
+def test_an_error_that_several_workers_have_is_raised_by_the_first_of_them(
+    workers: Workers, on_host: Any, tmp_path: Path
+) -> None:
+    jobs = [on_host("a"), on_host("b"), on_host("b")]
+    (tmp_path / "file").write_text("")
+    for job in jobs[1:]:
+        object.__setattr__(job.tables.config, "shard_dir", tmp_path / "file")
+    results = workers.outcomes(jobs, lambda job: job.state.sync())
+    assert [type(result) for result in results] == [WorldLost, ShardMemoryError, WorldLost]
+    assert results[2].rank == 1
+
+
 @pytest.mark.slow
 def test_rows_of_an_earlier_job_are_not_taken_for_ours(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch

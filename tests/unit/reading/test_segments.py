@@ -141,6 +141,22 @@ def test_each_worker_counts_the_shards_of_its_lanes(training: Callable[..., Any]
     assert sum(read.values()) == 16, read
 
 
+def test_workers_with_other_shards_name_those_that_are_missing(training: Callable[..., Any], workers: Any):
+    jobs, errors = [training(epoch=0) for _ in range(2)], list[str]()
+
+    def act(job: Any) -> None:
+        shards = Shards([20] * 6)
+        names = shards.names if job is jobs[0] else [name for name in shards.names if name != "shard-4"]
+        with pytest.raises(gba_hvd.StateMismatch) as refused:
+            train(job, ShardedStream(names, shards.read, segment=3))
+        assert not shards.read_so_far
+        errors.append(str(refused.value))
+
+    workers.together(jobs, act)
+    assert len(errors) == 2
+    assert all("6 on rank 0; 5 on rank 1, missing: shard-4. All need" in error for error in errors), errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_workers", "n_shards", "n_warned"), [(1, 1, 0), (2, 16, 0), (2, 1, 1)])
 def test_workers_that_read_the_same_shards_are_warned_of(
