@@ -19,7 +19,7 @@ from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import schema_of
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
-from recovery.errors import StoreError
+from recovery.errors import Fenced, StoreError
 from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import planner
 from recovery.schedule.adaptive import IntervalPlan, JobMeasurements, plan_interval
@@ -218,6 +218,11 @@ class SaveSchedule:
         """A checkpoint of this step was asked for just now."""
         self._asked_s, self._asked_number, self._asked_step = time.monotonic(), number, step
         self.callback.began(step, self._asked_s)
+
+    @property
+    def was_fenced(self) -> bool:
+        """Whether the newest save failed since another job had taken the location over."""
+        return self._last_failure.startswith(f"{Fenced.__name__}:")
 
     def part_failed(self) -> None:
         """On the chief: another host's server did not save its part."""

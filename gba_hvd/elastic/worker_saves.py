@@ -82,6 +82,8 @@ class WorkerSaves:
         if self._host_server is not None:
             self._host_server.close()
         self.release_claim()
+        if (checkpoints := checkpoints_of(self._engine)) is not None:
+            checkpoints.stop_renewing()
 
     def release_claim(self) -> None:
         """On the chief, where this process saves nothing more. May be called twice."""
@@ -151,6 +153,7 @@ class WorkerSaves:
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.schedule.has(engine.progress.step)):
+            checkpoints.claim_again_if_free()
             word = msgspec.json.encode(checkpoints.plan(is_last=not again))
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
