@@ -162,10 +162,14 @@ def test_a_save_whose_server_dies_has_failed_and_another_one_is_made(tmp_path: P
         blobs = lambda: list((tmp_path / "checkpoints").glob("blobs/*/*"))  # noqa: E731
         wait_for(lambda: job.ended or blobs(), "a save in flight", PATIENCE_S)
         (address,) = job.shard_dir.glob("gba-hvd-*/ps-0.address")
-        os.kill(json.loads(address.read_text())["pid"], signal.SIGKILL)
+        server = json.loads(address.read_text())["pid"]
+        assert Path(f"/proc/{server}/comm").read_text() == "gba-hvd-server\n"
+        os.kill(server, signal.SIGKILL)
         # Without word of it, the next one would be asked for after 300 s.
         wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S / 2)
         assert "the server that was saving its rows has died" in events(job, "checkpoint_failed")[0]["why"]
+        (restart,) = events(job, "server_restarted")
+        assert restart["before"] == server and restart["now"] == json.loads(address.read_text())["pid"]
 
 
 def test_all_rows_of_a_strict_checkpoint_are_of_the_step_of_its_state(tmp_path: Path) -> None:
