@@ -323,7 +323,7 @@ def _spent_s(stance: Stance, rates: Rates, rate: Mapping[str, float]) -> float:
 
 
 def _slowest(rates: Rates, other: str) -> str:
-    """Whom steps wait for; empty: for none in particular. It speaks for gba, and against a way back to allreduce."""
+    """Whom steps wait for; empty: for none in particular. A reason for gba, and against a way back to allreduce."""
     found = _waited_for(rates)
     return f"although {found}" if found and other != "gba" else found
 

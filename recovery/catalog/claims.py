@@ -162,7 +162,7 @@ def claim(
 def renew(store: Store, claim: Claim, series: str = "") -> Claim:
     """Renew the claim; returns the renewed one. To be called every lease_s / 3.
 
-    series: a letter, which tells the renewals of this process from those of another one that renews the same claim.
+    series: a letter that distinguishes the renewals of this process from those of another one of the same claim.
     """
     renewed = replace(claim, signs=claim.signs + 1)
     _write(store, claim, f"{series}{renewed.signs:06d}")
