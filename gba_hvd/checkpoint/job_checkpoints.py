@@ -11,8 +11,13 @@ in allreduce mode, after the commit of step k agreed that one is due:
                   all parts and writes the manifest
     4. follow     the chief receives the result with the heartbeats, and reports it to the callbacks
 
-A crash before the manifest leaves the checkpoint before in force. The claim on the location is renewed whenever the
-world was formed again with other hosts, so a host that was cut off is fenced.
+A crash before the manifest leaves the checkpoint before in force.
+
+Who has the claim. A launch claims the location once it knows that no other process lives in the job's memory on any of
+its hosts (`membership.resume_job`). The worker that claimed renews the claim from then on (`claim_renewal`), and so
+does the server of the chief's host when it is up: the claim is alive while one of the two is. A world that is formed
+again, with other hosts, claims again, so a host that was cut off is fenced. Where another job has taken the location
+over, and left without a checkpoint, the chief claims again before its next save, and its plan has the new claim.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import msgspec
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.claim_renewal import ClaimRenewal
 from gba_hvd.checkpoint.resumed_checkpoint import ResumedCheckpoint, digest_of
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
@@ -114,6 +120,7 @@ class JobCheckpoints(StepParticipant):
         self._store: Store | None = None
         self._claim: claims.Claim | None = None
         self._released: claims.Claim | None = None
+        self._renewal: ClaimRenewal | None = None  # in the worker that claimed
         self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
         self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
         self.rollback_epoch = 0  # of that, where `gba-hvd checkpoint rollback` made it the newest
@@ -177,13 +184,15 @@ class JobCheckpoints(StepParticipant):
             others = self._others_since(self._claim)
         else:
             try:
-                self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
+                writer, lease_s = self._claim.writer, self._claim.lease_s
+                self._claim = claims.claim(self.store, writer, again=True, lease_s=lease_s)
                 others = self._others_since(self._claim)
             except (BadInput, RecoveryError) as error:
                 self._is_claimed = False
                 self.schedule.report_failure(f"the checkpoint location was not claimed again: {error}")
                 return
         self._is_claimed = True
+        self._renew(self._claim)
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
         self._epochs.append(now)
         if not self.first_epoch:
@@ -197,6 +206,21 @@ class JobCheckpoints(StepParticipant):
             )
             facts = {"before": before, "now": now}
             self._engine.emit(Event("place_shared", self._engine.progress.step, text, facts, level="warning"))
+
+    def _renew(self, claim: claims.Claim | None) -> None:
+        """Renew this claim from now on, and no other one. None: none."""
+        if self._renewal is not None:
+            self._renewal.close()
+        patience = {"timeout_s": _STORE_TIMEOUT_S, "tries": 1}
+        self._renewal = None if claim is None else ClaimRenewal(claim, lambda: self._opened(patience))
+
+    def claim_again_if_free(self) -> None:
+        """Where another job has taken the location over, and has left it without a checkpoint. On the chief."""
+        if self._claim is None or not self.schedule.was_fenced:
+            return
+        with contextlib.suppress(BadInput, RecoveryError):  # then the next save fails, with the reason
+            if claims.is_free_again(self.store, self._claim):
+                self.claim_location(self._engine.job.id)
 
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
@@ -337,10 +361,15 @@ class JobCheckpoints(StepParticipant):
 
         May be called again: what failed is tried again.
         """
+        self.stop_renewing()
         if self._claim is not None and self._released != self._claim:
             with contextlib.suppress(BadInput, RecoveryError):
                 claims.release(self._opened({"timeout_s": _RELEASE_TIMEOUT_S, "tries": 1}), self._claim)
                 self._released = self._claim
+
+    def stop_renewing(self) -> None:
+        """On every worker, at the end."""
+        self._renew(None)
 
     def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
@@ -429,6 +458,7 @@ class JobCheckpoints(StepParticipant):
             samples=engine.progress.account.applied,
             about=self._about("allreduce", why),
             first_epoch=self.first_epoch,
+            claim=self._claim,
         )
 
     def _about(self, mode: str, why: str = "") -> SaveAbout:
@@ -452,6 +482,10 @@ class JobCheckpoints(StepParticipant):
     def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker is its host's leader."""
         self._due = False
+        if self._claim is not None and self._claim.nonce != plan.claim.nonce:  # the chief has claimed again
+            self._claim = plan.claim
+            self._epochs.append(plan.epoch)
+            self.first_epoch = plan.first_epoch
         self.schedule.asked(plan.number, plan.step)
         if line is not None:
             line.save(self._request(plan, part, n_parts), state)
@@ -461,14 +495,12 @@ class JobCheckpoints(StepParticipant):
         return self.callback.config.strict
 
     def _request(self, plan: SavePlan, part: int, n_parts: int, generation: int = 0) -> Save:
-        """Credentials and claim are not in the plan: they stay on each host, and all know them."""
-        assert self._claim is not None
+        """Credentials are not in the plan: they stay on each host, and all know them."""
         return Save(
             **msgspec.structs.asdict(plan),
             part=part,
             n_parts=n_parts,
             settings=self._save_settings,
-            claim=self._claim,
             generation=generation,
             supersedes=True,  # of what was asked for before nothing is waited for any more
         )
@@ -531,6 +563,8 @@ class JobCheckpoints(StepParticipant):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
+        if self._renewal is not None and self._renewal.claim != self._claim:
+            self.stop_renewing()  # another worker has claimed
         self.load_location(state["place"])
         self.schedule.load_measured(JobMeasurements.of_mapping(state["measured"]))
 

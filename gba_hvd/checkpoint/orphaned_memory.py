@@ -1,5 +1,8 @@
 """A job that lost all its workers, resuming from what it left in memory: nothing is lost. At the start of the next one.
 
+A job of this name that runs on one of the hosts is found first, and this one is refused (`refuse_if_in_use`): it has
+claimed nothing and changed nothing then.
+
 Each host's leader looks at what is in the job's folder on its host (`survey`); from what all found, `decide_resume`
 decides, the same on every rank. Then, in the order in which things become visible:
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gba_hvd.errors import GbaError
+from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import Enter, Export, Exported, ProtocolError, Refused
@@ -34,12 +37,12 @@ from gba_hvd.ps.worker.session import place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.retained_state import Absence, RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory, is_of, no_process_lives
+from gba_hvd.shm.shard_memory import ShardMemory, in_use, is_of, no_process_lives, users_of
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd")
 
-_LOOK_S = 0.1
+_LOOKS, _LOOK_S = 8, 0.1
 _SERVERS_TIMEOUT_S = 60.0
 _WHY_ABSENT = {
     Absence.NO_STEP: "no step was over yet when the job was killed",
@@ -144,6 +147,24 @@ def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
             _report_wait(folder, timeout_s)
             is_announced = True
         time.sleep(_LOOK_S)
+
+
+def refuse_if_in_use(folder: Path, mine: Collection[int], owner: str) -> None:
+    """Raises ShardMemoryError where another job of this name runs on this host. Nothing of it is touched.
+
+    mine: the processes of this job on this host; owner: its fingerprint, empty where it has none yet. A server that
+    makes a last checkpoint is waited for later.
+    """
+    for attempt in range(_LOOKS):
+        try:
+            others = users_of(folder, owner) - set(mine)
+        except FileNotFoundError:
+            return
+        if not others or any(folder.glob(MARK)):
+            return
+        if attempt < _LOOKS - 1:  # keepers and servers try the lock for a moment, and a job that was killed ends
+            time.sleep(_LOOK_S)
+    raise ShardMemoryError(in_use(folder, others))
 
 
 def await_last_checkpoint(folder: Path, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import schema_of
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
-from recovery.errors import StoreError
+from recovery.errors import Fenced, StoreError
 from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import planner
 from recovery.schedule.adaptive import IntervalPlan, JobMeasurements, plan_interval
@@ -28,6 +28,7 @@ from recovery.schedule.adaptive import IntervalPlan, JobMeasurements, plan_inter
 _FORGET_S = 90.0  # a save without any report for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is reported; how many intervals are too many
 _LOOK_S, _BEGIN_S = 0.05, 60.0
+_SILENT_S = 3.0  # a wait that is over sooner is not reported
 _AGAIN_S = 1.0  # after a failure, before a worker leaves
 
 
@@ -56,6 +57,7 @@ class SaveSchedule:
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
         self._late, self._age_reported_s = Patience(), 0.0
         self._failures, self._failed_s = FailuresInARow(), -math.inf
+        self._awaited_step = -1  # of the newest checkpoint whose wait was reported
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
@@ -222,6 +224,11 @@ class SaveSchedule:
         self._asked_s, self._asked_number, self._asked_step = time.monotonic(), number, step
         self.callback.began(step, self._asked_s)
 
+    @property
+    def was_fenced(self) -> bool:
+        """Whether the newest save failed since another job had taken the location over."""
+        return self._failures.why.startswith(f"{Fenced.__name__}:")
+
     def part_failed(self) -> None:
         """On the chief: another host's server did not save its part."""
         if self._asked_s is not None:
@@ -249,8 +256,10 @@ class SaveSchedule:
 
     def await_quiet(self, latest: Callable[[], SaveStatus | None], timeout_s: float) -> None:
         """Wait until no save is in flight here. On the chief, and on host leaders."""
-        deadline = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline = began_s + timeout_s
         while True:
+            self._report_wait(began_s, timeout_s)
             saved = self.in_force(latest())
             if self._engine.world.rank == 0:
                 self.poll(saved)
@@ -281,13 +290,26 @@ class SaveSchedule:
             if self._engine.host.server is not None and self._engine.host.server.folder_lost:
                 raise StoreError(self._engine.host.server.folder_lost)
             has_begun = saved is not None and saved.number >= least
-            if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
+            limit_s = timeout_s if has_begun else min(timeout_s, _BEGIN_S)
+            self._report_wait(began_s, limit_s)
+            if time.monotonic() - began_s > limit_s:
                 why = why_not()
                 silent = f"nothing was reported of it for {time.monotonic() - began_s:.0f} s"
                 raise StoreError(f"{silent}; {why}" if why else silent)
             time.sleep(_LOOK_S)
         if self._engine.world.rank == 0:
             self.poll(saved)
+
+    def _report_wait(self, began_s: float, limit_s: float) -> None:
+        """That training stands until a checkpoint is saved: once for each. On the chief."""
+        step, now = self._asked_step, time.monotonic()
+        if self._engine.world.rank or now - began_s < _SILENT_S or step == self._awaited_step:
+            return
+        self._awaited_step = step
+        text = f"waiting for the checkpoint of step {step}, for {limit_s:.0f} s at most"
+        text += f"; the one before was not saved: {self._failures.why}" if self._failures.why else ""
+        data = {"of_step": step, "limit_s": limit_s}
+        self._engine.emit(Event("checkpoint_awaited", self._engine.progress.step, text, data))
 
     def poll(self, saved: SaveStatus | None) -> None:
         """Report the result of a checkpoint to the callbacks. On the chief."""

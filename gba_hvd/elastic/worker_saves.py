@@ -23,6 +23,7 @@ from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import SavePlan
+from gba_hvd.ps.state_files import path_of
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm import retained_state
@@ -82,6 +83,8 @@ class WorkerSaves:
         if self._host_server is not None:
             self._host_server.close()
         self.release_claim()
+        if (checkpoints := checkpoints_of(self._engine)) is not None:
+            checkpoints.stop_renewing()
 
     def release_claim(self) -> None:
         """On the chief, where this process saves nothing more. May be called twice."""
@@ -95,6 +98,7 @@ class WorkerSaves:
         """Between two steps: have a checkpoint made if the last commit agreed on one. A collective then."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._report_lost_folder()
+        self._report_restarts()
         if checkpoints is None:
             return
         if engine.world.rank == 0 and self._host_server is not None:
@@ -118,6 +122,17 @@ class WorkerSaves:
                 "warning",
             )
             self._engine.emit(event, only_here=True)
+
+    def _report_restarts(self) -> None:
+        """Of servers that died, on the host leader."""
+        for one in [] if self._host_server is None else self._host_server.restarts():
+            text = (
+                f"the companion server {one.server} of this host (process {one.before}) has died, and was started "
+                f"again (process {one.now}). Training continues; a checkpoint that it was saving has failed. Where "
+                f"{path_of(self._engine.folder, one.server, 'log')} has no reason, it was killed"
+            )
+            data = {"server": one.server, "before": one.before, "now": one.now}
+            self._engine.emit(Event("server_restarted", self._engine.progress.step, text, data), only_here=True)
 
     def _save_and_leave(self) -> None:
         """Some workers are preempted: all wait for a checkpoint, then those workers leave. A collective."""
@@ -151,6 +166,7 @@ class WorkerSaves:
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.schedule.has(engine.progress.step)):
+            checkpoints.claim_again_if_free()
             word = msgspec.json.encode(checkpoints.plan(is_last=not again))
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:

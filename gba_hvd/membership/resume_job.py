@@ -1,9 +1,13 @@
 """What a new job resumes from: a checkpoint, or the orphaned memory of a job. It also claims its checkpoint location.
 
     1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
-    2. memory    what is in memory under that name, if this job can resume from it; else that is let go
-    3. key       what the job's servers and workers prove themselves with, from the source
-    4. location  what a dead job left on the hosts is cleared, and the checkpoint location is claimed
+    2. alone     the job is refused where another one lives in the memory of that name on one of its hosts
+    3. memory    what is in memory under that name, if this job can resume from it; else that is let go
+    4. key       what the job's servers and workers prove themselves with, from the source
+    5. location  what a dead job left on the hosts is cleared, and the checkpoint location is claimed
+
+A refusal or a crash before 5 leaves the claim of another job as it was. Of two launches that both pass 2, the second to
+claim is refused by the first one's claim: at once on the host of its claimant, elsewhere by its renewals.
 
 A job that continues with survivors has name, key and location already: it shares them with late joiners, and claims
 again.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +61,8 @@ def resume_previous_job(
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step, rollback_epoch = _name_of_job(engine, world, agreed, job_id)
+    if checkpoints is not None and not agreed.is_restart:
+        _refuse_beside_another(engine, world, job_id, is_leader)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
         taken = _resume_from_memory(engine, world, job_id, is_leader, saved_step, rollback_epoch)
     if taken is not None:
@@ -92,6 +99,18 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
     )
     name, step, back = world.broadcast("job", f"{job_id} {saved_step} {epoch}".encode(), agreed.source).decode().split()
     return name, int(step), int(back)
+
+
+def _refuse_beside_another(engine: Engine, world: World, job_id: str, is_leader: bool) -> None:
+    """Raises ShardMemoryError where another job of this name runs on one of the hosts. A collective."""
+    folder = job_folder(engine.model.tables.config.shard_dir, job_id)
+    mine, owner = {os.getpid(), *engine.host.neighbours.values()}, owner_of(engine.job.key)
+
+    def look() -> None:
+        if is_leader:
+            orphaned_memory.refuse_if_in_use(folder, mine, owner)
+
+    all_or_none(world, False, "have", look)
 
 
 def _resume_from_memory(

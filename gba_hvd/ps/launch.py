@@ -36,14 +36,17 @@ _TRY_AGAIN_S = 5.0
 # kernel each time, and every page that comes again is a page fault; so up to 128 MiB at the end of a heap stay.
 _KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 
-# Forks before anything heavy is imported and takes the lock at once: a second process ends silently.
-_START = """
+# Forks before anything heavy is imported and takes the lock at once: a second process ends silently. `comm` is the name
+# that `top` and `ps -e` show, of at most 15 characters.
+_START = """# gba-hvd companion server; after this code: the job's folder, number
 import fcntl, os, sys
 if os.fork(): os._exit(0)
 folder, index = sys.argv[1], int(sys.argv[2])
 lock = open(os.path.join(folder, f"ps-{index}.lock"), "a")
 try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError: os._exit(0)
+try: open("/proc/self/comm", "w").write("gba-hvd-server")
+except OSError: pass
 import json
 from pathlib import Path
 settings = json.loads((Path(folder) / "ps.json").read_text())

@@ -559,6 +559,7 @@ class SavePlan(Struct, kw_only=True):
 
     kind, parent, about: as in `recovery.format.manifest.Manifest`
     first_epoch: of the job: what was saved in its name since then, by earlier launches too, may expire
+    claim: under which it is saved
     """
 
     epoch: int
@@ -568,6 +569,7 @@ class SavePlan(Struct, kw_only=True):
     step: int
     samples: int
     about: SaveAbout
+    claim: Claim
     first_epoch: int = 0
 
 
@@ -580,7 +582,6 @@ class Save(SavePlan, kw_only=True):
     part: int
     n_parts: int
     settings: SaveSettings
-    claim: Claim
     generation: int = 0
     supersedes: bool = False  # the requester has abandoned the save in flight: it is cancelled
 

@@ -594,15 +594,30 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        pids = sorted(lock_owners(folder / "alive") - {os.getpid()})
-        who = f" (process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))})" if pids else ""
-        raise ShardMemoryError(
-            f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
-            "GBA_HVD_JOB_ID, or another GBA_HVD_SHARD_DIR; if it is the old one of this job, end it first. Do not "
-            "remove the folder: it is the other job's model"
-        )
+        raise ShardMemoryError(in_use(folder, lock_owners(folder / "alive") - {os.getpid()}, what))
     if os.fstat(alive_fd).st_nlink == 0:
         raise FileNotFoundError(folder)
+
+
+def in_use(folder: Path, pids: Iterable[int], what: str = "") -> str:
+    """Why a job cannot have the memory that these processes live in. what: it holds, if that matters"""
+    found = sorted(pids)
+    who = f" (process{'es' if len(found) > 1 else ''} {', '.join(map(str, found))})" if found else ""
+    return (
+        f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
+        "GBA_HVD_JOB_ID, or another GBA_HVD_SHARD_DIR; if it is the old one of this job, end it first. Do not "
+        "remove the folder: it is the other job's model"
+    )
+
+
+def users_of(folder: Path, owner: str) -> set[int]:
+    """Processes of this machine that live in this memory, where it is another job's than `owner`'s.
+
+    Raises FileNotFoundError when there is no memory, ShardMemoryError when the folder cannot be trusted.
+    """
+    if no_process_lives(folder) or (owner and owner == _owner_of(folder)):
+        return set()
+    return lock_owners(folder / "alive")
 
 
 def lock_owners(path: Path) -> set[int]:

@@ -29,7 +29,8 @@ log = logging.getLogger("gba_hvd")
 # start, or is started again.
 _LOGGED = frozenset({
     "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
-    "faults_lasting", "checkpoint_unchanged", "auto_stayed", "training_continues",
+    "faults_lasting", "checkpoint_unchanged", "checkpoint_awaited", "server_restarted", "auto_stayed",
+    "training_continues",
 })  # fmt: skip
 
 

@@ -3,9 +3,10 @@
 A writer claims a location under an epoch, the fencing token: a number that no other writer has. Manifests are named and
 ordered by (epoch, number), so all that an old writer still writes is older than anything of its successor.
 
-What is written, by whom. Objects `claims/EPOCH-WRITER.NONCE/N`, by the claimant only: N = 000000 is the claim, larger
-ones are lease renewals, `closed` says that the writer left in peace. Nothing is ever changed, so nothing more is asked
-of the store than that a listing shows what was written before it was asked for.
+What is written, by whom. Objects `claims/EPOCH-WRITER.NONCE/N`, by the claimant, and by a process that it delegated
+the renewals to: N = 000000 is the claim, larger ones are lease renewals, `closed` says that the writer left in peace.
+Of two processes that renew, one puts a letter before its numbers, so no two write one name. Nothing is ever changed,
+so nothing more is asked of the store than that a listing shows what was written before it was asked for.
 
 Why an epoch has one owner. A claimant writes its claim, then lists. It owns the epoch if the listing has its own claim
 and no other one of this epoch or a later one. Of two that own the same epoch, neither saw the other's claim: so each
@@ -22,9 +23,14 @@ passed over. Before `closed`: the same.
 Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A new claimant lists again and
 again for as long as the other promised to renew three times: a new renewal means alive. So an owner that is only
 slow may be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started
-again: it is let in at once, and the process it replaces is fenced. Nor is a claim waited for whose claimant and whose
-newest renewer have both ended on this host. Where workers on other hosts live, and were about to claim again, they are
+again: it is let in at once, and the process it replaces is fenced. Nor is a claim waited for whose claimant and
+renewers have all ended on this host. Where workers on other hosts live, and were about to claim again, they are
 not hurt: the later of both claims is in force, and the other one is fenced.
+
+Of this host more is known. A claim whose claimant is another living process of this host is not taken over, however
+old its newest renewal is, by a writer of the same name neither: the new claimant is refused at once, and has written
+nothing. The exceptions are `takeover`, and a job that holds the newest claim and claims again (`again`, `after`). Which
+part of its own process holds a claim a claimant does not know: there the lease decides.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import secrets
 import socket
@@ -46,12 +53,15 @@ from recovery.storage.store import Store, epoch_of
 
 log = logging.getLogger("recovery")
 
-_CLAIM = re.compile(r"claims/(?P<epoch>\d{6,9})-(?P<writer>.+)\.(?P<nonce>[0-9a-f]{8})/(?P<sign>\d{6,12}|closed)")
+_CLAIM = re.compile(r"claims/(?P<epoch>\d{6,9})-(?P<writer>.+)\.(?P<nonce>[0-9a-f]{8})/(?P<sign>[a-z]?\d{6,12}|closed)")
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 _CLOSED = "closed"
 _LONGEST_LEASE_S = 600.0
 _LISTINGS = 5
 _LOOKS = 10
+_ADVICE = (
+    "give this job a location of its own, end the other one, or take over from it (takeover=True), which cuts it off"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -96,6 +106,7 @@ def claim(
     *,
     takeover: bool = False,
     after: Claim | None = None,
+    again: bool = False,
     lease_s: float = 30.0,
     looks: int = _LOOKS,
     sleep: Callable[[float], None] = time.sleep,
@@ -106,8 +117,10 @@ def claim(
     May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive, and logs that it does.
     Does not wait for one whose processes have ended on this host.
     takeover: do not ask, fence it. after: the claim of a process that died, which this one supersedes.
+    again: the claims of this name are those of this job, whose processes know of each other.
 
-    Raises BadInput when another job writes here, Fenced when another process has written here since `after`.
+    Raises BadInput when another job writes here, at once where its process lives on this host; Fenced when another
+    process has written here since `after`.
     """
     if not _WRITER.fullmatch(writer):
         raise BadInput(f"a writer is named by letters, digits, '.', '_' and '-', at most 80, got {writer!r}")
@@ -117,8 +130,11 @@ def claim(
     if after is not None:
         _require_newest(store, seen, after)
     newest = max(seen, default=None)
-    if newest is not None and newest.writer != writer and not newest.is_closed and not takeover:
-        _refuse_if_alive(store, newest, lease_s, looks, sleep)
+    if newest is not None and not newest.is_closed and not takeover:
+        if newest.writer != writer or not (again or after is not None):
+            _refuse_if_lives_here(store, newest)
+        if newest.writer != writer:
+            _refuse_if_alive(store, newest, lease_s, looks, sleep)
     epochs = [one.epoch for one in seen]
     # Normally there are none beyond the claims; but claims can be deleted by hand.
     epochs += [epoch for name in store.names("manifests/") if (epoch := epoch_of(name)) is not None]
@@ -143,13 +159,24 @@ def claim(
         mine = replace(mine, epoch=mine.epoch + 1)
 
 
-def renew(store: Store, claim: Claim) -> Claim:
-    """Renew the claim; returns the renewed one. To be called every lease_s / 3."""
+def renew(store: Store, claim: Claim, series: str = "") -> Claim:
+    """Renew the claim; returns the renewed one. To be called every lease_s / 3.
+
+    series: a letter that distinguishes the renewals of this process from those of another one of the same claim.
+    """
     renewed = replace(claim, signs=claim.signs + 1)
-    _write(store, claim, f"{renewed.signs:06d}")
+    _write(store, claim, f"{series}{renewed.signs:06d}")
     if claim.signs:
-        store.delete([f"{claim.name}/{claim.signs:06d}"])
+        store.delete([f"{claim.name}/{series}{claim.signs:06d}"])
     return renewed
+
+
+def is_free_again(store: Store, claim: Claim) -> bool:
+    """Whether another writer has taken over since this claim, and has left, without having saved anything."""
+    newest = max(claims_of(store.names("claims/")), default=None)
+    if newest is None or newest.epoch <= claim.epoch or not newest.is_closed:
+        return False
+    return all((epoch_of(name) or 0) <= claim.epoch for name in store.names("manifests/"))
 
 
 def check(store: Store, claim: Claim) -> None:
@@ -187,6 +214,15 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
         )
 
 
+def _refuse_if_lives_here(store: Store, other: Seen) -> None:
+    process = WriterProcess.of(_about(store, other))
+    if process is not None and process.pid != os.getpid() and process.lives_here():
+        raise BadInput(
+            f"{store.url} is being written to by job {other.writer!r}{_where(store, other)}, and that process lives on "
+            f"this host: {_ADVICE}"
+        )
+
+
 def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, sleep: Callable[[float], None]) -> None:
     """Wait for a lease renewal of another writer, and look so often meanwhile, also after a pause of this process."""
     if _has_ended_here(store, other):
@@ -208,8 +244,7 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
             alive = max(now.values())
             raise BadInput(
                 f"{store.url} is being written to by job {alive.writer!r}{_where(store, alive)}, which renewed its "
-                f"lease in the last {wait_s / looks:.1f} s: give this job a location of its own, end the other one, or "
-                "take over from it (takeover=True), which cuts it off"
+                f"lease in the last {wait_s / looks:.1f} s: {_ADVICE}"
             )
 
 
@@ -238,10 +273,10 @@ def _write(store: Store, claim: Claim, sign: str) -> None:
 
 
 def _has_ended_here(store: Store, seen: Seen) -> bool:
-    """Whether the claimant and the newest renewer, which may be a companion server, were of this host, and are gone."""
+    """Whether the claimant and all renewers were of this host, and have ended."""
     return all(
         (process := WriterProcess.of(_about(store, seen, sign))) is not None and process.has_ended_here()
-        for sign in {"000000", max(seen.signs)}
+        for sign in {"000000", *seen.signs}
     )
 
 

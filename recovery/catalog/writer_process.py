@@ -1,4 +1,4 @@
-"""The process that wrote a claim, and whether it has ended, as far as this host can know.
+"""The process that wrote a claim, and whether it lives or has ended, as far as this host can know.
 
 A number of a process means something on one boot of one machine, in one namespace of processes, and is used again: so
 both and the time of its start are compared. Where the kernel does not tell these, nothing is known.
@@ -40,8 +40,15 @@ class WriterProcess:
 
     def has_ended_here(self) -> bool:
         """False also where it is not known: the process is of another host, boot, or container."""
-        is_known = bool(self.boot) and self.pids > 0 and self.started >= 0 and (self.boot, self.pids) == _here()
-        return is_known and started(str(self.pid)) != self.started
+        return self._is_known_here and started(str(self.pid)) != self.started
+
+    def lives_here(self) -> bool:
+        """False also where it is not known. A stopped process lives."""
+        return self._is_known_here and started(str(self.pid)) == self.started
+
+    @property
+    def _is_known_here(self) -> bool:
+        return bool(self.boot) and self.pids > 0 and self.started >= 0 and (self.boot, self.pids) == _here()
 
 
 @functools.cache

@@ -23,6 +23,7 @@ PACKAGES = {
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow",
 }  # fmt: skip
 _WITH_FOLDERS = ("sftp", "ssh", "smb", "hdfs", "ftp", "webhdfs")
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss")
 _CREDENTIALS = "set the back end's usual variables (S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
 _CREDENTIALS += "Google: GOOGLE_APPLICATION_CREDENTIALS; Azure: AZURE_STORAGE_CONNECTION_STRING) or storage options"
 _REFUSED = ("Credential", "TokenRetrieval", "Authentication", "UnauthorizedSSO", "RefreshError")  # parts of class names
@@ -44,7 +45,7 @@ class FsspecStore:
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         path = self._path(name)
-        with self._explained(f"{name} cannot be written", missing=f"{self._root.split('/')[0]!r} does not exist"):
+        with self._explained(f"{name} cannot be written", missing=self._no_bucket):
             if self._protocol in _WITH_FOLDERS:
                 self._do("makedirs", path.rpartition("/")[0], exist_ok=True)
             self._do("pipe_file", path, b"".join(pieces))
@@ -68,18 +69,30 @@ class FsspecStore:
 
     def names(self, prefix: str) -> dict[str, int]:
         within = f"{self._root}/{checked_prefix(prefix).rpartition('/')[0]}".rstrip("/")
-        with self._explained(_unlisted(prefix)):
+        with self._explained(_unlisted(prefix), missing=self._no_bucket):
             self._fs.invalidate_cache()  # other writers' objects, too, must be seen
             try:
                 found = self._do("find", within, detail=True, **self._find_options)
             except OSError as error:
-                if isinstance(error, FileNotFoundError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
-                    return {}
-                raise
+                if not isinstance(error, FileNotFoundError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+                found = {}
+            if not found:
+                self._require_bucket()
             if any(info.get("size") is None for info in found.values()):
                 raise ValueError(f"listings of {self._protocol}:// do not have the sizes of objects")
         sizes = {path.strip("/")[len(self._root.strip("/")) + 1 :]: info["size"] for path, info in found.items()}
         return {name: int(size) for name, size in sizes.items() if name.startswith(prefix)}
+
+    @property
+    def _no_bucket(self) -> str:
+        return f"{self._root.split('/')[0]!r} does not exist"
+
+    def _require_bucket(self) -> None:
+        """Raises FileNotFoundError where there is no bucket: back ends list it as an empty one."""
+        if self._protocol in _WITH_BUCKETS:
+            with contextlib.suppress(PermissionError):  # who may list may not ask this
+                self._do("info", self._root.split("/")[0])
 
     def delete(self, names: Sequence[str]) -> None:
         for name, path in [(name, self._path(name)) for name in names]:

@@ -16,6 +16,7 @@ import torch
 from gba_hvd_tools import cli
 from gba_hvd_tools.chaos.data import ChaosClicks
 
+from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
 from recovery.restore.open_checkpoint import open_checkpoint
@@ -161,10 +162,14 @@ def test_a_save_whose_server_dies_has_failed_and_another_one_is_made(tmp_path: P
         blobs = lambda: list((tmp_path / "checkpoints").glob("blobs/*/*"))  # noqa: E731
         wait_for(lambda: job.ended or blobs(), "a save in flight", PATIENCE_S)
         (address,) = job.shard_dir.glob("gba-hvd-*/ps-0.address")
-        os.kill(json.loads(address.read_text())["pid"], signal.SIGKILL)
+        server = json.loads(address.read_text())["pid"]
+        assert Path(f"/proc/{server}/comm").read_text() == "gba-hvd-server\n"
+        os.kill(server, signal.SIGKILL)
         # Without word of it, the next one would be asked for after 300 s.
         wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S / 2)
         assert "the server that was saving its rows has died" in events(job, "checkpoint_failed")[0]["why"]
+        (restart,) = events(job, "server_restarted")
+        assert restart["before"] == server and restart["now"] == json.loads(address.read_text())["pid"]
 
 
 def test_all_rows_of_a_strict_checkpoint_are_of_the_step_of_its_state(tmp_path: Path) -> None:
@@ -390,14 +395,60 @@ def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path)
     with cluster(tmp_path / "first", **saving(tmp_path, lease_s=9.0), sleep_s=0.2, epochs=1000, horovod=False) as first:
         first.start_alone()
         wait_for(lambda: events(first, "checkpoint"), "the first job's checkpoint", PATIENCE_S)
-        # The same command, once more; it waits for lease renewals for longer, as they may come late.
         with cluster(tmp_path / "second", **saving(tmp_path, lease_s=60.0), horovod=False) as second:
             second.start_alone()
             assert second.wait(PATIENCE_S) != 0
-            assert "which renewed its lease" in second.said() and "takeover=True" in second.said(), second.log()
-            assert "waiting for up to 60 s for a renewal by job" in second.log()
+            assert "that process lives on this host" in second.said() and "takeover=True" in second.said(), second.log()
+            assert "waiting for up to" not in second.log()
         n = len(first.notes("committed"))
         wait_for(lambda: len(first.notes("committed")) > n, "the first job to go on")
+
+
+def test_the_same_command_started_twice_is_refused_before_it_claims_although_the_first_ones_server_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    url, name = tmp_path / "checkpoints", {"GBA_HVD_JOB_ID": "mine"}
+    plan = saving(tmp_path, lease_s=1.5)
+    with cluster(tmp_path / "first", name, **plan, sleep_s=0.2, epochs=1000, horovod=False) as first:
+        first.start_alone()
+        wait_for(lambda: events(first, "checkpoint"), "the first job's checkpoint", PATIENCE_S)
+        (address,) = first.shard_dir.glob("**/ps-0.address")
+        server = json.loads(address.read_text())["pid"]
+        os.kill(server, signal.SIGSTOP)
+        # The worker renews the claim meanwhile.
+        renewals = lambda: {path.name for path in url.glob("claims/*/*")}  # noqa: E731
+        before = renewals()
+        wait_for(lambda: len(renewals() - before) > 0, "a renewal of the claim")
+        with cluster(tmp_path / "second", name, **plan, shard_dir=str(first.shard_dir), horovod=False) as second:
+            second.start_alone()
+            assert second.wait(PATIENCE_S) != 0
+            (worker,) = first.processes(only_workers=True)
+            assert f"ShardMemoryError: a running job (process {worker}) uses {address.parent}" in second.said()
+            assert "waiting for up to" not in second.log()
+        assert len(list(url.glob("claims/*"))) == 1
+        n = len(events(first, "checkpoint"))
+        os.kill(server, signal.SIGCONT)
+        wait_for(lambda: len(events(first, "checkpoint")) > n, "another checkpoint of the first job", PATIENCE_S)
+        assert not events(first, "place_shared")
+
+
+def test_a_job_whose_place_was_taken_over_claims_it_again_when_the_other_has_left_without_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "job", **saving(tmp_path), sleep_s=0.2, epochs=1000, horovod=False) as job:
+        job.start_alone()
+        wait_for(lambda: events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        store = open_store(str(tmp_path / "checkpoints"))
+        other = claims.claim(store, "other", takeover=True)
+        wait_for(lambda: events(job, "checkpoint_failed"), "a save that fails", PATIENCE_S)
+        failed = [event["message"] for event in events(job, "checkpoint_failed")]
+        assert "Fenced" in failed[0] and "'other'" in failed[0]
+        n = len(events(job, "checkpoint"))
+        claims.release(store, other)
+        wait_for(lambda: len(events(job, "checkpoint")) > n, "a checkpoint under the new claim", PATIENCE_S)
+        (shared,) = events(job, "place_shared")
+        assert (shared["before"], shared["now"]) == (1, 3)
+        assert max(store.names("manifests/")).startswith("manifests/000003-")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Renews the claim on the checkpoint location while the workers of the job live.
 
-The lease is the job's, not this server's: it is renewed only while workers send heartbeats. A server that does not
+The worker that claimed renews the claim as well (`checkpoint.claim_renewal`): this covers its death. The lease
+is the job's, not this server's: it is renewed only while workers send heartbeats. A server that does not
 commit (part above 0) only remembers the claim.
 """
 

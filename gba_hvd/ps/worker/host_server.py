@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from gba_hvd.shm.shard_memory import is_alive
 
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
 _FRESH_S = 3.0  # a server that answered so recently is up; heartbeats go out ten times as often
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A server of this host died, and was started again. before, now: its processes"""
+
+    server: int
+    before: int
+    now: int
 
 
 class HostServer:
@@ -48,6 +58,11 @@ class HostServer:
         self._last_reply_s = [-math.inf] * n_servers  # when each server last answered
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
+        self._pids = [0] * n_servers  # who answered last
+        self._restarts: list[Restart] = []
+        self._held: messages.DelegateClaim | None = None
+        self._holding: Future[Reply] = Future()  # of the newest request to hold it
+        self._held_by = 0  # the process that has it, as far as is known
         self._abandoned = 0
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._client.beat = self._beat
@@ -131,8 +146,14 @@ class HostServer:
         return saved is not None and is_of_it and (saved.state != "running" or saved.facts.read)
 
     def hold(self, request: messages.DelegateClaim) -> None:
-        """Have the server renew a claim."""
-        self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
+        """Have the server, and its successors, renew a claim."""
+        self._held, self._held_by = request, 0
+        self._holding = self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
+
+    def restarts(self) -> list[Restart]:
+        """Since it was asked last."""
+        found, self._restarts = self._restarts, []
+        return found
 
     def _asked_to_save(self, request: messages.Save, result: Callable[[], Reply]) -> None:
         try:
@@ -162,9 +183,23 @@ class HostServer:
         if future.exception() is None and isinstance(body := future.result().body, messages.Ok):
             self._last_reply_s[server] = time.monotonic()
             self._warming[server] = body.position is not None and body.position.warming
+            if body.position is not None:
+                self._note_process(server, body.position.server)
+
+    def _note_process(self, server: int, pid: int) -> None:
+        before, self._pids[server] = self._pids[server], pid
+        if before and before != pid:
+            self._restarts = [*self._restarts, Restart(server, before, pid)]
+        if self._held is None or server or pid == self._held_by or not self._holding.done():
+            return
+        if self._held_by or self._holding.exception() is not None:
+            self.hold(self._held)
+        else:
+            self._held_by = pid
 
     def _on_position(self, position: messages.JobPosition) -> None:
         self._last_reply_s[0], self._warming[0] = time.monotonic(), position.warming
+        self._note_process(0, position.server)
         self._requested = (position.requested_mode, position.reason)
         if position.saved is None:
             return

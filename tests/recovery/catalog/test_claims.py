@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery.catalog.claims import Claim, check, claim, claims_of, release, renew
+from recovery.catalog.claims import Claim, check, claim, claims_of, is_free_again, release, renew
 from recovery.catalog.writer_process import WriterProcess, started
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.format.manifest import Manifest, to_json
@@ -155,6 +155,89 @@ def test_a_claim_is_waited_for_while_its_claimant_or_its_renewer_lives(
     time = VirtualTime()
     claimed(ram, "job-2", time)
     assert time.now_s == pytest.approx(30)
+
+
+@pytest.fixture
+def living_process() -> Iterator[WriterProcess]:
+    """Another process of this host."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        yield replace(WriterProcess.this(), pid=child.pid, started=started(str(child.pid)))
+        child.kill()
+
+
+@pytest.mark.parametrize("writer", ["job-1", "job-2"])
+def test_a_claim_whose_process_lives_on_this_host_is_not_taken_over_however_old_it_is(
+    ram: RamStore, living_process: WriterProcess, writer: str
+) -> None:
+    first = written_by(living_process, lambda: claimed(ram, "job-1"))
+    before = dict(ram.objects)
+    words = (
+        rf"by job 'job-1' on host .* \(process {living_process.pid}\), and that process lives on this host: .*takeover"
+    )
+    with pytest.raises(BadInput, match=words):
+        claimed(ram, writer, VirtualTime(forbidden))
+    assert ram.objects == before
+    check(ram, first)
+
+
+@pytest.mark.parametrize("settings", [{"takeover": True}, {"again": True}])
+def test_a_job_that_takes_over_or_claims_again_is_let_in_beside_a_living_process(
+    ram: RamStore, living_process: WriterProcess, settings: dict[str, Any]
+) -> None:
+    written_by(living_process, lambda: claimed(ram, "job-1"))
+    assert claimed(ram, "job-1", VirtualTime(forbidden), **settings).epoch == 2
+
+
+def test_a_process_that_takes_the_place_of_a_dead_one_of_its_job_is_let_in(
+    ram: RamStore, living_process: WriterProcess
+) -> None:
+    first = written_by(living_process, lambda: claimed(ram, "job-1"))
+    assert claimed(ram, "job-1", VirtualTime(forbidden), after=first).epoch == 2
+
+
+def test_a_job_that_claims_again_is_refused_by_another_one_that_lives_on_this_host(
+    ram: RamStore, living_process: WriterProcess
+) -> None:
+    claimed(ram, "job-1")
+    written_by(living_process, lambda: claimed(ram, "job-2", takeover=True))
+    with pytest.raises(BadInput, match="by job 'job-2'"):
+        claimed(ram, "job-1", VirtualTime(forbidden), again=True)
+
+
+def test_two_processes_renew_one_claim_under_names_of_their_own(ram: RamStore) -> None:
+    mine = claimed(ram, "job-1")
+    worker = renew(ram, renew(ram, mine, "w"), "w")
+    renew(ram, mine)
+    assert {one.rpartition("/")[2] for one in ram.names("claims/")} == {"000000", "000001", "w000002"}
+    check(ram, worker)
+
+    time = VirtualTime(lambda: renew(ram, worker, "w"))
+    with pytest.raises(BadInput, match="which renewed its lease"):
+        claimed(ram, "job-2", time)
+
+
+@pytest.mark.parametrize("lives", ["w", ""])
+def test_a_claim_is_waited_for_while_one_of_two_renewers_lives(
+    ram: RamStore, ended_process: WriterProcess, lives: str
+) -> None:
+    first = written_by(ended_process, lambda: claimed(ram, "job-1"))
+    for series in ("w", ""):
+        written_by(None if series == lives else ended_process, lambda series=series: renew(ram, first, series))
+    time = VirtualTime()
+    claimed(ram, "job-2", time)
+    assert time.now_s == pytest.approx(30)
+
+
+def test_a_place_is_free_again_when_the_other_writer_has_left_without_a_checkpoint(ram: RamStore) -> None:
+    mine = claimed(ram, "job-1")
+    assert not is_free_again(ram, mine)
+    other = claimed(ram, "job-2", takeover=True)
+    assert not is_free_again(ram, mine)
+    release(ram, other)
+    assert is_free_again(ram, mine)
+    manifest = Manifest(other.epoch, 3, "full", None, 1, 1, 0.0, Schema((), 1), (), None)
+    ram.put(manifest.name, [to_json(manifest)])
+    assert not is_free_again(ram, mine)
 
 
 def test_a_later_process_of_the_same_number_is_not_taken_for_the_writer() -> None:

@@ -82,6 +82,12 @@ def test_a_password_in_a_url_is_not_repeated_in_messages() -> None:
 
 
 @pytest.mark.slow
+def test_a_bucket_that_does_not_exist_is_not_listed_as_an_empty_one(s3_options: dict[str, Any]) -> None:
+    with pytest.raises(NotFound, match=r"s3://absent/job: manifests/ cannot be listed: 'absent' does not exist"):
+        open_store("s3://absent/job", tries=1, **s3_options).names("manifests/")
+
+
+@pytest.mark.slow
 def test_a_bucket_that_is_missing_is_named(s3_options: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"s3://absent/job cannot hold checkpoints.*'absent' does not exist"):
         check(open_store("s3://absent/job", timeout_s=100, tries=1, **s3_options))

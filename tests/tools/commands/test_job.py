@@ -25,7 +25,6 @@ from gba_hvd.mode_names import SETTINGS
 from gba_hvd.ps import launch
 from gba_hvd.ps.transport import new_key
 from gba_hvd.ps.worker.host_server import HostServer
-from gba_hvd.shm import job_board
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.unit.conftest import Clicks, Training
 from tests.unit.shm.test_shard_memory import a_layout
@@ -115,7 +114,7 @@ def places(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     """(where this user's jobs lie, where the job "other" runs)"""
     (mine := tmp_path / "mine").mkdir()
     start("other")
-    monkeypatch.setattr(job_board, "bases_in_use", lambda: [tmp_path])
+    monkeypatch.setattr(running_jobs, "bases_in_use", lambda: [tmp_path])
     monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(mine))
     return mine, tmp_path
 
@@ -585,7 +584,7 @@ def test_a_job_with_a_memory_elsewhere_is_listed_and_found_by_its_id(
     monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path / "other"))
     assert cli.main(["ps", "--json"]) == 0
     assert str(tmp_path) in [job["dir"] for job in json.loads(capsys.readouterr().out) if job["job"] == "ctr-1"]
-    monkeypatch.setattr(job_board, "bases_in_use", lambda: [tmp_path])  # other tests may run a job of this id
+    monkeypatch.setattr(running_jobs, "bases_in_use", lambda: [tmp_path])  # other tests may run a job of this id
     for name in ("ctr-1", "click model"):
         assert cli.main(["status", name]) == 0
         assert "job ctr-1 (click model)" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,29 @@ def test_what_is_in_a_memory_is_its_rows_and_its_state(memory: ShardMemory) -> N
 
 
 # --- a last checkpoint -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_refused_beside_a_process_that_is_not_its_own(memory: ShardMemory) -> None:
+    """The memory is open in this process."""
+    words = rf"a running job \(process {os.getpid()}\) uses .*GBA_HVD_JOB_ID"
+    with pytest.raises(ShardMemoryError, match=words):
+        orphaned_memory.refuse_if_in_use(memory.folder, {1}, "")
+    with pytest.raises(ShardMemoryError, match=words):
+        orphaned_memory.refuse_if_in_use(memory.folder, {1}, "another")
+
+
+def test_a_job_is_not_refused_beside_its_own_processes_a_last_checkpoint_or_none(memory: ShardMemory) -> None:
+    folder = memory.folder
+    orphaned_memory.refuse_if_in_use(folder, {os.getpid()}, "")
+    memory.give_to("mine")
+    orphaned_memory.refuse_if_in_use(folder, {1}, "mine")
+    mark = folder / orphaned_memory.MARK.replace("*", "0")
+    mark.touch()
+    orphaned_memory.refuse_if_in_use(folder, {1}, "")
+    mark.unlink()
+    memory.close(remove=False)
+    orphaned_memory.refuse_if_in_use(folder, {1}, "")
+    orphaned_memory.refuse_if_in_use(folder.parent / "gba-hvd-absent", {1}, "")
 
 
 @pytest.mark.slow

@@ -119,6 +119,42 @@ def test_the_failure_of_an_earlier_save_is_not_that_of_the_one_that_is_waited_fo
     assert chief.schedule.has(5) and chief.schedule.why_not_saved(5) == ""
 
 
+def test_a_wait_for_the_last_checkpoint_is_reported_once_and_a_short_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: None))
+    chief = Chief()
+    chief.saves("mfu", "failed", why="the store is away")
+    chief.events.clear()
+    chief.schedule.asked(6, 5)
+
+    def pass_by(steps: list[float]) -> Any:
+        def latest() -> SaveStatus:
+            now[0] += steps.pop(0)
+            return saved(6, "delta", "running" if steps else "done")
+
+        return latest
+
+    chief.schedule.await_saved(pass_by([1.0, 1.0]), 5, timeout_s=600.0)
+    assert [one.kind for one in chief.events] == ["checkpoint"]
+    chief.schedule.asked(7, 6)
+    chief.schedule._last_failure = "the store is away"
+    chief.events.clear()
+
+    def slow() -> SaveStatus:
+        now[0] += 2.0
+        return saved(7, "delta", "running" if now[0] < 20 else "done", step=6)
+
+    chief.schedule.await_quiet(slow, 600.0)
+    chief.schedule.await_saved(slow, 6, timeout_s=600.0)
+    waited, *others = chief.events
+    assert (waited.kind, waited.level) == ("checkpoint_awaited", "info")
+    assert "waiting for the checkpoint of step 6, for 600 s at most; the one before" in waited.message
+    assert "was not saved: the store is away" in waited.message
+    assert [one.kind for one in others] == ["checkpoint"]
+
+
 def test_what_failed_before_a_worker_leaves_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     chief = Chief()
     chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)

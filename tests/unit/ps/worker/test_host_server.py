@@ -14,8 +14,18 @@ import pytest
 
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import ServerLost
-from gba_hvd.ps.messages import JobPosition, Ok, Refused, Save, SaveAbout, SaveFacts, SaveSettings, SaveStatus
-from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.ps.messages import (
+    DelegateClaim,
+    JobPosition,
+    Ok,
+    Refused,
+    Save,
+    SaveAbout,
+    SaveFacts,
+    SaveSettings,
+    SaveStatus,
+)
+from gba_hvd.ps.worker.host_server import HostServer, Restart
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 
@@ -139,6 +149,51 @@ def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
     later_s = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     assert not line.is_ready() and "has not answered for 60 s" in line.why_not_ready()
+
+
+def test_a_server_that_was_started_again_is_reported_once(line: HostServer) -> None:
+    line._on_position(JobPosition(server=11))
+    line._on_position(JobPosition(server=11))
+    assert line.restarts() == []
+    line._on_position(JobPosition(server=12))
+    assert line.restarts() == [Restart(0, 11, 12)] and line.restarts() == []
+
+
+class Requests:
+    """What a host leader sends, and the answers still to come."""
+
+    def __init__(self, line: HostServer) -> None:
+        self.sent: list[Future[Any]] = []
+        line._client.send = self.send  # type: ignore[method-assign]
+
+    def send(self, *_: Any, **__: Any) -> Future[Any]:
+        self.sent.append(Future())
+        return self.sent[-1]
+
+
+def test_a_server_that_was_started_again_is_given_the_claim_again(line: HostServer) -> None:
+    requests = Requests(line)
+    line.hold(DelegateClaim(Claim(1, "job", "00000000"), SaveSettings("/place", {}, Config())))
+    line._on_position(JobPosition(server=11))
+    requests.sent[0].set_result(None)
+    line._on_position(JobPosition(server=11))
+    line._on_position(JobPosition(server=11))
+    assert len(requests.sent) == 1
+    line._on_position(JobPosition(server=12))
+    line._on_position(JobPosition(server=12))
+    assert len(requests.sent) == 2, "it is under way"
+    requests.sent[1].set_result(None)
+    line._on_position(JobPosition(server=12))
+    line._on_position(JobPosition(server=12))
+    assert len(requests.sent) == 2
+
+
+def test_a_server_that_was_too_late_for_the_claim_is_given_it_when_it_answers(line: HostServer) -> None:
+    requests = Requests(line)
+    line.hold(DelegateClaim(Claim(1, "job", "00000000"), SaveSettings("/place", {}, Config())))
+    requests.sent[0].set_exception(ServerLost("server 0 did not answer Hold"))
+    line._on_position(JobPosition(server=11))
+    assert len(requests.sent) == 2
 
 
 def test_a_folder_that_was_replaced_is_found_out(tmp_path: Path) -> None:
