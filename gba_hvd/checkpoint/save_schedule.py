@@ -54,6 +54,7 @@ class SaveSchedule:
         self._asks = False  # this worker has asked for a checkpoint as the chief
         self._asked_s: float | None = None  # when a checkpoint was asked for that has no result yet
         self._running_s = 0.0  # when it was last reported as being saved
+        self._trouble = ""  # what its store met then
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
         self._late, self._age_reported_s = Patience(), 0.0
         self._failures, self._failed_s = FailuresInARow(), -math.inf
@@ -315,7 +316,7 @@ class SaveSchedule:
         """Report the result of a checkpoint to the callbacks. On the chief."""
         engine, saved = self._engine, self.in_force(saved)
         if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
-            self._running_s = time.monotonic()
+            self._running_s, self._trouble = time.monotonic(), saved.facts.why
         if saved is None or saved.state in ("running", "part") or saved == self._reported:
             return
         if saved.number < self._asked_number and self._asked_s is not None:
@@ -323,7 +324,7 @@ class SaveSchedule:
         # A chief that took over asked for none yet: what it finds complete has probably been reported before.
         is_known = not self._asks and self._reported == SaveStatus() and not self._running_s
         began_s, step = self._asked_s or time.monotonic(), saved.number if self._asked_s is None else self._asked_step
-        self._reported, self._asked_s, self._running_s = saved, None, 0.0
+        self._reported, self._asked_s, self._running_s, self._trouble = saved, None, 0.0, ""
         if saved.state == "failed":
             self._failed_s = time.monotonic()
             if text := self._failures.text(step, saved.facts.why):
@@ -363,16 +364,22 @@ class SaveSchedule:
         intervals = self.callback.intervals(age_steps, age_s)
         if self._late.word(intervals >= _LATE_AT, now) is None:
             return
-        reason = why_not_ready() or self._failures.why
+        reason = why_not_ready() or self._last_failure
         if not reason:
             running = self._asked_s is not None
             reason = f"that of step {self._asked_step} is still being saved" if running else "none was begun"
+            reason += f": {self._trouble}" if running and self._trouble else ""
         text = (
             f"no checkpoint for {age_s:.0f} s and {age_steps} steps, {intervals:.1f} times the interval: {reason}. A "
             "host that is lost now costs what came since; training continues"
         )
         facts = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
         engine.emit(Event("checkpoint_late", engine.progress.step, text, facts, level="warning"))
+
+    @property
+    def _last_failure(self) -> str:
+        """Why the newest save failed; empty: it did not."""
+        return self._failures.why
 
     def report_failure(self, text: str, why: str = "") -> None:
         facts = {"why": why or text}

@@ -93,7 +93,7 @@ class Endpoint(Struct, omit_defaults=True):
 class SaveFacts(msgspec.Struct, omit_defaults=True):
     """Figures of a save. No tag, and what is not known is left out: so it is written as a plain map.
 
-    why: it failed. read: this server has read its rows.
+    why: it failed; while it runs, what its store meets. read: this server has read its rows.
     rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read again), worst_error (of a weight,
     through quantisation), seconds: of this server's part; of all parts when the checkpoint is "done". Then also:
     manifest: its name; checksum: of the manifest; saved_step: as in the manifest

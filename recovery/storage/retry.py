@@ -56,12 +56,16 @@ class RetryPolicy:
 
 
 class RetryingStore:
-    """A store whose calls end in time, and are tried again."""
+    """A store whose calls end in time, and are tried again.
+
+    trouble: what the newest attempt met, while it is to be tried again; empty: it succeeded, or was the last one
+    """
 
     def __init__(self, store: Store, patience: RetryPolicy | None = None) -> None:
         self.store, self.url = store, store.url
         self.patience = patience or RetryPolicy()
         self._lock, self._hung = threading.Lock(), set[threading.Thread]()
+        self.trouble = ""
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         # An attempt that timed out may continue later, when the caller's buffers hold something else. What it
@@ -91,8 +95,13 @@ class RetryingStore:
         patience = self.patience
         for attempt in range(1, patience.tries + 1):
             try:
-                return self._within(patience.limit_s(n_bytes), call, f"{self.url}: {what}")
+                result = self._within(patience.limit_s(n_bytes), call, f"{self.url}: {what}")
+                self.trouble = ""
+                return result
             except Transient as error:
+                self.trouble = (
+                    f"{error} (tried {attempt} of {patience.tries} times)" if attempt < patience.tries else ""
+                )
                 if attempt < patience.tries:
                     patience.sleep(patience.pause_s(attempt))
                     continue

@@ -120,8 +120,11 @@ class Saver:
         return 0.0 if self._known_settings is None else self._known_settings.final_checkpoint_s
 
     def report(self) -> SaveStatus:
-        """Status of the newest save."""
-        return self._report
+        """Status of the newest save; while it runs, with what its store meets, if that is to be tried again."""
+        report, trouble = self._report, "" if self._store is None else getattr(self._store, "trouble", "")
+        if report.state != "running" or not trouble:
+            return report
+        return msgspec.structs.replace(report, facts=msgspec.structs.replace(report.facts, why=trouble))
 
     def begin(
         self, request: Save, shards: Sequence[int], state: Callable[[list[bytes]], bytes], extra: bytes = b""

@@ -294,6 +294,15 @@ def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(ram: RamSto
         assert longest_s / 2 <= pause_s <= longest_s
 
 
+def test_trouble_is_known_while_a_call_is_tried_again(ram: RamStore) -> None:
+    faulty = FaultyStore(ram).fails("put", 1, Transient("slow down")).fails("put", 2, Transient("no answer"))
+    seen: list[str] = []
+    store = RetryingStore(faulty, RetryPolicy(30.0, 3, sleep=lambda pause_s: seen.append(store.trouble)))
+    store.put(NAME, [b"a"])
+    assert seen == ["slow down (tried 1 of 3 times)", "no answer (tried 2 of 3 times)"] and store.trouble == ""
+    assert faulty.fired == faulty.planned
+
+
 def test_what_will_not_pass_is_not_tried_again(ram: RamStore) -> None:
     faulty = FaultyStore(ram).fails("get", 1, StoreError("permission denied")).fails("put", 1, BadInput("no"))
     store, pauses = patient(faulty)

@@ -13,6 +13,7 @@ from gba_hvd import BadInput
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint import save_schedule
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
+from gba_hvd.comm.wait_notices import Patience
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import JobPosition, SaveFacts, SaveState, SaveStatus
 from recovery import CheckpointCallback
@@ -215,6 +216,17 @@ def test_the_age_of_the_newest_checkpoint_is_counted_from_its_step(number: int, 
     chief.schedule.look_at_age(lambda: "")
     told = [event.data for event in chief.events if event.kind == "rates"]
     assert [one["checkpoint_age_steps"] for one in told] == [age]
+
+
+def test_a_late_checkpoint_has_what_its_store_meets() -> None:
+    chief = Chief()
+    chief.schedule.world_formed(forget=True)
+    chief.schedule._late, chief.engine.progress.step = Patience(first_s=0.0), 50
+    chief.schedule.asked(5, 5)
+    chief.schedule.poll(saved(5, "full", "running", why="no answer (tried 1 of 5 times)"))
+    chief.schedule.look_at_age(lambda: "")
+    (late,) = [event for event in chief.events if event.kind == "checkpoint_late"]
+    assert late.data["why"] == "that of step 5 is still being saved: no answer (tried 1 of 5 times)"
 
 
 def test_after_going_back_a_save_of_before_counts_no_more_and_a_failed_part_of_a_new_one_is_reported() -> None:

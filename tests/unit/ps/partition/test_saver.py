@@ -273,6 +273,23 @@ def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
     assert job.saved_numbers() == [6]
 
 
+def test_what_the_store_meets_is_reported_while_a_save_runs(
+    hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, meanwhile = hosts(), list[SaveStatus]()
+    await_part = saver_module.await_part
+
+    def wait(*args: Any, **how: Any) -> Any:
+        store: Any = job.servers[0]._store
+        store.trouble = "no answer (tried 1 of 5 times)"
+        meanwhile.append(job.servers[0].report())
+        return await_part(*args, **how)
+
+    monkeypatch.setattr(saver_module, "await_part", wait)
+    assert [one.facts.why for one in job.save(5)] == ["", ""]
+    assert [(one.state, one.facts.why) for one in meanwhile] == [("running", "no answer (tried 1 of 5 times)")]
+
+
 def test_a_last_checkpoint_does_not_wait_for_a_step_whose_worker_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
