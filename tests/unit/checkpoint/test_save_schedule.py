@@ -140,7 +140,7 @@ def test_a_wait_for_the_last_checkpoint_is_reported_once_and_a_short_one_is_not(
     chief.schedule.await_saved(pass_by([1.0, 1.0]), 5, timeout_s=600.0)
     assert [one.kind for one in chief.events] == ["checkpoint"]
     chief.schedule.asked(7, 6)
-    chief.schedule._last_failure = "the store is away"
+    chief.schedule._failures.text(5, "the store is away")
     chief.events.clear()
 
     def slow() -> SaveStatus:
