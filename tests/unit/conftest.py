@@ -14,6 +14,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import gba_hvd
+from gba_hvd.checkpoint import claim_renewal
 from gba_hvd.shm import reaper
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.unit.thread_world import Workers
@@ -27,6 +28,21 @@ def _no_keeper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """The keeper is a process of its own: only tests marked `processes` start it."""
     if request.node.get_closest_marker("processes") is None:
         monkeypatch.setattr(reaper, "start", lambda folder, grace_s: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_claim_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A worker renews its claim until it ends, which the workers of most tests never do."""
+    begun, begin = list[claim_renewal.ClaimRenewal](), claim_renewal.ClaimRenewal.__init__
+
+    def recorded(self: claim_renewal.ClaimRenewal, *args: Any) -> None:
+        begun.append(self)
+        begin(self, *args)
+
+    monkeypatch.setattr(claim_renewal.ClaimRenewal, "__init__", recorded)
+    yield
+    for one in begun:
+        one.close()
 
 
 @pytest.fixture(autouse=True)

@@ -311,6 +311,7 @@ def test_what_a_group_opened_is_closed_with_it() -> None:
         meet(world)
         group.close()
 
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         assert on_all(3, work) == [None] * 3
