@@ -20,6 +20,8 @@ def health_facts(report: Mapping[str, Any], now_s: float) -> list[tuple[str, str
         of = "so far" if health["chief"] else "of this host's leader so far; rank 0's host shows the job's"
         over = f", {health['over']:,} of them over" if health["over"] else ""
         lines.append(("warnings", f"{health['n']:,}{over}, {of}"))
+    if not health["chief"]:  # what ends a warning is reported to rank 0 alone
+        return lines
     return lines + [("warning", _warning_words(one)) for one in reversed(health["standing"])]
 
 
@@ -33,7 +35,7 @@ def _checkpoint_words(health: Mapping[str, Any], now_s: float) -> str:
         ago = f"{max(0.0, now_s - newest['unix_s']):,.0f} s ago"
         words = f"step {newest['step']:,}, saved {ago}"
     failing = [one for one in health["standing"] if one["kind"] in _FAILED]
-    if failing:
+    if failing and health["chief"]:
         words += f"; none was saved since {moment(min(one['since_unix_s'] for one in failing))}, see the warning"
     return words
 

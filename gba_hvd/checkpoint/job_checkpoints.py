@@ -23,6 +23,7 @@ over, and left without a checkpoint, the chief claims again before its next save
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -121,6 +122,8 @@ class JobCheckpoints(StepParticipant):
         self._claim: claims.Claim | None = None
         self._released: claims.Claim | None = None
         self._renewal: ClaimRenewal | None = None  # in the worker that claimed
+        self._delegated = ""  # nonce of the claim that this host's server was given
+        self._looked_s = -math.inf  # whether a location that was taken over is free
         self.first_epoch = 0  # of this job, earlier launches included; what was written since, in its name, may expire
         self._to_continue: Manifest | None = None  # the newest checkpoint there was when this launch began
         self.rollback_epoch = 0  # of that, where `gba-hvd checkpoint rollback` made it the newest
@@ -215,11 +218,16 @@ class JobCheckpoints(StepParticipant):
         self._renewal = None if claim is None else ClaimRenewal(claim, lambda: self._opened(patience))
 
     def claim_again_if_free(self) -> None:
-        """Where another job has taken the location over, and has left it without a checkpoint. On the chief."""
-        if self._claim is None or not self.schedule.was_fenced:
+        """Where another job has taken the location over, and has left it without a checkpoint. On the chief.
+
+        Others wait meanwhile: it looks once in the time of a lease, and does not wait long for the store.
+        """
+        now = time.monotonic()
+        if self._claim is None or not self.schedule.was_fenced or now - self._looked_s < self._claim.lease_s:
             return
+        self._looked_s = now
         with contextlib.suppress(BadInput, RecoveryError):  # then the next save fails, with the reason
-            if claims.is_free_again(self.store, self._claim):
+            if claims.is_free_again(self._opened({"timeout_s": _RELEASE_TIMEOUT_S, "tries": 1}), self._claim):
                 self.claim_location(self._engine.job.id)
 
     def _others_since(self, claim: claims.Claim) -> bool:
@@ -352,6 +360,7 @@ class JobCheckpoints(StepParticipant):
     def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
         """Run on each host leader. Report the new world to the server; the chief's also renews the claim."""
         assert self._claim is not None
+        self._delegated = self._claim.nonce
         line.hold(
             DelegateClaim(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts)
         )
@@ -486,6 +495,8 @@ class JobCheckpoints(StepParticipant):
             self._claim = plan.claim
             self._epochs.append(plan.epoch)
             self.first_epoch = plan.first_epoch
+        if line is not None and self._delegated != plan.claim.nonce:
+            self.delegate_claim(line, part, n_parts)
         self.schedule.asked(plan.number, plan.step)
         if line is not None:
             line.save(self._request(plan, part, n_parts), state)

@@ -6,6 +6,7 @@ whole job. Counts travel with the training state and lie on the board, so a chie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -74,8 +75,8 @@ class JobHealth(Callback):
         self._is_chief = job.is_chief
 
     def on_event(self, event: Event) -> None:
-        self._take_over_board()
-        changed = self._end_those_that(event)
+        changed = self._take_over_board()
+        changed |= self._end_those_that(event)
         if event.level == "warning":
             self._add(event)
         elif event.kind == "checkpoint":
@@ -127,7 +128,8 @@ class JobHealth(Callback):
         self._board = board
         if board is None or board is before:
             return False
-        self._continue_from(board.found_health)
+        with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError):  # of another version
+            self._continue_from(board.found_health)
         return True
 
     def _show(self) -> None:

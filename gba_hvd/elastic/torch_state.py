@@ -345,6 +345,14 @@ class TorchState:
 
     def sync(self) -> None:
         """Agree with all workers on one state. A collective."""
+        try:
+            self._sync()
+        except BaseException:
+            if not self._has_state:  # nothing ends it later where a loop has no `elastic.run`
+                self.saving.stop_renewing()
+            raise
+
+    def _sync(self) -> None:
         engine = self.engine
         show_log_lines()
         launch_file.remove()

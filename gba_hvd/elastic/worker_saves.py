@@ -83,6 +83,10 @@ class WorkerSaves:
         if self._host_server is not None:
             self._host_server.close()
         self.release_claim()
+        self.stop_renewing()
+
+    def stop_renewing(self) -> None:
+        """A claim on the checkpoint location, on any worker."""
         if (checkpoints := checkpoints_of(self._engine)) is not None:
             checkpoints.stop_renewing()
 

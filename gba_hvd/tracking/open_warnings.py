@@ -1,8 +1,8 @@
 """Which warnings still hold: one that named a state, such as a server that is not up, is over when an event shows so.
 
 Warnings of what has happened, such as rows that were lost, are never over, unless nothing can be done about it: row
-updates of one step that a worker died in. Pure functions over plain values; events
-and records of events are asked for alike.
+updates of one step that a worker died in. Pure functions over plain values; events and records of events are asked for
+alike.
 """
 
 from __future__ import annotations

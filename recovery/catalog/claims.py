@@ -171,6 +171,13 @@ def renew(store: Store, claim: Claim, series: str = "") -> Claim:
     return renewed
 
 
+def after_renewals(store: Store, claim: Claim) -> Claim:
+    """The claim as the newest renewal without a letter has it: another process goes on from there."""
+    seen = claims_of(store.names(f"{claim.name}/"))
+    numbers = [int(sign) for one in seen for sign in one.signs if sign.isdigit()]
+    return replace(claim, signs=max(numbers, default=0))
+
+
 def is_free_again(store: Store, claim: Claim) -> bool:
     """Whether another writer has taken over since this claim, and has left, without having saved anything."""
     newest = max(claims_of(store.names("claims/")), default=None)

@@ -55,7 +55,7 @@ class ClaimKeepalive:
         of: DelegateClaim | None = None
         while True:
             if of is not self.held and self.held is not None:
-                of = self.held
+                of, is_first = self.held, True
                 claim, store = of.claim, open_store(of.settings.url, **of.settings.storage_options)
             assert of is not None
             if self._ended.wait(claim.lease_s / 3):
@@ -63,6 +63,8 @@ class ClaimKeepalive:
             if time.monotonic() - self._last_seen_s > _SILENT_S or of.part:
                 continue
             try:
+                if is_first:  # a server before this one may have renewed it
+                    claim, is_first = claims.after_renewals(store, claim), False
                 claim = claims.renew(store, claim)
             except (BadInput, RecoveryError, OSError):
                 log.warning("the claim on %s was not renewed", store.url, exc_info=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class HostServer:
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
         self._pids = [0] * n_servers  # who answered last
-        self._restarts: list[Restart] = []
+        self._restarts: deque[Restart] = deque()
         self._held: messages.DelegateClaim | None = None
         self._holding: Future[Reply] = Future()  # of the newest request to hold it
         self._held_by = 0  # the process that has it, as far as is known
@@ -152,8 +153,7 @@ class HostServer:
 
     def restarts(self) -> list[Restart]:
         """Since it was asked last."""
-        found, self._restarts = self._restarts, []
-        return found
+        return [self._restarts.popleft() for _ in range(len(self._restarts))]
 
     def _asked_to_save(self, request: messages.Save, result: Callable[[], Reply]) -> None:
         try:
@@ -189,7 +189,7 @@ class HostServer:
     def _note_process(self, server: int, pid: int) -> None:
         before, self._pids[server] = self._pids[server], pid
         if before and before != pid:
-            self._restarts = [*self._restarts, Restart(server, before, pid)]
+            self._restarts.append(Restart(server, before, pid))
         if self._held is None or server or pid == self._held_by or not self._holding.done():
             return
         if self._held_by or self._holding.exception() is not None:

@@ -470,3 +470,16 @@ def test_of_two_that_claim_at_once_one_gets_through_in_whatever_order_their_call
 def test_of_many_that_claim_at_once_one_gets_through(writers: list[str], choices: list[int]) -> None:
     let_in, store, _ = race(choices, writers)
     assert_one_owner(let_in, store)
+
+
+def test_a_process_goes_on_with_the_renewals_of_one_before_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first = claims.claim(store, "job")
+    renewed = first
+    for _ in range(3):
+        renewed = claims.renew(store, renewed)
+    claims.renew(store, first, "w")  # another process counts for itself
+    again = claims.after_renewals(store, first)
+    assert again.signs == 3
+    claims.renew(store, again)
+    assert {name.rpartition("/")[2] for name in store.names(f"{first.name}/")} == {"000000", "000004", "w000001"}
