@@ -110,11 +110,10 @@ class TrainingState:
                 left = state["random_left"]
                 self._engine.reports.pauses.load_state_dict(state["pauses"], with_open=True)
                 self._engine.progress.launched_unix_s = state["launched_unix_s"]
-                self._engine.progress.n_reported = state["n_reported"]
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
-        self._random_left = None
+        self._random_left, self._engine.progress.n_reported = None, 0
         if left is not None:
             rng_state.restore(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
 

@@ -33,10 +33,12 @@ def run(*events: str) -> list[tuple[float, int | None]]:
             pauses.stepped(step)
         elif what == "begin":
             pauses.begin(LOSS)
-        elif what == "ends":
-            pauses.job_ends()
+        elif what in ("ends", "finishes"):
+            pauses.job_ends(finished=what == "finishes")
         else:
-            {"evaluation": pauses.evaluation_begins, "evaluated": pauses.evaluated}[what]()
+            {
+                "evaluation": pauses.evaluation_begins, "evaluated": pauses.evaluated, "forms": pauses.world_formed,
+            }[what]()  # fmt: skip
     return [(pause.seconds, pause.step) for pause in pauses.over]
 
 
@@ -48,6 +50,12 @@ def run(*events: str) -> list[tuple[float, int | None]]:
         (["0 step", "3 begin", "2 begin", "5 step"], [(10.0, 2)]),
         (["0 step", "3 begin", "5 ends", "1 ends"], [(8.0, None)]),
         (["0 step", "5 ends"], []),
+        (["0 step", "3 begin", "1 evaluation", "60 evaluated", "30 ends"], [(4.0, None)]),
+        (["0 step", "3 begin", "1 forms", "2 evaluation", "60 evaluated", "30 finishes"], [(6.0, None)]),
+        (["0 step", "3 begin", "2 forms", "30 finishes"], [(5.0, None)]),
+        (["0 step", "3 begin", "2 forms", "30 ends"], [(35.0, None)]),  # it was to train on
+        (["0 forms", "0 step", "3 begin", "30 finishes"], [(33.0, None)]),  # of the world before it
+        (["0 step", "3 begin", "1 evaluation", "60 evaluated", "7 begin", "2 forms", "9 finishes"], [(13.0, None)]),
         (["0 step", "1 evaluation", "60 evaluated", "3 begin", "5 step"], [(8.0, 2)]),  # before it
         (["0 step", "1 evaluation", "60 evaluated", "9 begin", "1 evaluation", "60 evaluated", "5 step"], [(15.0, 2)]),
         (["0 step", "3 begin", "1 evaluation", "60 evaluated", "60 evaluated", "5 step"], [(9.0, 2)]),  # within it
@@ -86,7 +94,7 @@ def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks
         before.state.epoch += 1
     job.state.training_state.resume(before.state.training_state.state_dict())
     pauses = job.state.engine.reports.pauses
-    assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends() is None
+    assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends(finished=True) is None
 
 
 def test_a_late_joiner_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Workers, clicks: Any) -> None:
