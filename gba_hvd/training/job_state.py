@@ -194,7 +194,8 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags`, `gaps`, `traffic`."""
         self.step, self.restarts = state["step"], state["restarts"]
-        self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
+        self.cursor = Cursor(**state["cursor"])
+        self.account = SampleAccount.of_state(state["account"], was_asynchronous=bool(state["staleness"]))
         self.epoch = None
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
