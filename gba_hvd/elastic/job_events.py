@@ -179,7 +179,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
-        "lasted_s": time.time() - (engine.progress.launched_unix_s or time.time()),
+        "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),
         "dropped_for": engine.progress.account.dropped_for,
         "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }

@@ -108,3 +108,15 @@ class Pauses:
         self.over = [Pause(**pause) for pause in state.get("over", ())]
         found = state.get("open") if with_open else None
         self._open = None if found is None else OpenPause(**found)
+
+    def meet(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of another worker, of this moment.
+
+        A late joiner of an asynchronous mode may lack the newest pauses: the longer account holds. A pause that this
+        worker is in itself counts by its own clock.
+        """
+        own, over = self._open, self.over
+        self.load_state_dict(state, with_open=True)
+        self.over = max(self.over, over, key=len)
+        if own is not None and self._open is not None:
+            self._open = replace(self._open, since_unix_s=own.since_unix_s)

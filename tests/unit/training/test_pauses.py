@@ -10,6 +10,7 @@ import pytest
 
 import gba_hvd
 from gba_hvd.training.pauses import JOINED, LOSS, Pause, Pauses
+from recovery import state_codec
 from tests.unit.thread_world import EventLog, Workers
 
 
@@ -84,6 +85,42 @@ def test_the_account_travels_and_an_open_pause_to_those_who_meet_at_this_moment(
     assert newcomer.stepped(3) == pauses.stepped(3) == Pause(JOINED, 5.0, 3)
     assert next_launch.stepped(3) is None
     assert [one.total_s for one in (newcomer, pauses, next_launch, of_an_older_version)] == [10.0, 10.0, 5.0, 0.0]
+
+
+def test_workers_that_meet_keep_the_longer_account_and_their_own_clock() -> None:
+    clock, behind = Clock(), Clock()
+    behind.now_s -= 30.0
+    survivor, joined_before, source = Pauses(behind), Pauses(behind), Pauses(clock)
+    for pauses in (survivor, joined_before, source):
+        pauses.stepped(1)
+    for pauses in (survivor, source):
+        pauses.begin(LOSS)
+        pauses.stepped(2)
+    clock.now_s, behind.now_s = clock.now_s + 5.0, behind.now_s + 5.0
+    for pauses in (survivor, joined_before, source):
+        pauses.begin(JOINED)
+    state = joined_before.state_dict()
+    joined_before.meet(source.state_dict())
+    source.meet(state)
+    assert [len(one.over) for one in (joined_before, source)] == [1, 1]
+    survivor.meet(source.state_dict())
+    assert survivor.stepped(3) == joined_before.stepped(3) == source.stepped(3) == Pause(JOINED, 5.0, 3)
+
+
+def test_a_checkpoint_within_an_asynchronous_epoch_has_the_pauses_until_then(
+    training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, later = training(epoch=0), training(epoch=0)
+    job.epoch(clicks())
+    state, pauses = job.state.training_state, job.state.engine.reports.pauses
+    pauses.begin(LOSS)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    state.take_snapshot()
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    assert state.snapshot and state.snapshot_to_save() is state.snapshot, "nothing has changed"
+    pauses.stepped(9)
+    later.state.training_state.resume(state_codec.decode(state.snapshot_to_save()))
+    assert later.state.engine.reports.pauses.over == pauses.over and len(pauses.over) == 1
 
 
 def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks: Any) -> None:

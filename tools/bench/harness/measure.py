@@ -269,7 +269,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write_measured(path: Path, result: Mapping[str, Any], *, is_any: bool) -> bool:
-    """A result after the last run, or a failed one; where nothing was measured (returns False) an earlier file stays."""
+    """A result after the last run, or a failed one; with nothing measured an earlier file stays. Returns `is_any`."""
     if is_any:
         write_json(path, result)
     return is_any
