@@ -6,6 +6,7 @@ by its index. Micro-batch i belongs to step i // M of the epoch; the last step o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,14 @@ class SampleAccount:
         by_reason = {"not_finite": self.not_finite, "overflow": self.overflowed}
         by_reason = {"stale": self.dropped - sum(by_reason.values()), **by_reason}
         return {reason: n for reason, n in by_reason.items() if n}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, int], *, was_asynchronous: bool) -> SampleAccount:
+        """One of an older version has no reasons: without an asynchronous mode, only overflows dropped samples."""
+        account = cls(**state)
+        if "overflowed" not in state and not was_asynchronous:
+            account.overflowed = account.dropped
+        return account
 
     def rolled_back(self, now: SampleAccount) -> None:
         """Count again what came since: this is a checkpoint's account, and the job rolls back to it from `now`."""

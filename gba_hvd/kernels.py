@@ -369,6 +369,29 @@ def number_distinct_parts(keys: Any, ends: Any, slots: Any, distinct: Any, numbe
     return count
 
 
+@_compiled("int64(int64[::1], int64, int32[::1], int64[::1], int64[::1])")
+def keys_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, out: Any) -> int:
+    """Stable counting sort of keys by the owner of each key's shard. Returns how many have one.
+
+    owner: int32 [n_shards], -1: none, its keys are left out; start: int64 [n_owners + 1], filled
+    out: int64 [n], filled so far
+    """
+    start[:] = 0
+    owners = np.empty(len(keys), np.int32)
+    for i in range(len(keys)):
+        owners[i] = owner[keys[i] % n_shards]
+        if owners[i] >= 0:
+            start[owners[i] + 1] += 1
+    for r in range(1, len(start)):
+        start[r] += start[r - 1]
+    place = start.copy()
+    for i in range(len(keys)):
+        if owners[i] >= 0:
+            out[place[owners[i]]] = keys[i]
+            place[owners[i]] += 1
+    return int(start[len(start) - 1])
+
+
 @_compiled("void(int64[::1], int64[::1], int32[::1], int64[::1])")
 def find_distinct_parts(keys: Any, start: Any, slots: Any, distinct: Any) -> None:
     """The distinct keys of each part, in order of first appearance, one part after the other; no two parts have a key
@@ -481,22 +504,19 @@ def gather_stored(
 def order_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, order: Any) -> None:
     """Stable counting sort of positions by the owner of each key's shard.
 
-    owner: int32 [n_shards], -1: none, its keys are left out; start: int64 [n_owners + 1], filled
-    order: int32 [n], filled up to start[n_owners]
+    owner: int32 [n_shards]; start: int64 [n_owners + 1], filled; order: int32 [n], filled.
     """
     start[:] = 0
     owners = np.empty(len(keys), np.int32)
     for i in range(len(keys)):
         owners[i] = owner[keys[i] % n_shards]
-        if owners[i] >= 0:
-            start[owners[i] + 1] += 1
+        start[owners[i] + 1] += 1
     for r in range(1, len(start)):
         start[r] += start[r - 1]
     place = start.copy()
     for i in range(len(keys)):
-        if owners[i] >= 0:
-            order[place[owners[i]]] = i
-            place[owners[i]] += 1
+        order[place[owners[i]]] = i
+        place[owners[i]] += 1
 
 
 @_compiled("void(int64[::1], float32[:, ::1], int32[::1], int64[::1], float32[:, ::1])")

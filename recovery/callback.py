@@ -130,6 +130,7 @@ class CheckpointCallback:
             )
         self.best_step: int | None = None  # of the best value so far
         self._best, self._is_best_due, self._is_chief = -math.inf, False, True
+        self._of_another: list[Any] | None = None  # best, of the metric that the launch before has named
         goals = (mtbf_h, target_pls, longest_s, one_host, recovery)
         self.given = Goals(self.config.policy, self.config.row_fraction, *goals)
         self.planned_s = FIRST_INTERVAL_S
@@ -241,16 +242,21 @@ class CheckpointCallback:
             )
 
     def state_dict(self) -> dict[str, Any]:
+        if self.best_step is None and self._of_another is not None:
+            return {"best": self._of_another}
         if self.keep_best is None:
             return {}
         return {"best": [self.keep_best, 0.0 if self.best_step is None else self._best, self.best_step]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         name, value, step = state.get("best") or (None, 0.0, None)
+        self._of_another = None
         if name == self.keep_best:
             self._best, self.best_step = -math.inf if step is None else value, step
         elif step is not None:
-            then = "for good" if self.keep_best is None else f"until a value of {self.keep_best!r} is reported"
+            self._of_another = [name, value, step]
+            reported = f"until a value of {self.keep_best!r} is reported"
+            then = "as long as no metric is named" if self.keep_best is None else reported
             log.warning(
                 "keep_best is %r now, and was %r in the launch before: the checkpoint that it kept, of the best model "
                 "until step %d, stays %s", self.keep_best, name, step, then,

@@ -167,7 +167,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     kind = kinds.get(status, "failed")
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if kind != "failed" or ends_alone:
-        engine.reports.job_ends()
+        engine.reports.job_ends(finished=kind == "finished")
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     if engine.progress.account.redone:
         account["samples_redone"] = engine.progress.account.redone
@@ -179,7 +179,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "restarts": engine.progress.restarts,
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
-        "lasted_s": time.time() - (engine.progress.launched_unix_s or time.time()),
+        "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),
         "dropped_for": engine.progress.account.dropped_for,
         "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
     }

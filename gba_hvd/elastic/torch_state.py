@@ -183,7 +183,7 @@ class TorchState:
         """Report metrics of the current step to the callbacks. They are of `state.epoch`, where the state has one.
 
         On all workers: what rank 0 does not report is shown nowhere, and what it alone reported is lost with it, if it
-        dies before that is sent. Scores that only some report are a warning (`reported_by_some`) at the next
+        dies before that is sent. Scores of which some report none are a warning (`reported_by_some`) at the next
         evaluation in allreduce mode.
         """
         self.engine.progress.n_reported += any(map(is_quality, metrics))

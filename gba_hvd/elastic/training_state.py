@@ -35,6 +35,7 @@ class TrainingState:
         self._engine, self._model, self._owner, self.names = engine, model, owner, names
         self.snapshot = b""
         self.residuals_missing = 0
+        self._pauses_in_snapshot: dict[str, Any] | None = None  # None: another worker took it
         self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
 
     # --- given -------------------------------------------------------------------------------------------------------
@@ -83,14 +84,17 @@ class TrainingState:
         finished ones with their results.
         """
         if os.environ.get("HOROVOD_ELASTIC") == "1" or checkpoints_of(self._engine) is not None:
-            self.snapshot = self.encoded()
+            self.snapshot, self._pauses_in_snapshot = self.encoded(), self._engine.reports.pauses.state_dict()
 
     def snapshot_to_save(self) -> bytes:
-        """`snapshot`, with the buffers of this worker's model as they are now: servers have parameters only."""
-        buffers = dict(self._model.named_buffers())
-        if not buffers:
+        """`snapshot`, with the pauses, and the buffers of this worker's model, as they are now.
+
+        Servers have parameters only.
+        """
+        buffers, pauses = dict(self._model.named_buffers()), self._engine.reports.pauses.state_dict()
+        if not buffers and pauses == self._pauses_in_snapshot:
             return self.snapshot
-        state = state_codec.decode(self.snapshot)
+        state = {**state_codec.decode(self.snapshot), "pauses": pauses}
         state["model"] |= {name: value for name, value in self._model.state_dict().items() if name in buffers}
         return state_codec.encode(state)
 
@@ -108,13 +112,12 @@ class TrainingState:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
                 left = state["random_left"]
-                self._engine.reports.pauses.load_state_dict(state["pauses"], with_open=True)
+                self._engine.reports.pauses.meet(state["pauses"])
                 self._engine.progress.launched_unix_s = state["launched_unix_s"]
-                self._engine.progress.n_reported = state["n_reported"]
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
-        self._random_left = None
+        self._random_left, self._engine.progress.n_reported = None, 0
         if left is not None:
             rng_state.restore(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
 

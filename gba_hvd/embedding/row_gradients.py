@@ -82,9 +82,8 @@ def distinct_by_owner(
     ascending: those of one owner, as unsigned numbers; otherwise they are in order of first appearance
     """
     keys = np.require(keys, np.int64, ("C", "A", "W"))
-    start, order = np.empty(n_owners + 1, np.int64), np.empty(len(keys), np.int32)
-    kernels.order_by_owner(keys, len(owner), owner, start, order)
-    grouped = keys[order[: start[-1]]]
+    start, grouped = np.empty(n_owners + 1, np.int64), np.empty_like(keys)
+    grouped = grouped[: kernels.keys_by_owner(keys, len(owner), owner, start, grouped)]
     if ascending:
         for i in range(n_owners):
             grouped[start[i] : start[i + 1]].view(np.uint64).sort()

@@ -236,7 +236,7 @@ class ProgressLine(Callback):
         if self._recoveries:
             lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if pauses := self._account.get("pauses"):
-            lines.append(pause_words(pauses))
+            lines.append(pause_words(pauses, is_resumed=self._resumed_step > 0))
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         by_values = self._job is not None and self._job.settings.get("staleness_of") == "values"
@@ -391,10 +391,10 @@ def recovery_words(event: Event) -> str:
     return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
 
 
-def pause_words(pauses: Iterable[tuple[str, float, int | None]]) -> str:
+def pause_words(pauses: Iterable[tuple[str, float, int | None]], *, is_resumed: bool) -> str:
     """`training stood still for 22.6 s: 0.8 s after a loss of workers (before step 3,282), 21.8 s to let ...`
 
-    pauses: (cause, seconds, the step that ended it, None: the job ended first)
+    pauses: (cause, seconds, the step that ended it, None: the job ended first). is_resumed: launches before had some
     """
     by_cause: dict[str, list[tuple[float, int | None]]] = {}
     for cause, seconds, step in pauses:
@@ -404,7 +404,8 @@ def pause_words(pauses: Iterable[tuple[str, float, int | None]]) -> str:
         for cause, some in by_cause.items()
     ]
     total_s = sum(seconds for some in by_cause.values() for seconds, _ in some)
-    return f"training stood still for {total_s:.1f} s: {', '.join(parts)}"
+    launches = " in all launches" * is_resumed
+    return f"training stood still for {total_s:.1f} s{launches}: {', '.join(parts)}"
 
 
 def _ended_by(steps: Sequence[int | None]) -> str:

@@ -77,9 +77,15 @@ class RunHistory:
 
     @property
     def dropped_for(self) -> dict[str, int]:
-        """Dropped samples by reason, as the newest event that has it says; empty when none does."""
+        """Dropped samples by reason, as the newest event that has it says.
+
+        Records of older versions have none: there all are stale, where the job was in an asynchronous mode.
+        """
         known = [event["data"]["dropped_for"] for event in self.events if "dropped_for" in event.get("data", {})]
-        return dict(known[-1]) if known else {}
+        if known:
+            return dict(known[-1])
+        dropped = self.account.get("dropped", 0)
+        return {"stale": dropped} if dropped and self.staleness else {}
 
     @property
     def staleness(self) -> dict[int, int]:

@@ -134,9 +134,8 @@ class Progress:
     what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this worker
     asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed.
     launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when the first
-    world of the launch had formed. complete_before: epochs whose
-    batches were asked for here before any was trained, and that had none left. n_reported: calls of `state.report` with
-    scores, the same on all workers
+    world of the launch had formed. complete_before: epochs whose batches were asked for here before any was trained,
+    and that had none left. n_reported: calls of `state.report` with scores since workers met in allreduce mode
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -195,7 +194,8 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags`, `gaps`, `traffic`."""
         self.step, self.restarts = state["step"], state["restarts"]
-        self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
+        self.cursor = Cursor(**state["cursor"])
+        self.account = SampleAccount.of_state(state["account"], was_asynchronous=bool(state["staleness"]))
         self.epoch = None
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")

@@ -39,6 +39,7 @@ class Pauses:
         self._worked_unix_s: float | None = None  # None: no step yet, so that nothing can pause
         self._evaluated_unix_s = 0.0
         self._open: OpenPause | None = None
+        self._formed_unix_s: float | None = None  # the newest world within the open pause
         self.over: list[Pause] = []
 
     @property
@@ -49,16 +50,27 @@ class Pauses:
     def begin(self, cause: str) -> None:
         """Training stands still since the newest work. A second cause within a pause changes nothing."""
         if self._open is None and self._worked_unix_s is not None:
-            self._open = OpenPause(cause, self._worked_unix_s)
+            self._open, self._formed_unix_s = OpenPause(cause, self._worked_unix_s), None
+
+    def world_formed(self) -> None:
+        """Training can continue."""
+        self._formed_unix_s = self._clock()
 
     def stepped(self, step: int) -> Pause | None:
         """A step ended; returns the pause that it ended."""
         self._worked_unix_s = self._clock()
-        return self._close(step)
+        return self._close(step, self._worked_unix_s)
 
-    def job_ends(self) -> Pause | None:
-        """Returns the pause that the job ended in."""
-        return self._close(None)
+    def job_ends(self, *, finished: bool) -> Pause | None:
+        """Returns the pause that the job ended in: until the newest work within it, else until now.
+
+        finished: all is trained, so that nothing stood still once the newest world had formed
+        """
+        worked, formed = self._worked_unix_s, self._formed_unix_s if finished else None
+        if self._open is None or worked is None:
+            return self._close(None, self._clock())
+        until = max([at for at in (worked, formed) if at is not None and at > self._open.since_unix_s], default=None)
+        return self._close(None, self._clock() if until is None else until)
 
     def evaluation_begins(self) -> None:
         self._evaluated_unix_s = self._clock()
@@ -73,10 +85,10 @@ class Pauses:
             self._worked_unix_s = now
         self._evaluated_unix_s = now
 
-    def _close(self, step: int | None) -> Pause | None:
+    def _close(self, step: int | None, until_unix_s: float) -> Pause | None:
         if self._open is None:
             return None
-        seconds = max(0.0, self._clock() - self._open.since_unix_s)
+        seconds = max(0.0, until_unix_s - self._open.since_unix_s)
         pause, self._open = Pause(self._open.cause, round(seconds, 3), step), None
         self.over.append(pause)
         return pause
@@ -96,3 +108,15 @@ class Pauses:
         self.over = [Pause(**pause) for pause in state.get("over", ())]
         found = state.get("open") if with_open else None
         self._open = None if found is None else OpenPause(**found)
+
+    def meet(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of another worker, of this moment.
+
+        A late joiner of an asynchronous mode may lack the newest pauses: the longer account holds. A pause that this
+        worker is in itself counts by its own clock.
+        """
+        own, over = self._open, self.over
+        self.load_state_dict(state, with_open=True)
+        self.over = max(self.over, over, key=len)
+        if own is not None and self._open is not None:
+            self._open = replace(self._open, since_unix_s=own.since_unix_s)

@@ -109,6 +109,7 @@ class Reports:
     def after_world_forms(self, before: int | None) -> None:
         """In allreduce mode: training can continue, and the next step ends the pause."""
         self.n_working = None
+        self.pauses.world_formed()
         if before is not None:
             self._ended_s = time.perf_counter()  # no part of the next step's time
 
@@ -164,9 +165,9 @@ class Reports:
         data = {"seconds": pause.seconds, "workers": workers, "cause": pause.cause, "so_far_s": round(so_far_s, 3)}
         self.emit(Event("training_continues", step, text, data))
 
-    def job_ends(self) -> None:
+    def job_ends(self, *, finished: bool) -> None:
         """Report a pause that no step ended."""
-        if (pause := self.pauses.job_ends()) is None:
+        if (pause := self.pauses.job_ends(finished=finished)) is None:
             return
         text = f"training had stood still for {pause.seconds:.1f} s, after {_AFTER[pause.cause]}, when the job ended"
         data = {"seconds": pause.seconds, "cause": pause.cause, "so_far_s": round(self.pauses.total_s, 3)}
@@ -253,12 +254,15 @@ class Reports:
     # --- beside them -------------------------------------------------------------------------------------------------
 
     def reported_by_some(self) -> None:
-        """Warn where workers have reported scores a different number of times; once. A collective."""
+        """Warn where some workers have reported scores and others none; once. A collective.
+
+        Workers that report beside each micro-batch have different numbers of them.
+        """
         world, step = self._world(), self._progress.step
         if world.size == 1:
             return
         counts = [int(n) for n in world.gather("reports", np.array([self._progress.n_reported], dtype=np.int64))[:, 0]]
-        if min(counts) == max(counts):
+        if not min(counts) == 0 < max(counts):
             return
         by_rank = ", ".join(f"{n} by rank {rank}" for rank, n in enumerate(counts[:8])) + ", ..." * (len(counts) > 8)
         text = (

@@ -21,7 +21,7 @@ from recovery import state_codec
 from recovery.catalog.best import best_chain
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
-from recovery.format.manifest import to_json
+from recovery.format.manifest import Manifest, to_json
 from recovery.format.row_codec import checksum
 from recovery.hashed_ids import ids_of, keys_of_ids, newest_rows, shared_rows_of
 from recovery.restore.inspect import read_rows, read_state, verify
@@ -284,7 +284,8 @@ def open_checkpoint(
     if step not in ("newest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadInput(f"step must be a number, 'newest' or 'best', got {step!r}")
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
-    wanted = _best_name(store) if step == "best" else step
+    best = _best(store) if step == "best" else None
+    wanted = step if best is None else best.name
     found = _find(store, wanted, check)
     for _ in range(_LISTINGS):
         if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
@@ -298,23 +299,22 @@ def open_checkpoint(
     if step != "newest" and (found.steps or not found.skipped):
         there = f"it has steps {', '.join(map(str, found.steps))}" if found.steps else "it has none"
         kind = Damaged if found.skipped else BadInput
-        raise kind(
-            f"{store.url} has no whole checkpoint of step {step}: {there}{'; passed over: ' * bool(flaws)}{flaws}"
-        )
+        which = f"step {step}" if best is None else f"the best model, of step {best.step}"
+        raise kind(f"{store.url} has no whole checkpoint of {which}: {there}{'; passed over: ' * bool(flaws)}{flaws}")
     if found.skipped:
         raise Damaged(f"{store.url} has no checkpoint that is whole: {flaws}")
     raise BadInput(f"{store.url} has no checkpoints: is it the `url` of the job's CheckpointCallback?")
 
 
-def _best_name(store: Store) -> str:
-    """Of the manifest of the checkpoint of the best model; another one may be of the same step."""
+def _best(store: Store) -> Manifest:
+    """That of the checkpoint of the best model; another one may be of the same step."""
     best = best_chain(list(chains(store)))
     if best is None:
         raise BadInput(
             f"{store.url} has no checkpoint of the best model: CheckpointCallback(keep_best=METRIC) keeps it, once the "
             "script reports this metric"
         )
-    return best.manifest.name
+    return best.manifest
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,26 @@ def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_met
     for callback in (other, none):
         callback.load_state_dict({})
     assert [record.getMessage().rpartition(", stays ")[2] for record in caplog.records] == [
-        "until a value of 'test_auc' is reported", "for good"
+        "until a value of 'test_auc' is reported", "as long as no metric is named"
     ]  # fmt: skip
     before.load_state_dict(CheckpointCallback("memory://x", keep_best="valid_auc").state_dict())
     assert before.best_step is None, "the job rolled back to a step before the first evaluation"
     before.on_metrics(20, {"valid_auc": 0.1})
     assert before.best_step == 20
+
+
+@pytest.mark.parametrize("between", ["test_auc", None])
+def test_the_best_so_far_outlives_a_launch_that_measured_none_of_its_own(between: str | None) -> None:
+    names = ("auc", between, "auc", "auc")
+    first, second, third, fourth = (CheckpointCallback("memory://x", keep_best=name) for name in names)
+    first.on_metrics(10, {"auc": 0.7})
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    third.on_metrics(20, {"auc": 0.6})
+    assert third.best_step == 10
+    second.on_metrics(20, {"test_auc": 0.6})
+    fourth.load_state_dict(second.state_dict())
+    assert fourth.best_step == (10 if between is None else None)
 
 
 def test_a_metric_that_nobody_reports_is_a_warning_of_rank_0(caplog: pytest.LogCaptureFixture) -> None:

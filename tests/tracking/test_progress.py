@@ -412,8 +412,12 @@ def test_a_resumed_job_tells_its_own_steps_from_those_of_all_launches():
     progress.on_job(job("j"))
     progress.on_event(Event("resumed", 250, "", {}))
     progress.on_step(step(400, workers=2, loss=None))
+    progress.on_event(Event("finished", 400, "", {"pauses": [["joined", 9.0, 50]]}))
     progress.on_end("FINISHED", None)
-    (line,) = [line for line in lines_of(stream) if "finished" in line]
+    assert "training stood still for 9.0 s in all launches: 9.0 s to let workers in (before step 50)" in lines_of(
+        stream
+    )
+    (line,) = [line for line in lines_of(stream) if "finished: " in line]
     assert "finished: 400 steps in all launches, 150 of them in this one's 2s, no change of workers" in line
 
 

@@ -35,6 +35,7 @@ from gba_hvd.tracking.recovery_records import (
     without_survived,
 )
 from gba_hvd.tracking.report import timeline
+from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.run_history import RunHistory, as_json, from_files
@@ -372,6 +373,21 @@ def test_what_a_job_that_was_launched_again_makes_again_follows_from_its_end(
     assert (one["age"], one["samples_redone"]) == (age, redone)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}
     assert facts.get("samples trained again") == (None if redone is None else "74,000")
+
+
+@pytest.mark.parametrize(
+    ("more", "dropped_for"),
+    [
+        ({"staleness": {"1": 3}}, {"stale": 300}),  # records of an older version
+        ({"staleness": {}}, {}),  # it was in no asynchronous mode
+        ({"staleness": {"1": 3}, "dropped_for": {"overflow": 300}}, {"overflow": 300}),
+    ],
+)
+def test_samples_that_older_records_have_as_dropped_were_stale(more: Record, dropped_for: dict[str, int]):
+    account = {"samples_total": 1000, "samples_applied": 700, "samples_dropped": 300, "samples_lost": 0}
+    story = story_with(launch(0), Event("finished", 9, "", {**account, **more}))
+    assert story.dropped_for == dropped_for
+    assert any("too stale and dropped" in step.text for step in next_steps(story)) == ("stale" in dropped_for)
 
 
 def story_with(*events: Event) -> RunHistory:

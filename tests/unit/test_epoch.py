@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.epoch import EpochOrder, EpochPlan, shares
+from gba_hvd.epoch import EpochOrder, EpochPlan, SampleAccount, shares
 from gba_hvd.errors import BadInput
 
 
@@ -72,3 +72,17 @@ def test_the_refusal_names_the_nearest_global_batch() -> None:
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(BadInput, match="no samples"):
         EpochPlan(0, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("state", "was_asynchronous", "found"),
+    [
+        ({"dropped": 7}, False, {"overflow": 7}),
+        ({"dropped": 7}, True, {"stale": 7}),
+        ({"dropped": 7, "not_finite": 0, "overflowed": 2}, False, {"stale": 5, "overflow": 2}),
+    ],
+)
+def test_without_an_asynchronous_mode_an_older_account_has_overflows_alone(
+    state: dict[str, int], was_asynchronous: bool, found: dict[str, int]
+) -> None:
+    assert SampleAccount.of_state(state, was_asynchronous=was_asynchronous).dropped_for == found

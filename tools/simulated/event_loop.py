@@ -25,7 +25,7 @@ from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Lease
+from gba_hvd.ps.messages import LeaseGrant
 from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
@@ -106,7 +106,7 @@ class _Worker:
     usual: float = 0.0
     started: float = 0.0
     has_asked: bool = False
-    next: Lease | None = None
+    next: LeaseGrant | None = None
     is_idle: bool = True
     slim: SlimWorker | None = None
 
@@ -116,7 +116,7 @@ class _Push:
     """On its way: what was computed with the dense values of `dense_step`."""
 
     worker: int
-    lease: Lease
+    lease: LeaseGrant
     gradient: np.ndarray
     rows: list[RowGrad]
     dense_step: int
@@ -200,7 +200,7 @@ class _Loop:
         self._n_handed += 1
         self._at(now + 2 * self._setting.latency, partial(self._lease_came, worker, lease))
 
-    def _lease_came(self, worker: int, lease: Lease, now: float) -> None:
+    def _lease_came(self, worker: int, lease: LeaseGrant, now: float) -> None:
         state = self._workers[worker]
         state.next = lease
         if state.is_idle:

@@ -18,8 +18,8 @@ from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, NotFinite
+from gba_hvd.ps.coordinator.ledger import Ledger
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, LeaseGrant, Measure, NotFinite
 from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.update_rules import damps, rule_class
@@ -82,11 +82,11 @@ class SimulatedServer:
         self.memory.close()
         self._folder.cleanup()
 
-    def lease(self, worker: int, request: int) -> Lease | None:
+    def lease(self, worker: int, request: int) -> LeaseGrant | None:
         found = self.ledger.lease(worker, request)
-        return found if isinstance(found, Lease) else None
+        return found if isinstance(found, LeaseGrant) else None
 
-    def push(self, worker: int, lease: Lease, dense: np.ndarray, rows: Sequence[RowGrad], dense_step: int) -> int:
+    def push(self, worker: int, lease: LeaseGrant, dense: np.ndarray, rows: Sequence[RowGrad], dense_step: int) -> int:
         """A push arrives; what it completes is applied. Returns how many steps that were."""
         if self._row_average != "global":
             rows = [with_contributors(grad) for grad in rows]

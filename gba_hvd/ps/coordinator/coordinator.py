@@ -20,13 +20,14 @@ from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
+from gba_hvd.ps.coordinator.ledger import Drained, Finished, Ledger, StepPlan
 from gba_hvd.ps.coordinator.recent_pace import RecentPace
 from gba_hvd.ps.messages import (
     Apply,
     Enter,
     HeartbeatMsg,
     JobPosition,
+    LeaseGrant,
     LeaseReply,
     LeaseRequest,
     Measure,
@@ -188,7 +189,7 @@ class Coordinator:
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
-        if isinstance(answer, Lease):
+        if isinstance(answer, LeaseGrant):
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())

@@ -23,8 +23,8 @@ import numpy as np
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.metrics.accumulators import DTYPES, Part, accumulator, combined
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Evaluate, EvaluationReply, Mismatch, ProtocolError, Score
+from gba_hvd.ps.coordinator.ledger import Ledger
+from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch, ProtocolError, Score
 from gba_hvd.ps.validation import array_of
 
 _KEPT = 8
@@ -84,7 +84,7 @@ class Evaluations:
         if found.result is not None:
             return EvaluationReply(result=found.result), ()
         answer = found.ledger.lease(request.worker, request.request)
-        if not isinstance(answer, Lease):
+        if not isinstance(answer, LeaseGrant):
             return EvaluationReply(), (found.buffers,)
         found.given.setdefault(answer.serial, _Given(request.worker, answer.micro, self._clock()))
         return EvaluationReply(answer), (found.buffers,)

@@ -29,9 +29,6 @@ _FREE, _OTHERS = 2, 3  # lanes that no worker reads, and that others do
 _REVOKED_KEPT = 4096  # revoked serials remembered; a push of an older one is ignored too, as a repeated one
 
 
-Lease = LeaseGrant
-
-
 @dataclass(frozen=True)
 class Waiting:
     """Nothing to hand out now: ask again when something has changed."""
@@ -194,7 +191,7 @@ class Ledger:
 
     # Leases
 
-    def lease(self, worker: int, request: int) -> Lease | Waiting | Finished | Drained:
+    def lease(self, worker: int, request: int) -> LeaseGrant | Waiting | Finished | Drained:
         """A micro-batch for this worker, or why there is none. A worker may hold several.
 
         Of those of one step a worker gets the lanes that it had before, if it can: what it reads for them is there.
@@ -266,7 +263,7 @@ class Ledger:
             self._take_back(self._outstanding[serial])
             self._compute_again(micro, serial)
 
-    def outstanding(self, worker: int) -> list[Lease]:
+    def outstanding(self, worker: int) -> list[LeaseGrant]:
         """The leases that this worker holds, oldest first."""
         return [self._lease(work) for work in self._outstanding.values() if work.worker == worker]
 
@@ -572,8 +569,8 @@ class Ledger:
     def _in_flight(self) -> list[_Work]:
         return [*self._outstanding.values(), *self._accepted]
 
-    def _lease(self, work: _Work) -> Lease:
-        return Lease(work.micro, work.serial, work.token, self.cut.samples_of_micro(work.micro))
+    def _lease(self, work: _Work) -> LeaseGrant:
+        return LeaseGrant(work.micro, work.serial, work.token, self.cut.samples_of_micro(work.micro))
 
     def _hand_out(self, work: _Work) -> None:
         self._outstanding[work.serial] = work

@@ -147,6 +147,16 @@ def test_a_step_that_was_asked_for_is_that_or_an_error(ram: RamStore) -> None:
         recovery.open_checkpoint(ram, saver.made[-1].step)
 
 
+def test_the_error_about_the_best_one_has_its_step(ram: RamStore) -> None:
+    saver = Saver(two_tables(3), ram, Config(**{**vars(SMALL), "policy": "full"}))
+    for seed in range(2):
+        train(saver.rows, 2, seed=seed)
+        saver.save(about={"best_step": 2, "best_metric": "valid_auc", "best_value": 0.7})
+    damage(ram, saver.made[0].blobs[0].name)
+    with pytest.raises(Damaged, match="no whole checkpoint of the best model, of step 2: it has steps 4; passed over"):
+        recovery.open_checkpoint(ram, "best")
+
+
 def test_without_checking_all_bytes_damage_is_found_by_reading(ram: RamStore) -> None:
     saver = saved(ram, 1)
     opened = recovery.open_checkpoint(ram, check="state")

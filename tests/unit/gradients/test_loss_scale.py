@@ -122,6 +122,10 @@ def test_steps_and_scale_are_those_of_torch_with_the_global_batch(
     account = ours.job.state.samples
     assert (account.total, account.applied, account.dropped) == (150, 150 - 16 - 16 - 2, 16 + 16 + 2)
     assert account.dropped_for == {"overflow": 16 + 16 + 2}
+    state = ours.job.state.engine.progress.state_dict()
+    del state["account"]["overflowed"], state["account"]["not_finite"]  # as older versions had it
+    ours.job.state.engine.progress.load_state_dict(state)
+    assert ours.job.state.samples.dropped_for == {"overflow": 16 + 16 + 2}
     assert account.steps_skipped == 3 and ours.job.state.step == 12
     assert len(ours.received.of("overflow")) == 3
     skipped = {event.step for event in ours.received.of("overflow")}

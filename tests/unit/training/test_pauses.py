@@ -10,6 +10,7 @@ import pytest
 
 import gba_hvd
 from gba_hvd.training.pauses import JOINED, LOSS, Pause, Pauses
+from recovery import state_codec
 from tests.unit.thread_world import EventLog, Workers
 
 
@@ -33,10 +34,12 @@ def run(*events: str) -> list[tuple[float, int | None]]:
             pauses.stepped(step)
         elif what == "begin":
             pauses.begin(LOSS)
-        elif what == "ends":
-            pauses.job_ends()
+        elif what in ("ends", "finishes"):
+            pauses.job_ends(finished=what == "finishes")
         else:
-            {"evaluation": pauses.evaluation_begins, "evaluated": pauses.evaluated}[what]()
+            {
+                "evaluation": pauses.evaluation_begins, "evaluated": pauses.evaluated, "forms": pauses.world_formed,
+            }[what]()  # fmt: skip
     return [(pause.seconds, pause.step) for pause in pauses.over]
 
 
@@ -48,6 +51,12 @@ def run(*events: str) -> list[tuple[float, int | None]]:
         (["0 step", "3 begin", "2 begin", "5 step"], [(10.0, 2)]),
         (["0 step", "3 begin", "5 ends", "1 ends"], [(8.0, None)]),
         (["0 step", "5 ends"], []),
+        (["0 step", "3 begin", "1 evaluation", "60 evaluated", "30 ends"], [(4.0, None)]),
+        (["0 step", "3 begin", "1 forms", "2 evaluation", "60 evaluated", "30 finishes"], [(6.0, None)]),
+        (["0 step", "3 begin", "2 forms", "30 finishes"], [(5.0, None)]),
+        (["0 step", "3 begin", "2 forms", "30 ends"], [(35.0, None)]),  # it was to train on
+        (["0 forms", "0 step", "3 begin", "30 finishes"], [(33.0, None)]),  # of the world before it
+        (["0 step", "3 begin", "1 evaluation", "60 evaluated", "7 begin", "2 forms", "9 finishes"], [(13.0, None)]),
         (["0 step", "1 evaluation", "60 evaluated", "3 begin", "5 step"], [(8.0, 2)]),  # before it
         (["0 step", "1 evaluation", "60 evaluated", "9 begin", "1 evaluation", "60 evaluated", "5 step"], [(15.0, 2)]),
         (["0 step", "3 begin", "1 evaluation", "60 evaluated", "60 evaluated", "5 step"], [(9.0, 2)]),  # within it
@@ -78,6 +87,42 @@ def test_the_account_travels_and_an_open_pause_to_those_who_meet_at_this_moment(
     assert [one.total_s for one in (newcomer, pauses, next_launch, of_an_older_version)] == [10.0, 10.0, 5.0, 0.0]
 
 
+def test_workers_that_meet_keep_the_longer_account_and_their_own_clock() -> None:
+    clock, behind = Clock(), Clock()
+    behind.now_s -= 30.0
+    survivor, joined_before, source = Pauses(behind), Pauses(behind), Pauses(clock)
+    for pauses in (survivor, joined_before, source):
+        pauses.stepped(1)
+    for pauses in (survivor, source):
+        pauses.begin(LOSS)
+        pauses.stepped(2)
+    clock.now_s, behind.now_s = clock.now_s + 5.0, behind.now_s + 5.0
+    for pauses in (survivor, joined_before, source):
+        pauses.begin(JOINED)
+    state = joined_before.state_dict()
+    joined_before.meet(source.state_dict())
+    source.meet(state)
+    assert [len(one.over) for one in (joined_before, source)] == [1, 1]
+    survivor.meet(source.state_dict())
+    assert survivor.stepped(3) == joined_before.stepped(3) == source.stepped(3) == Pause(JOINED, 5.0, 3)
+
+
+def test_a_checkpoint_within_an_asynchronous_epoch_has_the_pauses_until_then(
+    training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, later = training(epoch=0), training(epoch=0)
+    job.epoch(clicks())
+    state, pauses = job.state.training_state, job.state.engine.reports.pauses
+    pauses.begin(LOSS)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    state.take_snapshot()
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    assert state.snapshot and state.snapshot_to_save() is state.snapshot, "nothing has changed"
+    pauses.stepped(9)
+    later.state.training_state.resume(state_codec.decode(state.snapshot_to_save()))
+    assert later.state.engine.reports.pauses.over == pauses.over and len(pauses.over) == 1
+
+
 def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks: Any) -> None:
     before, job = training(epoch=0), training(epoch=0)
     for cause in (LOSS, JOINED):
@@ -86,7 +131,7 @@ def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks
         before.state.epoch += 1
     job.state.training_state.resume(before.state.training_state.state_dict())
     pauses = job.state.engine.reports.pauses
-    assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends() is None
+    assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends(finished=True) is None
 
 
 def test_a_late_joiner_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Workers, clicks: Any) -> None:

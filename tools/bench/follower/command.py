@@ -84,11 +84,12 @@ def run(args: argparse.Namespace) -> int:
                     rows.append(launches.measured(name, number))
             if args.kills:
                 killed = launches.kills()
-    finally:
+    finally:  # what was measured before a failure is kept
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "run", "benchmark", "command")}
         found = headline(rows)
-        measure.write_json(args.out, {"machine": about, "settings": settings, **found, "kills": killed, "rows": rows})
-        show(found, killed)
+        whole = {"machine": about, "settings": settings, **found, "kills": killed, "rows": rows}
+        if measure.write_measured(args.out, whole, is_any=bool(rows or killed)):
+            show(found, killed)
     return 1 if killed.get("flaws") else 0
 
 

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         finally:  # what was measured before a failure is kept
             commands = {variant.name: str(variant) for variant in contestants}
             whole = {"machine": about, "commands": commands, "settings": settings, **headline(rows), "rows": rows}
-            measure.write_json(args.out, whole)
-            show(headline(rows))
+            if measure.write_measured(args.out, whole, is_any=bool(rows)):
+                show(headline(rows))
     return 0
 
 

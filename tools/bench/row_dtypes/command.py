@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
                 rows += measured(Path(scratch), args, seed)
     finally:  # what was measured before a failure is kept
         found = headline(rows)
-        measure.write_json(args.out, {"machine": about, "settings": settings, **found, "rows": rows})
-        show(found)
+        whole = {"machine": about, "settings": settings, **found, "rows": rows}
+        if measure.write_measured(args.out, whole, is_any=bool(rows)):
+            show(found)
     return 0
 
 

@@ -24,7 +24,8 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import SERVER_MODES
 from gba_hvd.ps.coordinator import ledger as ledger_module
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, Member, StepPlan, Waiting
+from gba_hvd.ps.coordinator.ledger import Drained, Finished, Ledger, Member, StepPlan, Waiting
+from gba_hvd.ps.messages import LeaseGrant
 
 M4 = EpochPlan(n_samples=80, global_batch=16, micro_batch=4)  # 20 micro-batches, 5 steps of 4
 SHORT = EpochPlan(n_samples=42, global_batch=16, micro_batch=4)  # 11 micro-batches, the last of 2 samples; 3 steps
@@ -40,16 +41,16 @@ class Asking:
     def __init__(self, of: Ledger) -> None:
         self.of, self.requests = of, 0
 
-    def ask(self, worker: int = 0) -> Lease | Waiting | Finished | Drained:
+    def ask(self, worker: int = 0) -> LeaseGrant | Waiting | Finished | Drained:
         self.requests += 1
         return self.of.lease(worker, self.requests)
 
-    def lease(self, worker: int = 0) -> Lease:
+    def lease(self, worker: int = 0) -> LeaseGrant:
         answer = self.ask(worker)
-        assert isinstance(answer, Lease), answer
+        assert isinstance(answer, LeaseGrant), answer
         return answer
 
-    def push(self, lease: Lease, worker: int = 0) -> None:
+    def push(self, lease: LeaseGrant, worker: int = 0) -> None:
         assert self.of.accept(worker, lease.micro, lease.serial) == "accepted"
 
     def step(self) -> StepPlan:
@@ -145,7 +146,7 @@ def test_a_successor_hands_out_what_is_left_of_a_step() -> None:
 
 
 def test_an_epoch_that_is_partly_done_goes_on_where_it_stands() -> None:
-    assert Asking(ledger(steps_done=3, step=50)).lease() == Lease(micro=12, serial=1, token=50, n_samples=4)
+    assert Asking(ledger(steps_done=3, step=50)).lease() == LeaseGrant(micro=12, serial=1, token=50, n_samples=4)
 
 
 def test_an_epoch_that_is_done_has_nothing_to_hand_out() -> None:
@@ -159,7 +160,7 @@ def test_a_repeated_request_gets_the_same_lease_while_it_is_outstanding() -> Non
     first = it.lease(0, request=7)
     assert it.lease(0, request=7) == first
     assert it.lease(1, request=7) != first  # another worker's seventh
-    assert isinstance(first, Lease)
+    assert isinstance(first, LeaseGrant)
     it.accept(0, first.micro, first.serial)
     assert it.lease(0, request=7) != first
     assert it.n_outstanding == 2
@@ -455,7 +456,7 @@ def test_on_hold_leases_end_at_a_step_boundary(name: str) -> None:
         while (plan := job.of.next_step()) is not None:
             job.of.applied(plan.step)
         answer = job.ask()
-        if not isinstance(answer, Lease):
+        if not isinstance(answer, LeaseGrant):
             break
         n_leases += 1
         job.push(answer)
@@ -657,14 +658,14 @@ class Job(RuleBasedStateMachine):
         rules = Discipline(self.name, tolerance=small, lookahead=lookahead, slack=small, backups=small)
         self.it = Ledger(cut, rules, epoch=3, steps_done=self.start, step=50, account=SampleAccount())
         self.request = 0
-        self.held: dict[int, tuple[int, Lease]] = {}  # by serial: what the workers hold, and the ledger waits for
-        self.pushed: dict[int, tuple[int, Lease]] = {}  # accepted
-        self.gone: dict[int, tuple[int, Lease]] = {}  # revoked or lost
+        self.held: dict[int, tuple[int, LeaseGrant]] = {}  # by serial: what the workers hold, and the ledger waits for
+        self.pushed: dict[int, tuple[int, LeaseGrant]] = {}  # accepted
+        self.gone: dict[int, tuple[int, LeaseGrant]] = {}  # revoked or lost
         self.members: Counter[int] = Counter()
         self.plans: list[StepPlan] = []
         self.n_refused = 0
 
-    def revoked(self, holder: dict[int, tuple[int, Lease]], micros: set[int]) -> None:
+    def revoked(self, holder: dict[int, tuple[int, LeaseGrant]], micros: set[int]) -> None:
         for serial, (worker, lease) in list(holder.items()):
             if lease.micro in micros and self.members[lease.micro] == 0:
                 self.gone[serial] = (worker, holder.pop(serial)[1])
@@ -676,13 +677,13 @@ class Job(RuleBasedStateMachine):
     def hand_out(self, worker: int) -> bool:
         self.request += 1
         answer = self.it.lease(worker, self.request)
-        if isinstance(answer, Lease):
+        if isinstance(answer, LeaseGrant):
             assert answer.serial not in {*self.held, *self.pushed, *self.gone}
             assert answer.micro not in {lease.micro for _, lease in self.held.values()}
             assert self.members[answer.micro] == 0
             self.held[answer.serial] = (worker, answer)
             assert self.it.lease(worker, self.request) == answer
-        return isinstance(answer, Lease)
+        return isinstance(answer, LeaseGrant)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), rejected=st.sampled_from([None, None, None, "not finite"]))
