@@ -151,6 +151,8 @@ def check_names(what: str, name: str, registered_model_name: str | None, alias: 
     """Raises BadInput for an alias without a registered model, and a name or alias that MLflow refuses."""
     if not name or any(character in name for character in "/:.%\"'"):
         raise BadInput(f"{what}: name={name!r}: MLflow takes names without / : . % and quotes")
+    if registered_model_name and any(character in registered_model_name for character in "/:"):
+        raise BadInput(f"{what}: registered_model_name={registered_model_name!r}: MLflow takes names without / and :")
     if alias and not registered_model_name:
         raise BadInput(f"{what}: alias={alias!r} needs registered_model_name, whose version it names")
     if alias and not _ALIAS.fullmatch(alias):

@@ -78,7 +78,7 @@ def _source_of(manifest: ModelManifest) -> tuple[int, dict[str, str]]:
         place = f"{str(source.get('checkpoint_url', '')).rstrip('/')}/{source['checkpoint']}"
         return step, tags_of(step, place, source.get("checkpoint_checksum", ""), step)
     tags = {name: str(value) for name, value in source.items() if name.startswith("gba_hvd.")}
-    return int(tags.get("gba_hvd.step", 0)), tags
+    return int(tags.get("gba_hvd.step", source.get("step", 0))), tags
 
 
 def _copy(store: Store, manifest: ModelManifest, folder: Path, on_bytes: Callable[[int], object]) -> None:
