@@ -133,6 +133,12 @@ class RowEncoder:
             raise BadInput(f"the columns of a request need one number of samples, got {lengths}")
         return self._columns(self._raw({name: columns[name] for name in self._wanted}))
 
+    def drop_indexes(self) -> None:
+        """Free what the first rows made of the vocabularies; the next ones make it again."""
+        for one in self._encoders.tables.values():
+            if isinstance(one, VocabularyEncoder):
+                one.drop_index()
+
     def decoded(self, columns: Mapping[str, Any], n: int) -> dict[str, list[Any]]:
         """Raw columns that have the ids and numbers of n samples, as `columns` gives them: an example of a request.
 

@@ -49,12 +49,13 @@ def log_saved_model(
     """
     check_names("model log", name, registered_model_name, alias)
     from gba_hvd.tracking import find_run, mlflow_model
-    from gba_hvd.tracking.mlflow_run import resolved_uri, run_of_its_own
+    from gba_hvd.tracking.mlflow_run import ask, resolved_uri, run_of_its_own
 
     store = open_store(url, **storage_options)
     manifest = read_manifest(store, version)
     step, tags = _source_of(manifest)
     uri = resolved_uri(tracking_uri)
+    ask(uri)  # before gigabytes are copied
     run_id = None if run is None else find_run.run_id_of(run, tracking_uri)
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as made:
         folder = Path(made)

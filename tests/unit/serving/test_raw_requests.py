@@ -23,6 +23,7 @@ import torch
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.data import Categorical, ClickLog, Hashed, Identity, Numeric, Recipe, RowEncoder, SplitFiles, prepare
+from gba_hvd.data.encoding import VocabularyEncoder
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
 from gba_hvd.serving.log_model import check_names
@@ -222,6 +223,9 @@ def test_an_export_has_the_encoder_too(saved: Saved) -> None:
 
 def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     saved.log_model.check(saved.model)
+    assert isinstance(saved.log_model.encoder, RowEncoder)
+    kept = saved.log_model.encoder._encoders.tables["user"]
+    assert isinstance(kept, VocabularyEncoder) and "_index" not in vars(kept)
     folder = saved.url.parent / "logged"
     saved.log_model.write(saved.model, folder, 3, None)
     assert "encoder of its training data: 4 values of vocabularies" in capsys.readouterr().err
