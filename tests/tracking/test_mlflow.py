@@ -505,8 +505,10 @@ def test_a_sender_that_cannot_log_the_model_is_ended(
         folder.mkdir()
         return 8 << 20
 
-    sender = SimpleNamespace(alive=lambda: True, wait=wait, pid=4711)
-    sender.end = lambda within_s: ended.append(within_s)
+    def end(within_s: float) -> None:
+        ended.append(within_s)
+
+    sender = SimpleNamespace(alive=lambda: True, wait=wait, end=end, pid=4711)
     monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
     callback: Any = MLflowCallback(
         tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=30.0,
