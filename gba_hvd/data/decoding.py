@@ -15,6 +15,7 @@ import numpy as np
 from gba_hvd.data import times
 from gba_hvd.data.encoding import Scaler, VocabularyEncoder
 from gba_hvd.data.recipe import Categorical, Identity, Part, Recipe
+from gba_hvd.errors import BadInput
 
 if TYPE_CHECKING:
     from gba_hvd.data.prepare import Encoders
@@ -38,9 +39,15 @@ def decoded_columns(recipe: Recipe, encoders: Encoders, columns: Mapping[str, An
             ]
     for i, number in enumerate(recipe.numeric):
         dense = columns.get("dense")
-        values = columns.get(number.name, [0.0] * n if dense is None else [row[i] for row in dense])
+        values = columns.get(number.name, [0.0] * n if dense is None else _of_dense(dense, i, number.name))
         found[number.name] = [_number(encoders.numeric[number.name], float(one)) for one in values]
     return found
+
+
+def _of_dense(dense: Any, i: int, name: str) -> list[Any]:
+    if narrow := [len(row) for row in dense if len(row) <= i]:
+        raise BadInput(f"encoder: {name!r} is column {i} of dense, and the example has {narrow[0]} columns there")
+    return [row[i] for row in dense]
 
 
 def _raw(field: Categorical, encoders: Encoders, ids: Any) -> Any:
@@ -56,6 +63,11 @@ def _value(field: Categorical, encoders: Encoders, number: int) -> str | int:
     if number == 0:
         return ""
     encoder = encoders.tables[field.of_table]
+    if isinstance(encoder, VocabularyEncoder) and number >= encoder.rows:
+        raise BadInput(
+            f"encoder: its table {field.of_table!r} has {encoder.rows:,} ids, and the example has id {number:,}: it is "
+            "of other data than the model was trained on"
+        )
     return str(encoder.values[number - 1]) if isinstance(encoder, VocabularyEncoder) else f"text_{number}"
 
 

@@ -70,6 +70,9 @@ class VocabularyEncoder:
     def _index(self) -> _HashIndex:
         return _HashIndex(self.values)
 
+    def drop_index(self) -> None:
+        self.__dict__.pop("_index", None)
+
     def encode(self, values: Values) -> Ids:
         return self._index.find(values.flat) + 1
 

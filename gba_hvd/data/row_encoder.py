@@ -29,6 +29,7 @@ from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
 from gba_hvd.errors import BadInput
 
 _LISTS = (list, tuple, np.ndarray)
+_WHOLE_IN_FLOAT64 = 1 << 53
 
 
 class RowEncoder:
@@ -105,10 +106,14 @@ class RowEncoder:
         found = self._encoders.tables.items()
         return {table: one.values for table, one in found if isinstance(one, VocabularyEncoder)}
 
-    @property
-    def delimiter(self) -> str:
-        """Between the columns of the CSV input that was prepared; a comma where it was of another format."""
-        return self._recipe.between if self._recipe.format == "csv" else ","
+    def text_format(self, ending: str) -> tuple[str, bool]:
+        """The delimiter of a `.csv` or `.tsv` file of raw rows, and whether it has quotes: those of the input that was
+        prepared. Where that was no such file, a comma and quotes, or a tab and none."""
+        recipe = self._recipe
+        if ending == ".tsv":
+            is_known = recipe.is_text and recipe.between != ","
+            return (recipe.between, recipe.format == "csv") if is_known else ("\t", False)
+        return (recipe.between if recipe.format == "csv" else ","), True
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
@@ -122,13 +127,17 @@ class RowEncoder:
 
     def encoded(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """As `columns`, of raw columns by name: arrays, lists or series of one length."""
-        if self._recipe.format != "jsonl":
-            require_columns(self._wanted, [*columns], "the request")
-        lengths = {name: len(columns[name]) for name in self._wanted if name in columns}
+        require_columns(self._wanted, [*columns], "the request (None is a missing value)")
+        lengths = {name: len(columns[name]) for name in self._wanted}
         if len(set(lengths.values())) != 1:
             raise BadInput(f"the columns of a request need one number of samples, got {lengths}")
-        n = next(iter(lengths.values()))
-        return self._columns(self._raw({name: columns.get(name, [None] * n) for name in self._wanted}))
+        return self._columns(self._raw({name: columns[name] for name in self._wanted}))
+
+    def drop_indexes(self) -> None:
+        """Free what the first rows made of the vocabularies; the next ones make it again."""
+        for one in self._encoders.tables.values():
+            if isinstance(one, VocabularyEncoder):
+                one.drop_index()
 
     def decoded(self, columns: Mapping[str, Any], n: int) -> dict[str, list[Any]]:
         """Raw columns that have the ids and numbers of n samples, as `columns` gives them: an example of a request.
@@ -176,7 +185,7 @@ class RowEncoder:
     def _raw(self, by_name: Mapping[str, Any]) -> RawRows:
         n = len(next(iter(by_name.values())))
         try:
-            columns = _typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
+            columns = self._typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
         except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
             raise BadInput(f"a text of the rows is not UTF-8: {error}") from error
         for field in self._recipe.categorical:
@@ -199,6 +208,12 @@ class RowEncoder:
             for i, row in enumerate(listed):
                 require_columns(self._wanted, list(row), f"sample {i} (None is a missing value)")
         return {name: [row.get(name) for row in listed] for name in self._wanted}
+
+    def _typed(self, by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
+        """What a Parquet file would have."""
+        ids = {c.name for c in self._recipe.categorical if c.part is None}
+        columns = _typed(by_name)
+        return {name: _whole(one, name) if name in ids else one for name, one in columns.items()}
 
     def _as_text(self, by_name: Mapping[str, Any], n: int) -> dict[str, pa.Array]:
         """What a file of text or JSON lines would have."""
@@ -239,7 +254,6 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
-    """What a Parquet file would have."""
     columns = {}
     for name, values in by_name.items():
         try:
@@ -248,6 +262,21 @@ def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
             raise BadInput(f"column {name!r}: expected values of one type: {error}") from error
         columns[name] = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
     return columns
+
+
+def _whole(column: pa.Array, name: str) -> pa.Array:
+    """Ids that are floats since some are missing, as pandas makes them: whole numbers, whose text has no exponent."""
+    if not pa.types.is_floating(column.type):
+        return column
+    numbers = column.drop_null().to_numpy(zero_copy_only=False)
+    if not np.array_equal(numbers, np.trunc(numbers)):
+        return column  # such as 2.5, whose text is the same in a file
+    if np.any(np.abs(numbers) > _WHOLE_IN_FLOAT64):
+        raise BadInput(
+            f"column {name!r}: ids are floats, which have changed whole numbers above 2**53: give them as int64 "
+            "(pandas: Int64, where some are missing) or as text"
+        )
+    return column.cast(pa.int64())
 
 
 def _checked_list(column: pa.Array, field: Categorical) -> pa.Array:

@@ -135,7 +135,7 @@ def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         at = line + pending.count(b"\n")
         raise BadInput(
             f"{path}, line {at}: the compressed file is cut or damaged here ({error}); the rows after it are lost, "
-            "so nothing was prepared: fetch the file again, or repack what can be read of it"
+            "so nothing was written: fetch the file again, or repack what can be read of it"
         ) from error
     if pending:
         whole = pending.endswith(b"\n")

@@ -6,9 +6,10 @@ status 400 and name the field; where rows cannot be read, status 503.
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas
 import uvicorn
@@ -20,7 +21,11 @@ from mlflow.pyfunc import scoring_server
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.hashed_columns import check_hashed, id_columns, of_hashed_tables, with_hashes
 from gba_hvd.serving.load import OpenModel
+from gba_hvd.serving.sample_files import raw_csv
 from recovery.errors import Damaged, StoreError
+
+if TYPE_CHECKING:
+    from gba_hvd.data.row_encoder import RowEncoder
 
 _BACKLOG = 128
 
@@ -34,7 +39,7 @@ class _Scorer:
 
     def __init__(self, model: OpenModel, hashed: Sequence[str], encoded: bool) -> None:
         self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model), Model()
-        self._encoded, self._is_raw = encoded, model.encoder is not None and not encoded
+        self._encoded, self._is_raw = encoded, not encoded and model.encoder is not None
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
         try:
@@ -81,7 +86,44 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
             "with one (`gba-hvd model export --example`)"
         )
     check_hashed(model, hashed, encoded)
-    return scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
+    app = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
+    return app if encoded or model.encoder is None else _with_csv_as_written(app, model.encoder)
+
+
+def _with_csv_as_written(app: Any, encoder: RowEncoder) -> Any:
+    """The application, to which `text/csv` comes as JSON: MLflow makes numbers of "007", and null of "NA"."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not _is_csv(scope):
+            await app(scope, receive, send)
+            return
+        data, is_whole = b"", False
+        while not is_whole:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            data, is_whole = data + message.get("body", b""), not message.get("more_body", False)
+        try:
+            body = json.dumps({"dataframe_split": raw_csv(data, encoder)}).encode()
+        except BadInput as error:
+            await _respond(send, 400, str(error))
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive_json() -> Any:
+            return next(messages, None) or await receive()
+
+        others = [one for one in scope["headers"] if one[0] not in (b"content-type", b"content-length")]
+        headers = [*others, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await app({**scope, "headers": headers}, receive_json, send)
+
+    return answer
+
+
+def _is_csv(scope: Any) -> bool:
+    """Whether a request is CSV in UTF-8; MLflow refuses other encodings."""
+    kind, *rest = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1").lower().split(";")
+    return kind.strip() == "text/csv" and [one.strip() for one in rest] in ([], ["charset=utf-8"])
 
 
 def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:
@@ -89,13 +131,17 @@ def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] in ("/health", "/ping") and (text := problem()):
-            headers = [(b"content-type", b"text/plain; charset=utf-8")]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": text.encode()})
+            await _respond(send, 503, text)
             return
         await app(scope, receive, send)
 
     return answer
+
+
+async def _respond(send: Any, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 def serve(app: Any, listening: socket.socket) -> None:

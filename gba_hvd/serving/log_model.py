@@ -96,7 +96,8 @@ class LogModel:
         """Raises BadInput for what would be refused at the end of the training."""
         spec = inputs.spec_of(self.input_example, model, self.dense_names)
         if self.encoder is not None:
-            encoder_to_store(self.encoder, spec, inputs.columns_of(spec, self.input_example), {})
+            encoder = encoder_to_store(self.encoder, spec, inputs.columns_of(spec, self.input_example), {}).encoder
+            encoder.drop_indexes()  # every worker keeps the encoder, and only the chief has further use for it
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model).checked()
@@ -151,6 +152,8 @@ def check_names(what: str, name: str, registered_model_name: str | None, alias: 
     """Raises BadInput for an alias without a registered model, and a name or alias that MLflow refuses."""
     if not name or any(character in name for character in "/:.%\"'"):
         raise BadInput(f"{what}: name={name!r}: MLflow takes names without / : . % and quotes")
+    if registered_model_name and any(character in registered_model_name for character in "/:"):
+        raise BadInput(f"{what}: registered_model_name={registered_model_name!r}: MLflow takes names without / and :")
     if alias and not registered_model_name:
         raise BadInput(f"{what}: alias={alias!r} needs registered_model_name, whose version it names")
     if alias and not _ALIAS.fullmatch(alias):

@@ -49,12 +49,13 @@ def log_saved_model(
     """
     check_names("model log", name, registered_model_name, alias)
     from gba_hvd.tracking import find_run, mlflow_model
-    from gba_hvd.tracking.mlflow_run import resolved_uri, run_of_its_own
+    from gba_hvd.tracking.mlflow_run import ask, resolved_uri, run_of_its_own
 
     store = open_store(url, **storage_options)
     manifest = read_manifest(store, version)
     step, tags = _source_of(manifest)
     uri = resolved_uri(tracking_uri)
+    ask(uri)  # before gigabytes are copied
     run_id = None if run is None else find_run.run_id_of(run, tracking_uri)
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as made:
         folder = Path(made)
@@ -78,7 +79,7 @@ def _source_of(manifest: ModelManifest) -> tuple[int, dict[str, str]]:
         place = f"{str(source.get('checkpoint_url', '')).rstrip('/')}/{source['checkpoint']}"
         return step, tags_of(step, place, source.get("checkpoint_checksum", ""), step)
     tags = {name: str(value) for name, value in source.items() if name.startswith("gba_hvd.")}
-    return int(tags.get("gba_hvd.step", 0)), tags
+    return int(tags.get("gba_hvd.step", source.get("step", 0))), tags
 
 
 def _copy(store: Store, manifest: ModelManifest, folder: Path, on_bytes: Callable[[int], object]) -> None:

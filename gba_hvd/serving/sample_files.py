@@ -5,13 +5,16 @@ What a column has to hold is decided by the model; here a file must be whole, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
+
+if TYPE_CHECKING:
+    from gba_hvd.data.row_encoder import RowEncoder
 
 PACKED = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -24,13 +27,14 @@ class Samples:
     """Consecutive samples of a file.
 
     columns: by name n values: an array of pyarrow, or of JSON lines a list of what JSON has. first: number of the first
-    sample, from 0, or of its line, from 1, as `unit` says
+    sample, from 0, or of its line, from 1, as `unit` says. parsed: `columns` without what is as written
     """
 
     n: int
     columns: Mapping[str, Any]
     unit: str
     first: int
+    parsed: Mapping[str, Any]
 
     def where(self, at: int) -> str:
         return f"{self.unit} {self.first + at}"
@@ -70,26 +74,27 @@ def read_samples(
     *,
     texts: Collection[str],
     plain: Collection[str],
-    as_written: bool = False,
-    delimiter: str = ",",
+    encoder: RowEncoder | None = None,
 ) -> Iterator[Samples]:
     """Parts of at most `batch` samples.
 
     texts: columns of a CSV file that are no numbers. plain: columns of JSON lines that must not hold objects.
-    as_written: `texts` are also columns of JSON lines whose numbers are wanted as the text that the file has.
-    delimiter: of a CSV file
-    Raises BadInput for a file that is damaged, a line that is no JSON object, and such a column of objects.
+    encoder: of the raw rows that the file has: `texts` are also columns of JSON lines whose numbers are wanted as the
+    text that the file has, and its input says how a text file is written.
+    Raises BadInput for a file that is damaged, or has a column twice, a line that is no JSON object, and such a column
+    of objects.
     """
     if kind_of(path) == ".jsonl":
-        yield from _json_lines(path, batch, plain, texts if as_written else ())
+        yield from _json_lines(path, batch, plain, () if encoder is None else texts)
         return
     first = 0
-    for part in _arrow_batches(path, batch, texts, delimiter):
-        yield Samples(part.num_rows, dict(zip(part.schema.names, part.columns, strict=True)), "sample", first)
+    for part in _arrow_batches(path, batch, texts, encoder):
+        columns = _by_name(part, str(path))
+        yield Samples(part.num_rows, columns, "sample", first, columns)
         first += part.num_rows
 
 
-def _arrow_batches(path: Path, batch: int, texts: Collection[str], delimiter: str) -> Iterator[Any]:
+def _arrow_batches(path: Path, batch: int, texts: Collection[str], encoder: RowEncoder | None) -> Iterator[Any]:
     import pyarrow
     import pyarrow.csv
     import pyarrow.parquet
@@ -100,9 +105,7 @@ def _arrow_batches(path: Path, batch: int, texts: Collection[str], delimiter: st
                 yield from file.iter_batches(batch)
             return
         as_text = pyarrow.csv.ConvertOptions(column_types={name: pyarrow.string() for name in texts})
-        parsing = pyarrow.csv.ParseOptions(delimiter=delimiter)
-        if kind_of(path) == ".tsv":
-            parsing = pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
+        parsing = _parsing(kind_of(path), encoder)
         with (
             pyarrow.input_stream(str(path), compression="detect") as data,
             pyarrow.csv.open_csv(data, parse_options=parsing, convert_options=as_text) as lines,
@@ -111,6 +114,48 @@ def _arrow_batches(path: Path, batch: int, texts: Collection[str], delimiter: st
                 yield from (block.slice(at, batch) for at in range(0, block.num_rows, batch))
     except pyarrow.ArrowInvalid as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
+
+
+def _parsing(ending: str, encoder: RowEncoder | None) -> Any:
+    """Options of pyarrow. Raises BadInput for a delimiter that it does not take."""
+    import pyarrow.csv
+
+    default = ("\t", False) if ending == ".tsv" else (",", True)
+    delimiter, is_quoted = default if encoder is None else encoder.text_format(ending)
+    if len(delimiter) > 1:
+        raise BadInput(
+            f"the input that the model was trained on has {delimiter!r} between columns, and here a delimiter is one "
+            "character: give the samples as Parquet or JSON lines"
+        )
+    return pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char='"' if is_quoted else False)
+
+
+def raw_csv(data: bytes, encoder: RowEncoder) -> dict[str, list[Any]]:
+    """The `columns` and `data` (rows) of CSV with raw values, which are as written.
+
+    Columns that the encoder does not need have None. Raises BadInput.
+    """
+    import pyarrow
+    import pyarrow.csv
+
+    wanted = encoder.raw_columns
+    as_text = pyarrow.csv.ConvertOptions(column_types={name: pyarrow.string() for name in wanted})
+    try:
+        table = pyarrow.csv.read_csv(
+            pyarrow.BufferReader(data), parse_options=_parsing(".csv", encoder), convert_options=as_text
+        )
+    except pyarrow.ArrowInvalid as error:
+        raise BadInput(f"the request cannot be read as CSV: {error}") from error
+    found = _by_name(table, "the request")
+    values = [one.to_pylist() if name in wanted else [None] * len(one) for name, one in found.items()]
+    return {"columns": [*found], "data": [list(row) for row in zip(*values, strict=True)]}
+
+
+def _by_name(part: Any, where: str) -> dict[str, Any]:
+    names = part.schema.names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise BadInput(f"{where}: column {twice[0]!r} is there {names.count(twice[0])} times: rename one")
+    return dict(zip(names, part.columns, strict=True))
 
 
 def _json_lines(path: Path, batch: int, plain: Collection[str], texts: Collection[str]) -> Iterator[Samples]:
@@ -129,16 +174,15 @@ def _json_lines(path: Path, batch: int, plain: Collection[str], texts: Collectio
         nested = nested_columns(rows, first_line=block.first_line, may_ignore=False)
         if found := [why for name, why in nested.items() if name in plain]:
             raise BadInput(f"{path}: {found[0]}")
-        if texts:
-            written, _ = json_lines.objects(data)
-            rows = [
-                {**row, **{k: v for k, v in text.items() if k in texts}}
-                for row, text in zip(rows, written, strict=True)
-            ]
+        written = json_lines.objects(data)[0] if texts else rows
         for at in range(0, len(rows), batch):
-            some = rows[at : at + batch]
-            columns = {name: [row.get(name) for row in some] for name in names}
-            yield Samples(len(some), columns, "line", block.first_line + at)
+            parsed = _columns(rows[at : at + batch], names)
+            columns = parsed | _columns(written[at : at + batch], [name for name in names if name in texts])
+            yield Samples(len(rows[at : at + batch]), columns, "line", block.first_line + at, parsed)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _flawed(path: Path, first_line: int, flaws: Mapping[int, str]) -> str:

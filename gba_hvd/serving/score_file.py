@@ -63,19 +63,18 @@ def score_file(
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        parts = read_samples(
-            source, batch, texts=texts, plain=plain, as_written=encoder is not None,
-            delimiter="," if encoder is None else encoder.delimiter,
-        )  # fmt: skip
-        for part in parts:
+        for part in read_samples(source, batch, texts=texts, plain=plain, encoder=encoder):
             if missing := [name for name in (*keep, *hashed) if name not in part.columns]:
                 raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.columns)}")
             if not n and kind in (".csv", ".tsv"):
                 _warn_of_numbers(part, hashed)
             scores = _scores(model, part, source, hashed, batch, encoded)
+            if taken := [name for name in keep if name in scores]:
+                raise BadInput(f"--keep {taken[0]}: the scores have this name: rename the column of {source}")
             kept = {name: _kept(part, name, None if writer is None else writer.schema, source) for name in keep}
             table = pyarrow.table({**kept, **_arrow(scores)})
             if writer is None:
+                _check_kept(kept, out)
                 writer = _Writer(fresh, out.suffix, table.schema)
             writer.write(table)
             n += part.n
@@ -152,16 +151,38 @@ def _kept(part: Samples, name: str, schema: Any, source: Path) -> Any:
     """A column to copy, as an array of pyarrow. schema: of the file so far; None: this is its first part."""
     import pyarrow
 
-    values = part.columns[name]
+    values = part.parsed[name]
     if not isinstance(values, list):
         return values
     kind = None if schema is None else schema.field(name).type
     try:
-        found = pyarrow.array(values, kind)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        found = pyarrow.array(values)
+        if kind is not None and not _may_become(found.type, kind):
+            raise BadInput(f"{source}, {part.range}: column {name!r} has {found.type}, and {kind} in the lines before")
+        if kind is None and pyarrow.types.is_null(found.type):
+            kind = pyarrow.string()
+        return found if kind is None else found.cast(kind)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError, OverflowError) as error:
         expected = "" if kind is None else f", expected {kind} as in the lines before"
         raise BadInput(f"{source}, {part.range}: column {name!r} cannot be copied: {error}{expected}") from error
-    return found.cast(pyarrow.string()) if pyarrow.types.is_null(found.type) else found
+
+
+def _may_become(kind: Any, other: Any) -> bool:
+    """Whether values of a type of JSON may be cast to another: all that is missing, and numbers."""
+    from pyarrow import types
+
+    if types.is_list(kind) and types.is_list(other):
+        return _may_become(kind.value_type, other.value_type)
+    numbers = [types.is_integer(one) or types.is_floating(one) for one in (kind, other)]
+    return bool(types.is_null(kind) or kind == other or all(numbers))
+
+
+def _check_kept(kept: Mapping[str, Any], out: Path) -> None:
+    """Raises BadInput for lists, where a CSV file is written."""
+    import pyarrow
+
+    if nested := [name for name, one in kept.items() if out.suffix == ".csv" and pyarrow.types.is_nested(one.type)]:
+        raise BadInput(f"column {nested[0]!r} has lists, which a CSV file does not hold: write Parquet")
 
 
 def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking.mlflow_run import newest_runs, read_history, resolved_uri, run_id_called
+from gba_hvd.tracking.mlflow_run import newest_runs, read_history, resolved_uri, run_ids_called
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from recovery.redaction import redacted
 
@@ -27,12 +27,15 @@ def read(run: str, tracking_uri: str | None) -> RunHistory:
 
 
 def run_id_of(run: str, tracking_uri: str | None) -> str:
-    """The id of a run in MLflow, by its id, its job's id or its name. Raises BadInput as `read`."""
+    """The id of a run in MLflow, by its id, its job's id or its name. Raises BadInput as `read`, and for a name of
+    several runs."""
     uri = resolved_uri(tracking_uri)
-    found = run_id_called(uri, run)
-    if found is None:
+    found = run_ids_called(uri, run)
+    if not found:
         raise _not_found(run, uri, newest_runs(uri))
-    return found
+    if len(found) > 1:
+        raise BadInput(f"{len(found)} runs are called {run!r}: name one by its id, newest first: {', '.join(found)}")
+    return found[0]
 
 
 def _not_found(run: str, uri: str, newest: list[str]) -> BadInput:

@@ -121,6 +121,7 @@ class MLflowCallback(Callback):
         self._spool_limit_bytes = spool_limit_bytes
         self._flush_timeout_s = flush_timeout_s
         self._model_s = 0.0  # how long the end waits for a model beyond that
+        self._waited_s = flush_timeout_s  # at most, at the end
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
@@ -458,13 +459,15 @@ class MLflowCallback(Callback):
             return now.done or now.stopped
 
         is_sent = quiet_s > 0 and self._sender.wait(is_over, quiet_s)
-        rest_s = self._flush_timeout_s - quiet_s
+        rest_s, self._waited_s = self._flush_timeout_s - quiet_s, self._flush_timeout_s
         if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
             self._report_wait(rest_s, may_be_killed=False)
         is_sent = is_sent or self._sender.wait(is_over, rest_s)
         if not is_sent and self._model_s and not _is_in_trouble(path):
             _log(f"MLflow is logging the model, for {self._model_s:.0f} s more at most; nothing need be done")
-            is_sent = self._sender.wait(lambda: is_over() or _is_in_trouble(path), self._model_s)
+            self._waited_s += self._model_s
+            self._sender.wait(lambda: is_over() or _is_in_trouble(path), self._model_s)
+            is_sent = is_over()
         if not is_sent and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
 
@@ -506,7 +509,7 @@ class MLflowCallback(Callback):
                 print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
             return
         n_unsent = unsent(path)
-        why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(path)}"
+        why = delivered.problem or f"no answer within {self._waited_s:.0f} s; see {log_path(path)}"
         _log(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
         _log(f"they are kept in {path}; {how_to_send(path)}")
 

@@ -317,13 +317,24 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
     return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
-def run_id_called(uri: str, name: str) -> str | None:
-    """Of the run with this id, job id or name (the latest, where several have it)."""
+def run_ids_called(uri: str, name: str) -> list[str]:
+    """Of the run with this id or job id (the latest of that job), or else of all with this name, newest first."""
     database = _database_file(uri)
     if database is not None and not database.exists():
-        return None
-    run = _run_called(MlflowClient(tracking_uri=uri), name)
-    return None if run is None else str(run.info.run_id)
+        return []
+    client = MlflowClient(tracking_uri=uri)
+    run = _run_called(client, name)
+    if run is None:
+        return []
+    if name in (run.info.run_id, run.data.tags.get(JOB_TAG)):
+        return [str(run.info.run_id)]
+    search, order = f"attributes.run_name = '{_quotable(name)}'", ["attributes.start_time DESC"]
+    return [str(one.info.run_id) for one in client.search_runs(_experiments(client), search, order_by=order)]
+
+
+def ask(uri: str) -> None:
+    """Raises MlflowException where MLflow does not answer."""
+    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
 
 
 @contextlib.contextmanager
@@ -365,12 +376,16 @@ def _run_called(client: MlflowClient, name: str) -> Run | None:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
     experiments = _experiments(client)
-    quoted = name.replace("'", "")
+    quoted = _quotable(name)
     for search in (f"tags.`{JOB_TAG}` = '{quoted}'", f"attributes.run_name = '{quoted}'"):
         runs = client.search_runs(experiments, search, max_results=1, order_by=["attributes.start_time DESC"])
         if runs:
             return runs[0]
     return None
+
+
+def _quotable(name: str) -> str:
+    return name.replace("'", "")
 
 
 def resolved_uri(uri: str | None) -> str:

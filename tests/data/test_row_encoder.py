@@ -271,3 +271,18 @@ def test_a_recipe_comes_back_from_its_json(format: str) -> None:
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))).to_json() == recipe.to_json()
     more = Recipe("csv", ("a", "b"), (Categorical("x"),), label_from=3.0, ratings=("b",), ignored=("c",), delimiter=";")
     assert Recipe.from_json(json.loads(json.dumps(more.to_json()))) == more
+
+
+def test_ids_that_pandas_makes_floats_of_are_whole_numbers(tmp_path: Path) -> None:
+    big = [12345678901, 7, 10**15 + 1]
+    pd.DataFrame({"label": [0, 1, 0], "user": big}).to_parquet(tmp_path / "in.parquet")
+    recipe = Recipe("parquet", "label", (Categorical("user"),))
+    prepare(recipe, SplitShares([tmp_path / "in.parquet"], {"train": 1.0}), tmp_path / "out")
+    its = RowEncoder.open(tmp_path / "out")
+    found = its.columns(pd.DataFrame({"user": [*big, None]}))["user"]
+    assert found[3] == 0 and len(set(found)) == 4
+    assert np.array_equal(found[:3], its.columns(pd.DataFrame({"user": big}))["user"])
+    with pytest.raises(
+        BadInput, match=r"column 'user': ids are floats, which have changed whole numbers above 2\*\*53"
+    ):
+        its.columns(pd.DataFrame({"user": [2**60 + 1, None]}))

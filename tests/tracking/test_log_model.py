@@ -542,10 +542,14 @@ def test_a_saved_model_that_cannot_be_logged_is_refused_before_a_run_is_made(
     gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(2))
     gba_hvd.save_model(model, tmp_path / "no example", build=CODE)
     log = ["model", "log", str(tmp_path / "m"), "--name", "ctr", "--tracking-uri", database]
+    twins = [client(database).create_run("0", run_name="twin").info.run_id for _ in range(2)]
+    for run_id in twins:
+        client(database).set_terminated(run_id)
     for more, words in (
         (["--alias", "champion"], "alias='champion' needs registered_model_name"),
         (["--name", "a/b"], "MLflow takes names without"),
         (["--run", "no such run"], "no run, job or file is called 'no such run'"),
+        (["--run", "twin"], "2 runs are called 'twin': name one by its id"),
         (["--run", "a", "--experiment", "b"], "leave out one of the two"),
         (["--version", "7"], "has no version 7"),
     ):
@@ -555,3 +559,16 @@ def test_a_saved_model_that_cannot_be_logged_is_refused_before_a_run_is_made(
     assert cli.main(["model", "log", str(tmp_path / "no example"), *how]) == 1
     assert "saved without input_example" in capsys.readouterr().err
     assert client(database).get_experiment_by_name("not made") is None
+
+
+def test_a_server_that_is_down_is_asked_before_a_model_is_copied(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(2))
+    copied: list[str] = []
+    monkeypatch.setattr("gba_hvd.serving.log_saved._copy", lambda *args: copied.append("all"))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    uri = f"http://user:secret@127.0.0.1:{port_of_our_own()}"
+    assert cli.main(["model", "log", str(tmp_path / "m"), "--name", "ctr", "--tracking-uri", uri]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("gba-hvd: MLflow: API request to") and "secret" not in last and not copied

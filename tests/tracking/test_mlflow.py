@@ -489,6 +489,37 @@ def test_the_end_waits_longer_for_a_model_while_mlflow_answers(
     assert f"{model_path(callback.spool)} stays: send them with: gba-hvd mlflow send {callback.spool}" in reported
 
 
+@pytest.mark.parametrize(
+    ("problem", "words"), [("connection refused", "did not): connection refused"), (None, "no answer within 151 s")]
+)
+def test_a_sender_that_cannot_log_the_model_is_ended(
+    problem: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    ended: list[float] = []
+
+    def wait(is_over: Callable[[], bool], timeout_s: float) -> bool:
+        write_status(callback.spool, SpoolStatus(problem=problem if timeout_s == 120.0 else None))
+        return is_over()
+
+    def write(model: Any, folder: Path, step: int, checkpoint: Any) -> int:
+        folder.mkdir()
+        return 8 << 20
+
+    def end(within_s: float) -> None:
+        ended.append(within_s)
+
+    sender = SimpleNamespace(alive=lambda: True, wait=wait, end=end, pid=4711)
+    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    callback: Any = MLflowCallback(
+        tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=30.0,
+        log_model=SimpleNamespace(of="last", check=lambda model: None, check_job=lambda settings: None, write=write),
+    )  # fmt: skip
+    callback.on_model(object())
+    callback.on_job(job("waits"))
+    callback.on_end("FINISHED", None)
+    assert ended == [5.0] and words in capsys.readouterr().err
+
+
 def test_another_name_for_the_run_in_a_later_launch_is_warned_of(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,7 +288,7 @@ def run_log(args: argparse.Namespace) -> int:
         raise BadInput("--experiment is of a new run, and --run names one: leave out one of the two")
     experiment = args.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
     _, manifest = _opened(args, _version(args))
-    with progress("copying", manifest.n_bytes) as on_bytes:
+    with _mlflow_in_one_line(), progress("copying", manifest.n_bytes) as on_bytes:
         logged = log_saved_model(
             args.url, name=args.name, registered_model_name=args.registered_model_name, alias=args.alias,
             run=args.run_name, experiment=experiment, version=manifest.version, requirements=args.requirements,
@@ -300,6 +301,22 @@ def run_log(args: argparse.Namespace) -> int:
     alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
     print(f"run {logged.run_id}: version {manifest.version} of step {logged.step:,} is {served}{alias}")
     return 0
+
+
+@contextlib.contextmanager
+def _mlflow_in_one_line() -> Iterator[None]:
+    """Raises BadInput where MLflow refuses, or does not answer after one more try (its own rule: for minutes)."""
+    from gba_hvd.errors import BadInput
+    from recovery.redaction import redacted
+
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise BadInput(f"MLflow: {redacted(' '.join(str(error).split()))}") from error
 
 
 def run_verify(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ By the example of docs/SERVING.md, and by models that have the encoder of the st
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -22,8 +23,11 @@ import torch
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.data import Categorical, ClickLog, Hashed, Identity, Numeric, Recipe, RowEncoder, SplitFiles, prepare
+from gba_hvd.data.encoding import VocabularyEncoder
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
+from gba_hvd.serving.log_model import check_names
+from gba_hvd.serving.log_saved import _source_of
 from gba_hvd.serving.manifest import read_manifest
 from gba_hvd.serving.score_file import score_file
 from recovery.errors import Damaged
@@ -219,6 +223,9 @@ def test_an_export_has_the_encoder_too(saved: Saved) -> None:
 
 def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     saved.log_model.check(saved.model)
+    assert isinstance(saved.log_model.encoder, RowEncoder)
+    kept = saved.log_model.encoder._encoders.tables["user"]
+    assert isinstance(kept, VocabularyEncoder) and "_index" not in vars(kept)
     folder = saved.url.parent / "logged"
     saved.log_model.write(saved.model, folder, 3, None)
     assert "encoder of its training data: 4 values of vocabularies" in capsys.readouterr().err
@@ -267,3 +274,171 @@ def test_a_vocabulary_that_is_damaged_is_named(saved: Saved) -> None:
     assert np.array_equal(opened.predict(saved.columns, encoded=True)["score"], saved.scores)
     with pytest.raises(Damaged, match=name):
         opened.predict(saved.raw)
+
+
+def saved_of(job_memory: Callable[..., None], recipe: Recipe, path: Path, **how: Any) -> Any:
+    """A model that was saved with the encoder of a file, open."""
+    folder = path.parent
+    prepare(recipe, SplitFiles({"train": [path]}), folder / "store")
+    log = ClickLog.open(folder / "store", "train")
+    model = OfStore(rows=log.tables, features=log.features)
+    job_memory(model.tables)
+    for table, n in log.tables.items():
+        change_rows(model, table, np.arange(n))
+    how = {
+        "build": CODE.replace("make_model", "OfStore"), "arguments": {"rows": log.tables, "features": log.features},
+        "input_example": log.take(np.arange(2)), "dense_names": log.dense_names, "encoder": folder / "store", **how,
+    }  # fmt: skip
+    gba_hvd.save_model(model, folder / "model", **how)
+    return gba_hvd.open_model(folder / "model")
+
+
+def written(path: Path, ids: list[str], between: str = ",") -> Path:
+    """A file of these users, with labels and prices."""
+    lines = [["label", "user", "price"], *([str(i % 2), one, f"{i}.5"] for i, one in enumerate(ids))]
+    path.write_text("".join(between.join(line) + "\n" for line in lines))
+    return path
+
+
+def recipe_of(format: Any, **how: Any) -> Recipe:
+    return Recipe(format, "label", (Categorical("user"),), (Numeric("price", standardise=True),), **how)
+
+
+PADDED = ["005", "006", "007", "NA"]
+
+
+@pytest.fixture
+def padded(job_memory: Callable[..., None], tmp_path: Path) -> Any:
+    """A model whose ids lose their meaning where a reader takes them for numbers, or for missing ones."""
+    return saved_of(job_memory, recipe_of("csv"), written(tmp_path / "a.csv", PADDED))
+
+
+def posted(app: Any, body: str, kind: str = "text/csv") -> tuple[int, str]:
+    """Status and text of the answer to a request."""
+    answers: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/invocations",
+        "raw_path": b"/invocations", "root_path": "", "scheme": "http", "query_string": b"",
+        "headers": [(b"content-type", kind.encode())], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    return answers[0]["status"], b"".join(one.get("body", b"") for one in answers).decode()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_csv_request_has_ids_as_they_are_written(padded: Any) -> None:
+    app = app_of(padded)
+    status, text = posted(app, "user,price\n007,2.5\nNA,3.5\n", "text/csv; charset=utf-8")
+    found = [one["score"] for one in json.loads(text)["predictions"]]
+    expected = padded.predict({"user": ["007", "NA", "?"], "price": ["2.5", "3.5", "2.5"]})["score"]
+    assert status == 200 and len(set(expected)) == 3 and np.array_equal(np.float32(found), expected[:2])
+    assert posted(app, "usr,price\n007,2.5\n")[0] == 400
+    assert posted(app, "user,price\n007,2.5,9\n")[0] == 400
+    assert posted(app, "user,user,price\n007,1,2.5\n") == (
+        400, "the request: column 'user' is there 2 times: rename one",
+    )  # fmt: skip
+
+
+def test_a_server_of_ids_reads_no_vocabulary(saved: Saved) -> None:
+    for vocabulary in (saved.url / "files").glob("*.arrow"):
+        vocabulary.unlink()
+    with pytest.raises(Damaged):
+        _Scorer(gba_hvd.open_model(saved.url), [], False)
+    _Scorer(gba_hvd.open_model(saved.url), [], True)
+
+
+def scored(model: Any, source: Path, **how: Any) -> pd.DataFrame:
+    out = source.with_name("out.parquet")
+    score_file(model, source, out, **how)
+    return pd.read_parquet(out)
+
+
+def test_a_tsv_file_is_written_as_the_input_was(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    source = written(tmp_path / "a.tsv", ['"u 5"', '"u 6"'], "\t")
+    model = saved_of(job_memory, recipe_of("csv", delimiter="\t"), source)
+    expected = model.predict({"user": ["u 5", "u 6"], "price": ["0.5", "1.5"]})["score"]
+    assert np.array_equal(scored(model, source)["score"], expected) and len(set(expected)) == 2
+
+
+def test_a_delimiter_of_several_characters_is_refused(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    source = written(tmp_path / "a.csv", PADDED, "::")
+    model = saved_of(job_memory, recipe_of("csv", delimiter="::"), source)
+    with pytest.raises(BadInput, match="has '::' between columns, and here a delimiter is one character"):
+        scored(model, source)
+
+
+def test_a_column_that_a_file_has_twice_is_refused(padded: Any, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("user,user,price\n007,006,2.5\n")
+    with pytest.raises(BadInput, match=r"in\.csv: column 'user' is there 2 times"):
+        scored(padded, source)
+
+
+def lines(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("".join(json.dumps({"user": "007", "price": 2.5, **row}) + "\n" for row in rows))
+    return path
+
+
+def test_columns_of_json_lines_are_copied_as_they_are(padded: Any, tmp_path: Path) -> None:
+    source = lines(tmp_path, {"k": 1}, {"k": None}, {"k": 3.0})
+    found = scored(padded, source, keep=["k", "price"], batch=1)
+    assert found["k"].dropna().tolist() == [1, 3] and found["price"].tolist() == [2.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1, 2.9], "truncated"),
+        ([1, True], "column 'k' has bool, and int64 in the lines before"),
+        ([10**30], "column 'k' cannot be copied"),
+    ],
+)
+def test_what_cannot_be_copied_is_named(padded: Any, tmp_path: Path, values: list[Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        scored(padded, lines(tmp_path, *({"k": one} for one in values)), keep=["k"], batch=1)
+
+
+def test_lists_and_scores_are_no_columns_to_copy(padded: Any, tmp_path: Path) -> None:
+    source = lines(tmp_path, {"k": [1, 2], "score": 1})
+    with pytest.raises(BadInput, match="column 'k' has lists, which a CSV file does not hold: write Parquet"):
+        score_file(padded, source, tmp_path / "out.csv", keep=["k"])
+    with pytest.raises(BadInput, match="--keep score: the scores have this name"):
+        scored(padded, source, keep=["score"])
+    assert scored(padded, source, keep=["k"])["k"].tolist()[0].tolist() == [1, 2]
+
+
+def test_a_misspelt_column_is_named_for_json_lines_too(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"label": i % 2, "user": i, "price": i}) + "\n" for i in range(4)))
+    model = saved_of(job_memory, recipe_of("jsonl"), source)
+    with pytest.raises(BadInput, match="no column 'user'; nearest: usr"):
+        model.predict({"usr": [1], "price": [1]})
+
+
+def test_an_example_that_the_encoder_does_not_have_is_refused(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    prepare(recipe_of("csv"), SplitFiles({"train": [written(tmp_path / "small.csv", PADDED[:1])]}), small)
+    with pytest.raises(BadInput, match="its table 'user' has 2 ids, and the example has id 3"):
+        RowEncoder.open(small).decoded({"user": [3]}, 1)
+    with pytest.raises(BadInput, match="'price' is column 0 of dense, and the example has 0 columns there"):
+        RowEncoder.open(small).decoded({"user": [1], "dense": np.zeros((1, 0))}, 1)
+
+
+def test_the_step_of_a_model_is_that_of_its_source(job_memory: Callable[..., None], tmp_path: Path) -> None:
+    source = written(tmp_path / "a.csv", PADDED)
+    model = saved_of(job_memory, recipe_of("csv"), source, source={"step": 120})
+    assert _source_of(model.manifest)[0] == 120
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:b"])
+def test_a_registered_name_that_mlflow_refuses_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="MLflow takes names without / and :"):
+        check_names("model log", "ctr", name, None)
