@@ -172,7 +172,7 @@ def renew(store: Store, claim: Claim, series: str = "") -> Claim:
 
 
 def after_renewals(store: Store, claim: Claim) -> Claim:
-    """The claim as the newest renewal without a letter has it: another process goes on from there."""
+    """The claim as the newest renewal without a letter has it: another process continues from there."""
     seen = claims_of(store.names(f"{claim.name}/"))
     numbers = [int(sign) for one in seen for sign in one.signs if sign.isdigit()]
     return replace(claim, signs=max(numbers, default=0))

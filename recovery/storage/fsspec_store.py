@@ -23,7 +23,7 @@ PACKAGES = {
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow",
 }  # fmt: skip
 _WITH_FOLDERS = ("sftp", "ssh", "smb", "hdfs", "ftp", "webhdfs")
-_WITH_BUCKETS = ("s3", "s3a")  # whose `info` of a bucket tells an empty one from none, with any credentials
+_WITH_BUCKETS = ("s3", "s3a")  # `info` of a bucket distinguishes an empty one from none
 _CREDENTIALS = "set the back end's usual variables (S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
 _CREDENTIALS += "Google: GOOGLE_APPLICATION_CREDENTIALS; Azure: AZURE_STORAGE_CONNECTION_STRING) or storage options"
 _REFUSED = ("Credential", "TokenRetrieval", "Authentication", "UnauthorizedSSO", "RefreshError")  # parts of class names

@@ -7,17 +7,28 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery.catalog.claims import Claim, check, claim, claims_of, is_free_again, release, renew
+from recovery.catalog.claims import (
+    Claim,
+    after_renewals,
+    check,
+    claim,
+    claims_of,
+    is_free_again,
+    release,
+    renew,
+)
 from recovery.catalog.writer_process import WriterProcess, started
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.format.manifest import Manifest, to_json
 from recovery.rows import Schema
+from recovery.storage.local_store import LocalStore
 from recovery.storage.store import Store
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
@@ -474,12 +485,12 @@ def test_of_many_that_claim_at_once_one_gets_through(writers: list[str], choices
 
 def test_a_process_goes_on_with_the_renewals_of_one_before_it(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    first = claims.claim(store, "job")
+    first = claim(store, "job")
     renewed = first
     for _ in range(3):
-        renewed = claims.renew(store, renewed)
-    claims.renew(store, first, "w")  # another process counts for itself
-    again = claims.after_renewals(store, first)
+        renewed = renew(store, renewed)
+    renew(store, first, "w")  # another process counts for itself
+    again = after_renewals(store, first)
     assert again.signs == 3
-    claims.renew(store, again)
+    renew(store, again)
     assert {name.rpartition("/")[2] for name in store.names(f"{first.name}/")} == {"000000", "000004", "w000001"}
