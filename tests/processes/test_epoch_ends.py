@@ -88,18 +88,21 @@ def test_a_rank_0_that_learned_of_the_end_first_costs_nothing(tmp_path: Path) ->
 def test_a_rank_0_that_is_killed_in_an_evaluation_loses_no_sample_no_score_and_no_best_checkpoint(
     tmp_path: Path, mode: str, epoch: int
 ) -> None:
-    plan = plan_of(tmp_path, {"point": "in an evaluation", "step": epoch, "rank": 0, "do": "kill"})
+    of = {"point": "in an evaluation", "step": epoch}
+    # The other one waits for that, so that rank 0 has a part of the evaluation in every mode.
+    plan = plan_of(tmp_path, {**of, "rank": 0, "do": "kill"}, {**of, "rank": 1, "do": "wait for", "file": "fault-0"})
     plan["gba"], plan["checkpoint"] = {"mode": mode}, plan["checkpoint"] | {"keep_best": "auc"}
     with cluster(tmp_path / "job", NEVER_SILENT, **plan) as job:
         job.start_elastic(NAMES[:2])
         assert job.wait(PATIENCE_S) == 0, job.log()
-        assert job.fired() == 1
+        assert (job.out / "fault-0").exists()
         job.assert_nothing_left()
         seconds = [line for line in job.notes("rank") if line["rank"] == 1]  # a late joiner may be that, too
         survivor = min(seconds, key=lambda line: line["time"])["pid"]
         (end,) = (line for line in job.notes("event") if line["event"] == "finished" and line["pid"] == survivor)
-        account = [end[f"samples_{what}"] for what in ("total", "applied", "dropped", "lost")]
-        assert (end["step"], account) == (22, [(LAST + 1) * 1000] * 2 + [0, 0])
+        total, applied, dropped, lost = (end[f"samples_{what}"] for what in ("total", "applied", "dropped", "lost"))
+        assert (end["step"], total, applied + dropped, lost) == (22, 2000, 2000, 0)
+        assert not dropped or mode == "gba"  # where one that is slow may be too late
         aucs = [line["auc"] for line in job.notes("auc") if line["pid"] == survivor]
         assert len(aucs) == LAST + 1 and {line["auc"] for line in job.notes("auc")} == set(aucs)
         best = best_chain(list(chains(open_store(tmp_path / "checkpoints"))))
