@@ -364,7 +364,7 @@ class SaveSchedule:
         intervals = self.callback.intervals(age_steps, age_s)
         if self._late.word(intervals >= _LATE_AT, now) is None:
             return
-        reason = why_not_ready() or self._last_failure
+        reason = why_not_ready() or self._failures.why
         if not reason:
             running = self._asked_s is not None
             reason = f"that of step {self._asked_step} is still being saved" if running else "none was begun"
@@ -375,11 +375,6 @@ class SaveSchedule:
         )
         facts = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
         engine.emit(Event("checkpoint_late", engine.progress.step, text, facts, level="warning"))
-
-    @property
-    def _last_failure(self) -> str:
-        """Why the newest save failed; empty: it did not."""
-        return self._failures.why
 
     def report_failure(self, text: str, why: str = "") -> None:
         facts = {"why": why or text}

@@ -307,24 +307,18 @@ def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHisto
 
     Otherwise what the newest runs are called, "id  name  job", to choose from.
     """
-    database = _database_file(uri)
-    if database is not None and not database.exists():
-        return []
-    client = MlflowClient(tracking_uri=uri)
-    run = _run_called(client, name)
-    if run is None:
+    client = _reader(uri)
+    run = None if client is None else _run_called(client, name)
+    if client is None or run is None:
         return newest_runs(uri)
     return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
 def run_ids_called(uri: str, name: str) -> list[str]:
     """Of the run with this id or job id (the latest of that job), or else of all with this name, newest first."""
-    database = _database_file(uri)
-    if database is not None and not database.exists():
-        return []
-    client = MlflowClient(tracking_uri=uri)
-    run = _run_called(client, name)
-    if run is None:
+    client = _reader(uri)
+    run = None if client is None else _run_called(client, name)
+    if client is None or run is None:
         return []
     if name in (run.info.run_id, run.data.tags.get(JOB_TAG)):
         return [str(run.info.run_id)]
@@ -357,16 +351,21 @@ def run_of_its_own(uri: str, experiment: str, name: str, run_id: str | None) -> 
 
 def newest_runs(uri: str, at_most: int = 10) -> list[str]:
     """What the newest runs are called, "id  name  job", newest first."""
-    database = _database_file(uri)
-    if database is not None and not database.exists():
+    client = _reader(uri)
+    if client is None:
         return []
-    client = MlflowClient(tracking_uri=uri)
     found = client.search_runs(_experiments(client), max_results=at_most, order_by=["attributes.start_time DESC"])
     return [f"{run.info.run_id}  {run.info.run_name}  {run.data.tags.get(JOB_TAG, '')}".rstrip() for run in found]
 
 
 def _experiments(client: MlflowClient) -> list[str]:
     return [experiment.experiment_id for experiment in client.search_experiments()]
+
+
+def _reader(uri: str) -> MlflowClient | None:
+    """A client that makes no database: None where there is none."""
+    database = _database_file(uri)
+    return None if database is not None and not database.exists() else MlflowClient(tracking_uri=uri)
 
 
 def _run_called(client: MlflowClient, name: str) -> Run | None:
