@@ -328,13 +328,34 @@ def _array(field: Spec, values: Any) -> np.ndarray:
         values = values.detach().cpu().numpy()
     try:
         found = np.asarray(values)
+        has_boolean = field["dtype"].startswith("int") and _has_boolean(values, found)
         if found.dtype == object:  # a column of lists, or of numbers of which some are null
             found = np.array([_with_nan(one) for one in found])
     except ValueError as error:
         raise BadInput(
             f"field {field['column']!r}: expected {described(field)}, got lists of different lengths"
         ) from error
+    if has_boolean:
+        raise BadInput(f"field {field['column']!r}: expected {field['dtype']}, got bool")
     return found
+
+
+def _has_boolean(values: Any, found: np.ndarray) -> bool:
+    """Whether a boolean is among these values, also where numpy made numbers of all, `found`."""
+    if found.dtype.kind not in "iufO" or (found.dtype != object and hasattr(values, "dtype")):
+        return found.dtype.kind == "b"
+    return any(
+        isinstance(one, bool) or getattr(getattr(one, "dtype", None), "kind", "") == "b" for one in _leaves(values)
+    )
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """The single values of a list, or of lists in it."""
+    for one in values:
+        if isinstance(one, (list, tuple)) or (isinstance(one, np.ndarray) and one.dtype == object):
+            yield from _leaves(one)
+        else:
+            yield one
 
 
 def _with_nan(value: Any) -> np.ndarray:
@@ -379,6 +400,8 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
             )
         if len(over := given[found.isinf() & ~given.isinf()]):
             raise BadInput(f"field {name!r}: {over[0].item()} does not fit into {field['dtype']}")
+        if len(infinite := found[found.isinf()]):
+            raise BadInput(f"field {name!r}: expected finite numbers, got {infinite[0].item()}")
     return found
 
 

@@ -27,6 +27,7 @@ from recovery.storage.store import Store
 
 FORMAT = 1
 _TWO_HASHES = 2  # of a model that has a table with two `shared_hashes`: readers of format 1 know none
+_WITH_ENCODER = 3  # of a model that has an encoder: earlier readers would take its requests for ids and numbers
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
@@ -280,23 +281,28 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
     if found != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
-    if document["format"] not in (FORMAT, _TWO_HASHES):
+    if document["format"] not in (FORMAT, _TWO_HASHES, _WITH_ENCODER):
         raise BadInput(
-            f"{name} is in format {document['format']}, and this program reads formats up to {_TWO_HASHES}: install "
+            f"{name} is in format {document['format']}, and this program reads formats up to {_WITH_ENCODER}: install "
             "the version of gba-hvd that saved it, or save the model again with this one"
         )
     try:
         manifest = msgspec.convert(document["model"], ModelManifest)
     except msgspec.ValidationError as error:
         raise Damaged(f"{name} makes no sense: {error}") from error
-    if document["format"] != _format_of(manifest):
-        raise Damaged(f"{name} makes no sense: format {document['format']} of another kind of tables")
+    if document["format"] not in (_format_of(manifest), _format_of_tables(manifest)):
+        raise Damaged(f"{name} makes no sense: format {document['format']} of another kind of model")
     for flaw in _flaws(manifest, name):
         raise Damaged(f"{name} makes no sense: {flaw}")
     return manifest
 
 
 def _format_of(manifest: ModelManifest) -> int:
+    return _format_of_tables(manifest) if manifest.encoder is None else _WITH_ENCODER
+
+
+def _format_of_tables(manifest: ModelManifest) -> int:
+    """Also of models with an encoder that were saved before these had a format."""
     return _TWO_HASHES if any(table.shared_hashes > 1 for table in manifest.tables) else FORMAT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,11 @@ def test_nan_is_taken_where_the_example_has_it() -> None:
     assert inputs.input_of(spec, {"x": [2.0, np.nan]}).isnan().tolist() == [False, True]
 
 
+def test_booleans_are_numbers_of_a_float_field() -> None:
+    spec = inputs.spec_of(torch.tensor([1.0, 2.0]), Model())
+    assert inputs.input_of(spec, {"x": [True, 2.5]}).tolist() == [1, 2.5]
+
+
 def test_a_matrix_may_come_in_columns_of_numbers() -> None:
     spec = inputs.spec_of(torch.randn(4, 2), Model())
     found = inputs.input_of(spec, {"x_0": [1.0, 2.0], "x_1": [3, 4]})
@@ -105,6 +111,12 @@ GOOD = {"user": [1, 2], "item": [3, 4], "history": [[1], []], "dense": [[0.5, 1.
         ({"dense": [[1.0], [2.0, 3.0]]}, r"field 'dense': expected \[2\] of float32, got lists of different lengths"),
         ({"dense": [[1.0, np.nan], [2.0, 3.0]]}, "field 'dense': NaN, and the example that the model was saved with"),
         ({"dense": [[1.0, 1e300], [2.0, 3.0]]}, r"field 'dense': 1e.300 does not fit into float32"),
+        ({"dense": [[1.0, 1.0], [2.0, -math.inf]]}, "field 'dense': expected finite numbers, got -inf"),
+        ({"user": [True, 7]}, "field 'user': expected int64, got bool"),
+        ({"user": np.array([False, None], object)}, "field 'user': expected int64, got bool"),
+        ({"user": np.array([True, False])}, "field 'user': expected int64, got bool"),
+        ({"history": [[1, True], [2]]}, "field 'history': expected int64, got bool"),
+        ({"history": [[True], [2]]}, "field 'history': expected int64, got bool"),
         ({"dense": [[1.0], [2.0]]}, r"field 'dense': expected \[B, 2\] of float32, got \[2, 1\]"),
         (
             {"dense": [1.0, 2.0]},

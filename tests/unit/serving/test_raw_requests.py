@@ -28,7 +28,7 @@ from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
 from gba_hvd.serving.log_model import check_names
 from gba_hvd.serving.log_saved import _source_of
-from gba_hvd.serving.manifest import read_manifest
+from gba_hvd.serving.manifest import _document, from_json, read_manifest, version_name
 from gba_hvd.serving.score_file import score_file
 from recovery.errors import Damaged
 from recovery.storage.open import open_store
@@ -276,6 +276,19 @@ def test_a_vocabulary_that_is_damaged_is_named(saved: Saved) -> None:
         opened.predict(saved.raw)
 
 
+def test_only_a_model_with_an_encoder_is_in_a_format_that_earlier_versions_refuse(saved: Saved) -> None:
+    how = saved.log_model
+    gba_hvd.save_model(saved.model, saved.url, build=how.build, arguments=how.arguments)
+    documents = [json.loads((saved.url / f"versions/00000{n}.json").read_bytes()) for n in (1, 2)]
+    assert [one["format"] for one in documents] == [3, 1]
+    assert gba_hvd.open_model(saved.url, version=1).encoder is not None
+    with_encoder, without = (one["model"] for one in documents)
+    assert from_json(_document(with_encoder, 1), "versions/000001.json").encoder is not None
+    for model, kind in ((with_encoder, 2), (without, 3)):
+        with pytest.raises(Damaged, match=f"format {kind} of another kind of model"):
+            from_json(_document(model, kind), version_name(model["version"]))
+
+
 def saved_of(job_memory: Callable[..., None], recipe: Recipe, path: Path, **how: Any) -> Any:
     """A model that was saved with the encoder of a file, open."""
     folder = path.parent
@@ -385,6 +398,36 @@ def lines(folder: Path, *rows: dict[str, Any]) -> Path:
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps({"user": "007", "price": 2.5, **row}) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def of_ids(job_memory: Callable[..., None], tmp_path: Path) -> Any:
+    """A model without an encoder."""
+    return saved_of(job_memory, recipe_of("csv"), written(tmp_path / "a.csv", PADDED), encoder=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ('"user": true', "field 'user': expected int64, got bool"),
+        ('"user": NaN', "field 'user': expected int64, got float64"),
+        ('"price": Infinity', "field 'price': expected finite numbers, got inf"),
+        ('"price": 1e999', "field 'price': expected finite numbers, got inf"),
+        ('"price": NaN', "field 'price': NaN, and the example that the model was saved with has none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_value_of_json_that_is_no_number_is_refused_in_files_and_requests(
+    of_ids: Any, tmp_path: Path, value: str, words: str
+) -> None:
+    good, bad = '{"user": 1, "price": 2.5}', f'{{"user": 1, "price": 2.5, {value}}}'
+    (tmp_path / "in.jsonl").write_text(f"{good}\n{bad}\n{good}\n")
+    with pytest.raises(BadInput, match=f"in.jsonl, line 2: {words}"):
+        scored(of_ids, tmp_path / "in.jsonl")
+    app, body = app_of(of_ids), f'{{"dataframe_records": [{good}, {bad}]}}'
+    status, text = posted(app, body, "application/json")
+    assert status == 400 and words in text
+    assert posted(app, body.replace(bad, good), "application/json")[0] == 200
 
 
 def test_columns_of_json_lines_are_copied_as_they_are(padded: Any, tmp_path: Path) -> None:
