@@ -6,10 +6,16 @@ From here on they are columns like those of a CSV or Parquet file. A name that a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+
+
+class NumberText(str):
+    """A number as it is written: 7 and 7.0 are two ids, and a large one loses no digit."""
+
+    __slots__ = ()
 
 
 def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array], dict[int, str]]:
@@ -21,14 +27,17 @@ def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array],
     return columns_of(rows, wanted, flaws), flaws
 
 
-def objects(data: bytes, *, numbers_as_text: bool = True) -> tuple[list[dict[str, Any]], dict[int, str]]:
+def objects(data: bytes, *, number: Callable[[str], Any] | None = str) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """The objects of whole lines, and what is wrong in which line; such a line has an empty object.
 
-    numbers_as_text: 7 and 7.0 are two ids then, and a large one loses no digit
+    number: makes a value of the text of a number, such as `str` or `NumberText`; None: a number of Python's
     """
     flaws: dict[int, str] = {}
-    how: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str) if numbers_as_text else {}
-    return [_row(line, i, how, flaws) for i, line in enumerate(data.split(b"\n")[:-1])], flaws
+    how: dict[str, Any] = (
+        {} if number is None else dict.fromkeys(("parse_int", "parse_float", "parse_constant"), number)
+    )
+    decode = json.JSONDecoder(**how).decode
+    return [_row(line, i, decode, flaws) for i, line in enumerate(data.split(b"\n")[:-1])], flaws
 
 
 def columns_of(
@@ -38,14 +47,23 @@ def columns_of(
     return {name: _column(rows, name, lists, flaws) for name, lists in wanted.items()}
 
 
+def with_numbers(value: Any) -> Any:
+    """A value of a line with numbers in place of `NumberText`."""
+    if isinstance(value, NumberText):
+        return json.loads(value)
+    if isinstance(value, list):
+        return [with_numbers(one) for one in value]
+    return {name: with_numbers(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
 def names_in(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The names in these objects, in the order in which they come."""
     return tuple(dict.fromkeys(name for row in rows for name in row))
 
 
-def _row(line: bytes, i: int, how: Mapping[str, Any], flaws: dict[int, str]) -> dict[str, Any]:
+def _row(line: bytes, i: int, decode: Callable[[str], Any], flaws: dict[int, str]) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"), **how)
+        row = decode(line.decode("utf-8"))
         if rb"\u" in line:  # half a surrogate pair is no text
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -77,4 +95,4 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
     return pa.array(texts, pa.list_(pa.string()) if is_list else pa.string())
 
 
-_TEXT: dict[type, Any] = {str: str, bool: lambda value: "true" if value else "false"}
+_TEXT: dict[type, Any] = {str: str, NumberText: str, bool: lambda value: "true" if value else "false"}

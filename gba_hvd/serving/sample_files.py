@@ -5,7 +5,7 @@ What a column has to hold is decided by the model; here a file must be whole, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +26,14 @@ _SHOWN = 5  # bad lines in an error
 class Samples:
     """Consecutive samples of a file.
 
-    columns: by name n values: an array of pyarrow, or of JSON lines a list of what JSON has. first: number of the first
-    sample, from 0, or of its line, from 1, as `unit` says. parsed: `columns` without what is as written
+    columns: by name n values: an array of pyarrow, or of JSON lines a list of what JSON has; numbers of raw rows are
+    `NumberText` there. first: number of the first sample, from 0, or of its line, from 1, as `unit` says
     """
 
     n: int
     columns: Mapping[str, Any]
     unit: str
     first: int
-    parsed: Mapping[str, Any]
 
     def where(self, at: int) -> str:
         return f"{self.unit} {self.first + at}"
@@ -42,6 +41,13 @@ class Samples:
     @property
     def range(self) -> str:
         return f"{self.unit}s {self.first} to {self.first + self.n - 1}"
+
+    def parsed(self, name: str) -> Any:
+        """A column, of JSON lines with numbers."""
+        from gba_hvd.data.json_lines import with_numbers
+
+        values = self.columns[name]
+        return with_numbers(values) if isinstance(values, list) else values
 
 
 def kind_of(path: Path) -> str:
@@ -79,18 +85,18 @@ def read_samples(
     """Parts of at most `batch` samples.
 
     texts: columns of a CSV file that are no numbers. plain: columns of JSON lines that must not hold objects.
-    encoder: of the raw rows that the file has: `texts` are also columns of JSON lines whose numbers are wanted as the
-    text that the file has, and its input says how a text file is written.
+    encoder: of the raw rows that the file has: numbers of JSON lines are wanted as the text that the file has, and its
+    input says how a text file is written.
     Raises BadInput for a file that is damaged, or has a column twice, a line that is no JSON object, and such a column
     of objects.
     """
     if kind_of(path) == ".jsonl":
-        yield from _json_lines(path, batch, plain, () if encoder is None else texts)
+        yield from _json_lines(path, batch, plain, is_raw=encoder is not None)
         return
     first = 0
     for part in _arrow_batches(path, batch, texts, encoder):
         columns = _by_name(part, str(path))
-        yield Samples(part.num_rows, columns, "sample", first, columns)
+        yield Samples(part.num_rows, columns, "sample", first)
         first += part.num_rows
 
 
@@ -158,7 +164,7 @@ def _by_name(part: Any, where: str) -> dict[str, Any]:
     return dict(zip(names, part.columns, strict=True))
 
 
-def _json_lines(path: Path, batch: int, plain: Collection[str], texts: Collection[str]) -> Iterator[Samples]:
+def _json_lines(path: Path, batch: int, plain: Collection[str], *, is_raw: bool) -> Iterator[Samples]:
     from gba_hvd.data import json_lines
     from gba_hvd.data.nested_json import nested_columns
     from gba_hvd.data.sources import BOM, find_files, read_blocks
@@ -167,22 +173,17 @@ def _json_lines(path: Path, batch: int, plain: Collection[str], texts: Collectio
     names: dict[str, None] = {}
     for block in read_blocks(path):
         data = block.data.removeprefix(BOM)
-        rows, flaws = json_lines.objects(data, numbers_as_text=False)
+        rows, flaws = json_lines.objects(data, number=json_lines.NumberText if is_raw else None)
         if flaws:
             raise BadInput(_flawed(path, block.first_line, flaws))
         names |= dict.fromkeys(json_lines.names_in(rows))
         nested = nested_columns(rows, first_line=block.first_line, may_ignore=False)
         if found := [why for name, why in nested.items() if name in plain]:
             raise BadInput(f"{path}: {found[0]}")
-        written = json_lines.objects(data)[0] if texts else rows
         for at in range(0, len(rows), batch):
-            parsed = _columns(rows[at : at + batch], names)
-            columns = parsed | _columns(written[at : at + batch], [name for name in names if name in texts])
-            yield Samples(len(rows[at : at + batch]), columns, "line", block.first_line + at, parsed)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    return {name: [row.get(name) for row in rows] for name in names}
+            some = rows[at : at + batch]
+            columns = {name: [row.get(name) for row in some] for name in names}
+            yield Samples(len(some), columns, "line", block.first_line + at)
 
 
 def _flawed(path: Path, first_line: int, flaws: Mapping[int, str]) -> str:

@@ -151,10 +151,10 @@ def _kept(part: Samples, name: str, schema: Any, source: Path) -> Any:
     """A column to copy, as an array of pyarrow. schema: of the file so far; None: this is its first part."""
     import pyarrow
 
-    values = part.parsed[name]
-    if not isinstance(values, list):
-        return values
+    if not isinstance(part.columns[name], list):
+        return part.columns[name]
     kind = None if schema is None else schema.field(name).type
+    values = _parsed(part, name, source)
     try:
         found = pyarrow.array(values)
         if kind is not None and not _may_become(found.type, kind):
@@ -165,6 +165,13 @@ def _kept(part: Samples, name: str, schema: Any, source: Path) -> Any:
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError, OverflowError) as error:
         expected = "" if kind is None else f", expected {kind} as in the lines before"
         raise BadInput(f"{source}, {part.range}: column {name!r} cannot be copied: {error}{expected}") from error
+
+
+def _parsed(part: Samples, name: str, source: Path) -> Any:
+    try:
+        return part.parsed(name)
+    except ValueError as error:  # a number of thousands of digits
+        raise BadInput(f"{source}, {part.range}: column {name!r} cannot be copied: {error}") from error
 
 
 def _may_become(kind: Any, other: Any) -> bool:

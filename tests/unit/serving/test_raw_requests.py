@@ -22,7 +22,18 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput
-from gba_hvd.data import Categorical, ClickLog, Hashed, Identity, Numeric, Recipe, RowEncoder, SplitFiles, prepare
+from gba_hvd.data import (
+    Categorical,
+    ClickLog,
+    Hashed,
+    Identity,
+    Numeric,
+    Recipe,
+    RowEncoder,
+    SplitFiles,
+    json_lines,
+    prepare,
+)
 from gba_hvd.data.encoding import VocabularyEncoder
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
@@ -434,6 +445,26 @@ def test_columns_of_json_lines_are_copied_as_they_are(padded: Any, tmp_path: Pat
     source = lines(tmp_path, {"k": 1}, {"k": None}, {"k": 3.0})
     found = scored(padded, source, keep=["k", "price"], batch=1)
     assert found["k"].dropna().tolist() == [1, 3] and found["price"].tolist() == [2.5] * 3
+
+
+def test_a_line_of_raw_values_is_parsed_once(padded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, objects = [], json_lines.objects
+
+    def counted(data: bytes, **how: Any) -> Any:
+        parsed.append(data.count(b"\n"))
+        return objects(data, **how)
+
+    monkeypatch.setattr(json_lines, "objects", counted)
+    found = scored(padded, lines(tmp_path, {"k": [1, 2.5]}, {"k": ["a"][:0]}), keep=["k", "price"])
+    assert parsed == [2] and found["price"].tolist() == [2.5, 2.5] and found["k"][0].tolist() == [1, 2.5]
+
+
+def test_a_number_that_python_does_not_read_is_no_column_to_copy(padded: Any, tmp_path: Path) -> None:
+    source = lines(tmp_path, {"k": 7})
+    source.write_text(source.read_text().replace('"k": 7', f'"k": {"7" * 5000}'))
+    assert len(scored(padded, source)) == 1
+    with pytest.raises(BadInput, match="column 'k' cannot be copied: Exceeds the limit"):
+        scored(padded, source, keep=["k"])
 
 
 @pytest.mark.parametrize(
