@@ -20,7 +20,7 @@ from gba_hvd.data import json_lines
 from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
-from gba_hvd.data.encoding import Encoder, Scaler, VocabularyEncoder, encoder_of
+from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.parquet_columns import is_list
 from gba_hvd.data.prepare import Encoders, vocabulary_path
 from gba_hvd.data.raw_rows import RawRows, one_array
@@ -119,6 +119,10 @@ class RowEncoder:
     def raw_columns(self) -> tuple[str, ...]:
         """The columns that raw rows need."""
         return tuple(self._wanted)
+
+    def has_ids_of_input(self, table: str) -> bool:
+        """Whether the ids of a table are whole numbers of the input, the same in any data."""
+        return isinstance(self._encoders.tables[table], IdentityEncoder)
 
     @property
     def multi_valued(self) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def open_model(
     encoder, read = manifest.encoder, None
     if encoder is not None:
         facts = read_facts(store, encoder)
-        columns, read = facts["example"], functools.partial(read_encoder, store, encoder, facts)
+        columns, read = facts["example"], functools.partial(read_encoder, store, encoder, facts, own)
     return OpenModel(module.to(device), manifest, columns, torch.device(device), read)
 
 

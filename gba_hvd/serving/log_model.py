@@ -96,7 +96,8 @@ class LogModel:
         """Raises BadInput for what would be refused at the end of the training."""
         spec = inputs.spec_of(self.input_example, model, self.dense_names)
         if self.encoder is not None:
-            encoder = encoder_to_store(self.encoder, spec, inputs.columns_of(spec, self.input_example), {}).encoder
+            example = inputs.columns_of(spec, self.input_example)
+            encoder = encoder_to_store(self.encoder, spec, example, tables_in(model)).encoder
             encoder.drop_indexes()  # every worker keeps the encoder, and only the chief has further use for it
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)

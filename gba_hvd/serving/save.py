@@ -140,7 +140,7 @@ def save_model(
     stored_as = stand_ins(list(rows.values()))
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    made = None if encoder is None else encoder_to_store(encoder, spec, example, stored_as)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
             fresh.to(devices.pop())
@@ -195,7 +195,7 @@ def export_model(
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    made = None if encoder is None else encoder_to_store(encoder, spec, example, stored_as)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None

@@ -7,7 +7,7 @@ vocabulary, compressed: a version writes those that no other has.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
 from gba_hvd.serving import inputs
-from gba_hvd.serving.manifest import StoredEncoder, StoredTable
+from gba_hvd.serving.manifest import StoredEncoder
 from gba_hvd.serving.stored_bytes import get_verified, put_file
 from recovery.errors import Damaged
 from recovery.storage.store import Store
 
 if TYPE_CHECKING:
     from gba_hvd.data.row_encoder import RowEncoder
+    from gba_hvd.embedding.tables import EmbeddingTables
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def opened_encoder(encoder: RowEncoder | str | Path) -> RowEncoder:
 
 def encoder_to_store(
     given: RowEncoder | str | Path, spec: inputs.Spec | None, example: Mapping[str, Any] | None,
-    tables: Mapping[str, StoredTable],
+    tables: Sequence[EmbeddingTables],
 ) -> EncoderToStore:  # fmt: skip
     """Raises BadInput where rows of the encoder do not become the model's input.
 
@@ -56,12 +57,7 @@ def encoder_to_store(
     encoder = opened_encoder(given)
     if spec is None or example is None:
         raise BadInput("encoder needs input_example, which describes the fields of a request")
-    for name, rows in encoder.tables.items():
-        if name in tables and not tables[name].is_hashed and tables[name].n_rows < rows:
-            raise BadInput(
-                f"encoder: its table {name!r} has {rows:,} ids, and that of the model {tables[name].n_rows:,} rows: it "
-                "is of other data than the model was trained on"
-            )
+    check_sizes(encoder, tables)
     fields = list(inputs.fields(spec))
     if padded := [one["column"] for one in fields if one["column"] in encoder.multi_valued and not one["is_bag"]]:
         raise BadInput(
@@ -79,6 +75,35 @@ def encoder_to_store(
     return EncoderToStore(encoder, raw)
 
 
+def check_sizes(encoder: RowEncoder, tables: Sequence[EmbeddingTables]) -> None:
+    """Raises BadInput where the encoder numbers the values of a field otherwise than the model's table has rows.
+
+    A table that several fields look up has the rows of the largest. Of ids that are whole numbers of the input, a table
+    may have more. A field that the model looks up by another name, as converted models do, counts for the table of its
+    name.
+    """
+    for (_, n_rows), fields in _fields_of_tables(encoder, tables).items():
+        sizes = {field: encoder.tables[encoder.features[field]] for field in fields}
+        field = max(sizes, key=sizes.__getitem__)
+        may_be_fewer = any(encoder.has_ids_of_input(encoder.features[one]) for one in fields)
+        if sizes[field] > n_rows or (sizes[field] < n_rows and not may_be_fewer):
+            raise BadInput(
+                f"encoder: feature {field!r} has {sizes[field]:,} ids, and its table in the model {n_rows:,} rows: the "
+                "encoder is of other data than the model was trained on. Give that of its own data, or leave it out"
+            )
+
+
+def _fields_of_tables(encoder: RowEncoder, tables: Sequence[EmbeddingTables]) -> dict[tuple[str, int], list[str]]:
+    """The encoder's fields by name and rows of the numbered table that has their ids."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for one in tables:
+        for field, table in encoder.features.items():
+            name = one.features[field].table if field in one.features else table
+            if name in one.tables and one.tables[name].n_rows:
+                found.setdefault((name, one.tables[name].n_rows), []).append(field)
+    return found
+
+
 def put_encoder(store: Store, made: EncoderToStore) -> StoredEncoder:
     facts = {**made.encoder.facts, "example": made.example}
     file = put_file(store, [json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()], "json")
@@ -93,8 +118,10 @@ def read_facts(store: Store, stored: StoredEncoder) -> dict[str, Any]:
     return found
 
 
-def read_encoder(store: Store, stored: StoredEncoder, facts: Mapping[str, Any]) -> RowEncoder:
-    """Raises Damaged where a vocabulary is, or is gone."""
+def read_encoder(
+    store: Store, stored: StoredEncoder, facts: Mapping[str, Any], tables: Sequence[EmbeddingTables]
+) -> RowEncoder:
+    """Raises Damaged where a vocabulary is, or is gone, and BadInput for an encoder that does not fit the tables."""
     with extra("data", "pyarrow", "raw values of a request need"):
         import pyarrow
 
@@ -107,9 +134,11 @@ def read_encoder(store: Store, stored: StoredEncoder, facts: Mapping[str, Any]) 
         return one_array(pyarrow.ipc.open_file(pyarrow.py_buffer(data)).read_all()["value"])
 
     try:
-        return RowEncoder.of(facts, vocabulary)
+        encoder = RowEncoder.of(facts, vocabulary)
     except (KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
         raise Damaged(f"{store.url}: the encoder of raw values, {stored.file.name}, makes no sense: {error}") from error
+    check_sizes(encoder, tables)
+    return encoder
 
 
 def _packed(values: Any) -> list[bytes]:

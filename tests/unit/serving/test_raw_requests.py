@@ -259,19 +259,52 @@ def test_an_encoder_of_other_data_is_refused(saved: Saved) -> None:
         dataclasses.replace(log_model, input_example=gba_hvd.Batch(lists, one.dense, one.label)).check(saved.model)
 
 
-def test_an_encoder_with_more_ids_than_the_model_has_rows_is_refused(
-    saved: Saved, job_memory: Callable[..., None]
-) -> None:
+def of_size(saved: Saved, job_memory: Callable[..., None], **rows: int) -> tuple[Any, dict[str, Any]]:
+    """A model whose tables have other rows, and how to save it without an encoder."""
     assert saved.log_model.arguments is not None
     sizes = {**saved.log_model.arguments}
-    sizes["rows"] = {**sizes["rows"], "user": 2}
+    sizes["rows"] = {**sizes["rows"], **rows}
     model = OfStore(**sizes)
     job_memory(model.tables)
     one = saved.log_model.input_example
     few = gba_hvd.Batch({**one.ids, "user": torch.ones(2, dtype=torch.int64)}, one.dense, one.label)
-    how: dict[str, Any] = {"build": saved.log_model.build, "arguments": sizes, "input_example": few}
-    with pytest.raises(BadInput, match="its table 'user' has 3 ids, and that of the model 2 rows"):
+    return model, {"build": saved.log_model.build, "arguments": sizes, "input_example": few}
+
+
+SIZES = [({"user": 2}, "'user' has 3 ids, .* 2 rows"), ({"user": 4}, "'user' has 3 ids, .* 4 rows"),
+         ({"item": 51}, "'item' has 50 ids, .* 51 rows"), ({"age": 4}, "'age' has 5 ids, .* 4 rows")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "words"), SIZES)
+def test_an_encoder_of_another_size_is_refused_where_it_is_saved(
+    saved: Saved, job_memory: Callable[..., None], rows: dict[str, int], words: str
+) -> None:
+    model, how = of_size(saved, job_memory, **rows)
+    encoder = saved.log_model.encoder
+    with pytest.raises(BadInput, match=f"encoder: feature {words}"):
+        gba_hvd.save_model(model, saved.url, encoder=encoder, **how)
+    with pytest.raises(BadInput, match=f"encoder: feature {words}"):
+        dataclasses.replace(saved.log_model, arguments=how["arguments"]).check(model)
+
+
+def test_an_encoder_of_another_size_is_refused_before_it_makes_ids(
+    saved: Saved, job_memory: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, how = of_size(saved, job_memory, user=4)
+    with monkeypatch.context() as patched:
+        patched.setattr("gba_hvd.serving.stored_encoder.check_sizes", lambda encoder, tables: None)
         gba_hvd.save_model(model, saved.url, encoder=saved.log_model.encoder, **how)
+    opened = gba_hvd.open_model(saved.url)
+    for use in (lambda: opened.predict(saved.raw), lambda: app_of(opened)):
+        with pytest.raises(BadInput, match="encoder: feature 'user' has 3 ids, and its table in the model 4 rows"):
+            use()
+    assert len(opened.predict(saved.columns, encoded=True)["score"]) == 3
+
+
+def test_a_table_may_have_more_rows_than_ids_of_the_input(saved: Saved, job_memory: Callable[..., None]) -> None:
+    model, how = of_size(saved, job_memory, age=9)
+    gba_hvd.save_model(model, saved.url, encoder=saved.log_model.encoder, **how)
+    assert len(gba_hvd.open_model(saved.url).predict(saved.raw)["score"]) == 3
 
 
 def test_a_vocabulary_that_is_damaged_is_named(saved: Saved) -> None:
