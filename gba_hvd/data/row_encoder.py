@@ -6,7 +6,7 @@ The rows become the columns that `raw_rows` reads from a file of the dataset's f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gba_hvd.data import json_lines
 from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
+from gba_hvd.data.doubtful_values import first_of, text_read_as
 from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.parquet_columns import is_list
 from gba_hvd.data.prepare import Encoders, vocabulary_path
@@ -49,7 +50,8 @@ class RowEncoder:
 
     `open` raises BadInput for a dataset that is missing or damaged. `columns` and `batch` raise it for a row that
     `prepare` would leave out as malformed, for a column that is not there, and for a value whose text in the input is
-    not known, such as 7.0, which may have been `7`, where the input was text.
+    not known, such as 7.0, which may have been `7`, where the input was text, and a number where a vocabulary has texts
+    such as "007".
     """
 
     def __init__(self, recipe: Recipe, encoders: Encoders) -> None:
@@ -58,6 +60,7 @@ class RowEncoder:
         self.dense_names = tuple(n.name for n in recipe.numeric)
         self._recipe, self._encoders = recipe, encoders
         self._wanted = [name for name in recipe.used if name not in recipe.labels]
+        self._read_as: dict[tuple[str, str], str | None] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> RowEncoder:
@@ -137,6 +140,30 @@ class RowEncoder:
             raise BadInput(f"the columns of a request need one number of samples, got {lengths}")
         return self._columns(self._raw({name: columns[name] for name in self._wanted}))
 
+    def refuse_nan_of_text(self, columns: Mapping[str, Any]) -> None:
+        """Raises BadInput for NaN in a column of a vocabulary that has a text such as "NA", of which pandas, where it
+        reads CSV, makes NaN."""
+        for name, value, text in self._doubtful("NaN", columns):
+            raise BadInput(
+                f"column {name!r}: {value} is a missing value, or in CSV the text {text!r}, which is an id of the "
+                "training data: give '' where a value is missing, and the request as JSON"
+            )
+
+    def _doubtful(self, kind: str, columns: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+        """Columns with a value that may be a text of the vocabulary, the value, and such a text."""
+        for field in self._recipe.categorical:
+            if field.part is None and not field.is_list and field.name in columns:
+                text = self._text_read_as(kind, field.of_table)
+                if text is not None and (value := first_of(kind, columns[field.name])) is not None:
+                    yield field.name, value, text
+
+    def _text_read_as(self, kind: str, table: str) -> str | None:
+        if (table, kind) not in self._read_as:
+            encoder = self._encoders.tables[table]
+            texts = encoder.values if isinstance(encoder, VocabularyEncoder) else None
+            self._read_as[table, kind] = None if texts is None else text_read_as(kind, texts)
+        return self._read_as[table, kind]
+
     def drop_indexes(self) -> None:
         """Free what the first rows made of the vocabularies; the next ones make it again."""
         for one in self._encoders.tables.values():
@@ -188,6 +215,12 @@ class RowEncoder:
 
     def _raw(self, by_name: Mapping[str, Any]) -> RawRows:
         n = len(next(iter(by_name.values())))
+        for kind in ("number", "boolean"):
+            for name, value, text in self._doubtful(kind, by_name):
+                raise BadInput(
+                    f"column {name!r}: {value!r} is a {kind}, and the ids of the training data are texts such as "
+                    f"{text!r}: give the text (pandas.read_csv(..., dtype=str, keep_default_na=False); JSON: in quotes)"
+                )
         try:
             columns = self._typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
         except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
@@ -275,9 +308,9 @@ def _whole(column: pa.Array, name: str) -> pa.Array:
     numbers = column.drop_null().to_numpy(zero_copy_only=False)
     if not np.array_equal(numbers, np.trunc(numbers)):
         return column  # such as 2.5, whose text is the same in a file
-    if np.any(np.abs(numbers) > _WHOLE_IN_FLOAT64):
+    if np.any(np.abs(numbers) >= _WHOLE_IN_FLOAT64):  # 2**53 may have been 2**53 + 1
         raise BadInput(
-            f"column {name!r}: ids are floats, which have changed whole numbers above 2**53: give them as int64 "
+            f"column {name!r}: ids are floats, which have changed whole numbers from 2**53 on: give them as int64 "
             "(pandas: Int64, where some are missing) or as text"
         )
     return column.cast(pa.int64())

@@ -17,7 +17,7 @@ class SavedModel(PythonModel):
         from gba_hvd.serving.load import open_model
 
         self._model = open_model(context.artifacts["model"])
-        _ = self._model.encoder  # read now, not by the first request
+        self._encoder = self._model.encoder  # read now, not by the first request
 
     def predict(
         self, context: PythonModelContext, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
@@ -25,6 +25,8 @@ class SavedModel(PythonModel):
         from gba_hvd.errors import BadInput
 
         try:
+            if self._encoder is not None:
+                self._encoder.refuse_nan_of_text(model_input)
             return pandas.DataFrame(self._model.predict(model_input))
         except BadInput as error:  # what a server answers with status 400; any other error has no text there
             raise MlflowException.invalid_parameter_value(str(error)) from error

@@ -282,7 +282,8 @@ def test_ids_that_pandas_makes_floats_of_are_whole_numbers(tmp_path: Path) -> No
     found = its.columns(pd.DataFrame({"user": [*big, None]}))["user"]
     assert found[3] == 0 and len(set(found)) == 4
     assert np.array_equal(found[:3], its.columns(pd.DataFrame({"user": big}))["user"])
-    with pytest.raises(
-        BadInput, match=r"column 'user': ids are floats, which have changed whole numbers above 2\*\*53"
-    ):
-        its.columns(pd.DataFrame({"user": [2**60 + 1, None]}))
+    for changed in (2**53 + 1, -(2**53) - 1, 2**60 + 1):
+        with pytest.raises(
+            BadInput, match=r"column 'user': ids are floats, which have changed whole numbers from 2\*\*53 on"
+        ):
+            its.columns(pd.DataFrame({"user": [changed, None]}))

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
 
 import gba_hvd
 from gba_hvd import BadInput
@@ -40,6 +44,7 @@ from gba_hvd.serving.http_server import _Scorer, app_of
 from gba_hvd.serving.log_model import check_names
 from gba_hvd.serving.log_saved import _source_of
 from gba_hvd.serving.manifest import _document, from_json, read_manifest, version_name
+from gba_hvd.serving.pyfunc_model import SavedModel
 from gba_hvd.serving.score_file import score_file
 from recovery.errors import Damaged
 from recovery.storage.open import open_store
@@ -368,6 +373,30 @@ PADDED = ["005", "006", "007", "NA"]
 def padded(job_memory: Callable[..., None], tmp_path: Path) -> Any:
     """A model whose ids lose their meaning where a reader takes them for numbers, or for missing ones."""
     return saved_of(job_memory, recipe_of("csv"), written(tmp_path / "a.csv", PADDED))
+
+
+@pytest.mark.parametrize("value", [7, np.int64(7), 7.5])
+def test_a_number_is_refused_where_an_id_has_zeros_before_it(padded: Any, value: Any) -> None:
+    for ids in ([value], pd.Series([value]), np.array([value]), pa.array([value]), pa.chunked_array([[value]])):
+        with pytest.raises(BadInput, match=r"column 'user': .* is a number, .* texts such as '00[567]': give the text"):
+            padded.predict({"user": ids, "price": [1]})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_frame_that_mlflow_made_of_csv_is_refused_where_it_lost_ids(padded: Any, tmp_path: Path) -> None:
+    served = SavedModel()
+    served.load_context(SimpleNamespace(artifacts={"model": str(tmp_path / "model")}))  # type: ignore[arg-type]
+
+    def scores(users: str, **how: Any) -> Any:
+        lines = "".join(f"{user},1\n" for user in users.split())
+        return served.predict(cast(Any, None), pd.read_csv(io.StringIO(f"user,price\n{lines}"), **how))["score"]
+
+    with pytest.raises(MlflowException, match="column 'user': 7 is a number"):
+        scores("007 006")
+    with pytest.raises(MlflowException, match="nan is a missing value, or in CSV the text 'NA', which is an id"):
+        scores("NA u7")
+    expected = padded.predict({"user": ["007", "NA"], "price": [1, 1]})["score"]
+    assert np.array_equal(scores("007 NA", dtype={"user": str}, keep_default_na=False), expected)
 
 
 def posted(app: Any, body: str, kind: str = "text/csv") -> tuple[int, str]:
