@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 _NUMBER = r"^ *[+-]?[0-9]+(\.[0-9]*)? *$"
-_AS_PRINTED = r"^(0|-?[1-9][0-9]*|-?(0|[1-9][0-9]*)\.[0-9]*[1-9])$"
+_AS_PRINTED = r"^(-?0|-?[1-9][0-9]*|-?(0|[1-9][0-9]*)\.[0-9]*[1-9])$"
 _MISSING = (
     "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
     "NaN", "None", "n/a", "nan", "null",
