@@ -43,7 +43,7 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, reaper, sweep
 from gba_hvd.shm import job_folder as folders
-from gba_hvd.shm.host_identity import Host, take_from
+from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
@@ -56,6 +56,7 @@ _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
 _LOOK_AT_WRITER_S = 0.02  # whether it lives, while a step of its shards is waited for
 _NO_PROCESS = -1
+UNSEEN = 0  # in place of the number of a process that holds a lock in another namespace of processes
 _STOPPED_S = 1.0
 _BYTES_OF_A_THREAD = 64 << 20  # that it initialises in about a quarter of a second
 _ROOM = (
@@ -594,15 +595,20 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        raise ShardMemoryError(in_use(folder, lock_owners(folder / "alive") - {os.getpid()}, what))
+        others = lock_owners(folder / "alive") - {os.getpid()}
+        raise ShardMemoryError(in_use(folder, others or {UNSEEN}, what))
     if os.fstat(alive_fd).st_nlink == 0:
         raise FileNotFoundError(folder)
 
 
 def in_use(folder: Path, pids: Iterable[int], what: str = "") -> str:
     """Why a job cannot have the memory that these processes live in. what: it holds, if that matters"""
-    found = sorted(pids)
-    who = f" (process{'es' if len(found) > 1 else ''} {', '.join(map(str, found))})" if found else ""
+    found = sorted(set(pids) - {UNSEEN})
+    if found:
+        who = f" (process{'es' if len(found) > 1 else ''} {', '.join(map(str, found))})"
+    else:
+        where = elsewhere(folder)
+        who = f" in {where}, which shares {folder.parent} with this one," if where else ""
     return (
         f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
         "GBA_HVD_JOB_ID, or another GBA_HVD_SHARD_DIR; if it is the old one of this job, end it first. Do not "
@@ -613,11 +619,12 @@ def in_use(folder: Path, pids: Iterable[int], what: str = "") -> str:
 def users_of(folder: Path, owner: str) -> set[int]:
     """Processes of this machine that live in this memory, where it is another job's than `owner`'s.
 
-    Raises FileNotFoundError when there is no memory, ShardMemoryError when the folder cannot be trusted.
+    `UNSEEN` stands for those that the kernel does not name here. Raises FileNotFoundError when there is no memory,
+    ShardMemoryError when the folder cannot be trusted.
     """
     if no_process_lives(folder) or (owner and owner == _owner_of(folder)):
         return set()
-    return lock_owners(folder / "alive")
+    return lock_owners(folder / "alive") or {UNSEEN}
 
 
 def lock_owners(path: Path) -> set[int]:
