@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.config import Config
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.shm import job_board
+from gba_hvd.shm.host_identity import elsewhere
 from gba_hvd.shm.job_board import bases_in_use
 from gba_hvd.shm.job_folder import is_ours, job_folder
 
@@ -188,7 +189,15 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
-    """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
+    """What the job's server reports, and what its board says beside that; of a job without servers, the board alone.
+
+    "container": that its processes are of, where it is another one than this process's
+    """
+    container = elsewhere(folder)
+    return {**_report_of(folder, timeout_s), **({"container": container} if container else {})}
+
+
+def _report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     shown = job_board.read(folder)
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet
