@@ -96,7 +96,7 @@ def run_ps(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    report = report_of(find_job(bases_of(args), args.of or args.job), args.timeout)
+    report = report_of(find_job(bases_of(args), args.job if args.of is None else args.of), args.timeout)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
