@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.config import Config
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.shm import job_board
+from gba_hvd.shm.host_identity import elsewhere
 from gba_hvd.shm.job_board import bases_in_use
 from gba_hvd.shm.job_folder import is_ours, job_folder
 
@@ -42,6 +43,10 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
 
     everywhere = [path for jobs in running for path in jobs]
     looked = ", ".join(map(str, bases))
+    if job_id is not None and not job_id.strip():
+        raise BadInput(
+            f"the job's id or name is empty: expected one that `gba-hvd ps` lists; {_running_here(everywhere)}"
+        )
     if job_id is None:
         found = first(lambda path: True)
         if len(found) == 1:
@@ -62,11 +67,19 @@ def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
         raise BadInput(f"{len(named)} jobs of the name {job_id!r} run on this host, say which by its id: {ids}")
     dead = False
     near = get_close_matches(job_id, [*map(_id_of, everywhere), *map(_name_of, everywhere)], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"running here: {_listed(everywhere) or 'none'}"
+    hint = f"did you mean {near[0]!r}?" if near else _running_here(everywhere)
     with suppress(BadInput):
         dead = any(job_folder(base, job_id).is_dir() for base in bases)
-    what = "has no living worker on this host" if dead else f"does not run here ({looked})"
+    what = (
+        "has no living worker on this host"
+        if dead
+        else f"does not run here ({looked}; `gba-hvd report` is for runs in MLflow)"
+    )
     raise BadInput(f"job {job_id!r} {what}; {hint}")
+
+
+def _running_here(folders: Sequence[Path]) -> str:
+    return f"running here: {_listed(folders) or 'none'}"
 
 
 def _jobs(base: Path) -> Iterator[Path]:
@@ -188,7 +201,15 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
-    """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
+    """What the job's server reports, and what its board says beside that; of a job without servers, the board alone.
+
+    "container": that its processes are of, where it is another one than this process's
+    """
+    container = elsewhere(folder)
+    return {**_report_of(folder, timeout_s), **({"container": container} if container else {})}
+
+
+def _report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     shown = job_board.read(folder)
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet

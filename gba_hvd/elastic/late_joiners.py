@@ -91,6 +91,7 @@ class LateJoiners:
         if not joined.asynchronous:
             raise GbaError("the others have left the asynchronous mode")
         world.broadcast("snapshot", state.snapshot if world.rank == joined.source else None, joined.source)
+        state.meet_clocks(world, joined.source)
         lost = None if engine.model.compression is None else engine.model.compression.count_lost(world, True)
         self._met.append((joined, world, lost, engine.forming.end(), neighbours))
         if engine.mode is not None and engine.mode.servers is not None:
@@ -101,11 +102,11 @@ class LateJoiners:
         """A late joiner's part, before its training."""
         engine, world = self._engine, self._engine.world
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)
+        _, engine.progress.launched_unix_s = self._state.meet_clocks(world, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
         engine.rollback.load(state["rollback"])
         engine.reports.pauses.load_state_dict(state["pauses"], with_open=False)
-        engine.progress.launched_unix_s = state["launched_unix_s"]
         engine.progress.n_reported = state["n_reported"]
         if engine.model.compression is not None:
             engine.model.compression.clear()  # workers that were here before were counted as lost

@@ -6,7 +6,9 @@ Model, optimizer, position, the callbacks' state and the user's own values; it t
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ import msgspec
 from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
@@ -73,7 +76,6 @@ class TrainingState:
             "random": [rng_state.capture()],
             "random_left": self._random_left,
             "rollback": self._engine.rollback.shared(),
-            "launched_unix_s": self._engine.progress.launched_unix_s,
             "n_reported": self._engine.progress.n_reported,
         })  # fmt: skip
 
@@ -108,18 +110,31 @@ class TrainingState:
             data = self.encoded()
         if world.size > 1:
             received = world.broadcast("state", data, source)
+            ahead_s, launched_unix_s = self.meet_clocks(world, source)
             if world.rank != source:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
                 left = state["random_left"]
-                self._engine.reports.pauses.meet(state["pauses"])
-                self._engine.progress.launched_unix_s = state["launched_unix_s"]
+                self._engine.reports.pauses.meet(state["pauses"], ahead_s)
+                self._engine.progress.launched_unix_s = launched_unix_s
                 self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left, self._engine.progress.n_reported = None, 0
         if left is not None:
             rng_state.restore(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
+
+    def meet_clocks(self, world: World, source: int) -> tuple[float, float | None]:
+        """What this host's clock is ahead of that of rank `source`, and when the launch began, by this host's clock.
+
+        A collective, right after another one.
+        """
+        mine = [time.time(), self._engine.progress.launched_unix_s] if world.rank == source else None
+        sent = world.broadcast("clock", None if mine is None else json.dumps(mine).encode(), source)
+        theirs_unix_s, launched_unix_s = json.loads(sent)
+        is_here = world.rank == source or source in self._engine.host.neighbours
+        ahead_s = 0.0 if is_here else time.time() - theirs_unix_s
+        return ahead_s, None if launched_unix_s is None else launched_unix_s + ahead_s
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine

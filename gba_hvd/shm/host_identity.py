@@ -12,6 +12,7 @@ lives in it. Where none does (locks are the kernel's):
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -65,6 +66,18 @@ class Host:
         return " and ".join(found)
 
 
+def elsewhere(folder: Path) -> str:
+    """The container, in words, whose processes opened the memory of this folder last; empty: it was this one."""
+    try:
+        theirs = Host(**json.loads((folder / "memory.json").read_text())["host"])
+    except (OSError, ValueError, TypeError, KeyError):  # not there yet, or damaged
+        return ""
+    mine = Host.here(folder.parent)
+    if theirs.boot != mine.boot or theirs.processes == mine.processes:
+        return ""
+    return f"another container (host name {theirs.name}, pid namespace {theirs.processes}, here {mine.processes})"
+
+
 def take_from(theirs: Host, mine: Host, folder: Path, alive_fd: int) -> None:
     """Take a memory of another host over, if no process lives in it. Called with the door locked and `alive` held.
 
@@ -81,7 +94,8 @@ def take_from(theirs: Host, mine: Host, folder: Path, alive_fd: int) -> None:
         raise ShardMemoryError(
             f"{folder} is held by living workers of another host, {theirs.name}: "
             f"{theirs.difference(mine)}. Two hosts on one folder would give each other's rows away: "
-            f"{apart}, or a /dev/shm of its own (docker run without --ipc=host). Workers that are to count as one host "
+            f"{apart}, or a /dev/shm of its own (docker run without --ipc=host). A job that is to run beside another "
+            "one needs a name of its own (GBA_HVD_JOB_ID). Workers that are to count as one host "
             "need one namespace of processes (docker run --pid=...) and the same GBA_HVD_SHARD_DIR"
         )
     if theirs.boot != mine.boot:

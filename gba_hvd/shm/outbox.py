@@ -124,7 +124,8 @@ class Outbox:
         except OSError as error:
             raise ShardMemoryError(
                 f"no room for {n_bytes} bytes of gradients in {self.path.parent.parent}: {error.strerror}; "
-                "name a larger folder with GBA_HVD_SHARD_DIR, or, for those of rows, use a smaller micro_batch"
+                "name a larger folder with GBA_HVD_SHARD_DIR, enlarge /dev/shm (docker run --shm-size=...), or, for "
+                "gradients of rows, use a smaller micro_batch"
             ) from error
         self._reserved[half] = n_bytes
 

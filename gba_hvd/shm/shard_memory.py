@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import platform
@@ -43,7 +44,7 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, reaper, sweep
 from gba_hvd.shm import job_folder as folders
-from gba_hvd.shm.host_identity import Host, take_from
+from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.vocabulary import Vocabulary
@@ -56,12 +57,10 @@ _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
 _LOOK_AT_WRITER_S = 0.02  # whether it lives, while a step of its shards is waited for
 _NO_PROCESS = -1
+UNSEEN = 0  # in place of the number of a process that holds a lock in another namespace of processes
 _STOPPED_S = 1.0
 _BYTES_OF_A_THREAD = 64 << 20  # that it initialises in about a quarter of a second
-_ROOM = (
-    "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
-    "docker run --shm-size=...)"
-)
+_SPARE, _SIZE_STEP = 1.25, 64 << 20  # of a size that is suggested: room for messages, and what it is a multiple of
 _READY = 0x6762612D72656479  # "gba-redy"
 
 
@@ -314,10 +313,11 @@ class ShardMemory:
         own = 512 * os.stat(self.folder / "shards").st_blocks  # of it, shards that are not ready hold space for nothing
         spare = own - int((self._ready == _READY).sum()) * self.layout.region_bytes
         free = stat.f_bavail * stat.f_frsize + max(0, spare)
+        total = stat.f_blocks * stat.f_frsize
         if need > free:
             raise ShardMemoryError(
-                f"{len(shards)} of {self.layout.n_shards} shards need {_gib(need)} in {self.folder.parent}, "
-                f"{_gib(free)} are free: {_ROOM}{self._what_dead_jobs_hold()}"
+                f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)} in {self.folder.parent}, which has "
+                f"{_size(total)}, {_size(free)} of it free: {_room(total - free + need)}{self._what_dead_jobs_hold()}"
             )
         with open(self.folder / "shards", "r+b") as file:
             for shard in shards:
@@ -327,7 +327,7 @@ class ShardMemory:
         dead = sweep.orphaned_memory(self.folder.parent)
         if not dead:
             return ""
-        return f"; dead jobs hold {_gib(sum(left.n_bytes for left in dead))} there: gba-hvd clean --yes removes that"
+        return f"; dead jobs hold {_size(sum(left.n_bytes for left in dead))} there: gba-hvd clean --yes removes that"
 
     def init_shards(self, shards: Sequence[int], step: int, ready: bool = True, n_sharers: int = 1) -> None:
         """`init_shard` for each, in several threads where there is much to write.
@@ -528,9 +528,11 @@ def _make_file(path: Path, layout: Layout) -> None:
                 os.posix_fallocate(file.fileno(), shard * layout.region_bytes, 4 * PAGE_WORDS)
         except OSError as error:
             path.unlink()
+            stat = os.statvfs(path.parent)
+            used = (stat.f_blocks - stat.f_bavail) * stat.f_frsize
             raise ShardMemoryError(
                 f"the marks of {layout.n_shards} shards need {4 * layout.n_shards} KiB in {path.parent.parent}, "
-                f"{error.strerror}: {_ROOM}"
+                f"{error.strerror}: {_room(used + layout.n_bytes)}"
             ) from error
 
 
@@ -594,15 +596,20 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        raise ShardMemoryError(in_use(folder, lock_owners(folder / "alive") - {os.getpid()}, what))
+        others = lock_owners(folder / "alive") - {os.getpid()}
+        raise ShardMemoryError(in_use(folder, others or {UNSEEN}, what))
     if os.fstat(alive_fd).st_nlink == 0:
         raise FileNotFoundError(folder)
 
 
 def in_use(folder: Path, pids: Iterable[int], what: str = "") -> str:
     """Why a job cannot have the memory that these processes live in. what: it holds, if that matters"""
-    found = sorted(pids)
-    who = f" (process{'es' if len(found) > 1 else ''} {', '.join(map(str, found))})" if found else ""
+    found = sorted(set(pids) - {UNSEEN})
+    if found:
+        who = f" (process{'es' if len(found) > 1 else ''} {', '.join(map(str, found))})"
+    else:
+        where = elsewhere(folder)
+        who = f" in {where}, which shares {folder.parent} with this one," if where else ""
     return (
         f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
         "GBA_HVD_JOB_ID, or another GBA_HVD_SHARD_DIR; if it is the old one of this job, end it first. Do not "
@@ -613,11 +620,12 @@ def in_use(folder: Path, pids: Iterable[int], what: str = "") -> str:
 def users_of(folder: Path, owner: str) -> set[int]:
     """Processes of this machine that live in this memory, where it is another job's than `owner`'s.
 
-    Raises FileNotFoundError when there is no memory, ShardMemoryError when the folder cannot be trusted.
+    `UNSEEN` stands for those that the kernel does not name here. Raises FileNotFoundError when there is no memory,
+    ShardMemoryError when the folder cannot be trusted.
     """
     if no_process_lives(folder) or (owner and owner == _owner_of(folder)):
         return set()
-    return lock_owners(folder / "alive")
+    return lock_owners(folder / "alive") or {UNSEEN}
 
 
 def lock_owners(path: Path) -> set[int]:
@@ -706,5 +714,14 @@ def _state_of(pid: int) -> str:
         return ""
 
 
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
+def _room(n_bytes: int) -> str:
+    """What to do where a folder has no room. n_bytes: to be held there, in all"""
+    mebibytes = math.ceil(_SPARE * n_bytes / _SIZE_STEP) * (_SIZE_STEP >> 20)
+    return (
+        f"name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (docker run "
+        f"--shm-size={mebibytes}m; elsewhere mount -o remount,size={mebibytes}m /dev/shm)"
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"

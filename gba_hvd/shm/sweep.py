@@ -26,6 +26,7 @@ from typing import Literal
 
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import reaper
+from gba_hvd.shm.host_identity import elsewhere
 from recovery.units import size
 
 SEMAPHORES = Path("/dev/shm")
@@ -70,6 +71,17 @@ def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedM
         with contextlib.suppress(OSError):
             if _SEMAPHORE.fullmatch(path.name) and _is_abandoned(path):
                 found.append(OrphanedMemory(path, "semaphore", _size(path)))
+    return found
+
+
+def held_elsewhere(base: Path) -> list[tuple[Path, str]]:
+    """Memory of this user that processes of other containers live in, and which container that is, in words."""
+    found = []
+    for path in sorted(base.glob(f"{folders.PREFIX}*")):
+        with contextlib.suppress(OSError):
+            folders.check(path)
+            if not _GONE.fullmatch(path.name) and _is_held(path / "alive") and (container := elsewhere(path)):
+                found.append((path, container))
     return found
 
 

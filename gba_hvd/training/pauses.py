@@ -109,8 +109,8 @@ class Pauses:
         found = state.get("open") if with_open else None
         self._open = None if found is None else OpenPause(**found)
 
-    def meet(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of another worker, of this moment.
+    def meet(self, state: Mapping[str, Any], ahead_s: float = 0.0) -> None:
+        """Take over the state of another worker, of this moment. ahead_s: of this worker's clock, before that one's.
 
         A late joiner of an asynchronous mode may lack the newest pauses: the longer account holds. A pause that this
         worker is in itself counts by its own clock.
@@ -120,3 +120,5 @@ class Pauses:
         self.over = max(self.over, over, key=len)
         if own is not None and self._open is not None:
             self._open = replace(self._open, since_unix_s=own.since_unix_s)
+        elif self._open is not None:
+            self._open = replace(self._open, since_unix_s=self._open.since_unix_s + ahead_s)

@@ -7,6 +7,7 @@ test fails naming what is left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from . import prefork
 
@@ -29,6 +31,13 @@ GRACE_S = 2.0
 PATIENCE_S = 180.0  # on a busy machine processes take long to start
 END_S = 60.0  # and as long to end
 PATIENT = {"GBA_HVD_ALIVE_S": "30"}  # who dies on this machine is seen at once; who is only not scheduled lives
+CONTAINER = (
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+)  # a namespace of processes, as containers have
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 
 
@@ -44,6 +53,18 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENC
         if now > deadline:
             raise AssertionError(f"waited {timeout_s:.0f} s in vain for {what}")
         time.sleep(min(0.5, max(0.05, 9 * (now - asked))))
+
+
+@functools.cache
+def _has_containers() -> bool:
+    try:
+        return subprocess.run([*CONTAINER, "true"], check=False, capture_output=True, timeout=30).returncode == 0
+    except OSError:
+        return False
+
+
+def needs_containers() -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not _has_containers(), reason=f"{' '.join(CONTAINER)} is not allowed here")
 
 
 @dataclass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cluster import Cluster, cluster, wait_for
+from .cluster import CONTAINER, Cluster, cluster, needs_containers, wait_for
 
 pytestmark = [pytest.mark.processes]
 
@@ -45,6 +46,39 @@ def test_two_jobs_of_one_name_before_their_first_checkpoint(tmp_path: Path, same
             else:
                 assert f"{url} is being written to by job 'mine." in second.said()
             assert not second.notes("committed")
+        (first.out / "go").touch()
+        assert first.wait() == 0, first.log()
+        first.assert_nothing_left()
+        first.assert_every_sample_once(epochs=1)
+
+
+class Container(Cluster):
+    """Its process has a namespace of processes of its own; files are the machine's."""
+
+    def python(self) -> list[str]:
+        """A worker that another process forks would be in that one's namespace."""
+        return [*CONTAINER, sys.executable]
+
+
+@needs_containers()
+@pytest.mark.parametrize("with_checkpoints", [True, pytest.param(False, marks=pytest.mark.variant)])
+def test_a_job_in_another_container_is_refused_at_once(tmp_path: Path, with_checkpoints: bool) -> None:
+    """The lock shows that the memory is in use, where the numbers of its processes do not exist."""
+    plan: dict[str, Any] = {"horovod": False, "epochs": 1}
+    if with_checkpoints:
+        plan["checkpoint"] = {"url": str(tmp_path / "store"), "every_steps": 1000}
+    name = {"GBA_HVD_JOB_ID": "mine"}
+    with cluster(tmp_path / "first", name, **plan, holds={0: "go"}) as first:
+        folder = held(first)
+        second = Container(tmp_path / "second", {**plan, "shard_dir": str(first.shard_dir)}, name)
+        try:
+            second.start_alone()
+            assert second.wait() != 0
+        finally:
+            second.end()
+        said = second.said()
+        assert str(folder) in said and "another container" in said and "GBA_HVD_JOB_ID" in said, said
+        assert "rm -r" not in said and "is waited for" not in said and not second.notes("committed")
         (first.out / "go").touch()
         assert first.wait() == 0, first.log()
         first.assert_nothing_left()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 import pytest
 from gba_hvd_tools import cli
 
-from .cluster import Cluster, wait_for
+from .cluster import CONTAINER, Cluster, needs_containers, wait_for
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make namespaces of processes"),
-]
+pytestmark = [pytest.mark.processes, needs_containers()]
 
 
 class Containers(Cluster):
@@ -28,8 +24,7 @@ class Containers(Cluster):
 
     def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
         at = len(command) - 2  # the worker's command, behind the launcher's
-        container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return super().popen([*command[:at], *container, *command[at:]], **settings)
+        return super().popen([*command[:at], *CONTAINER, *command[at:]], **settings)
 
 
 def test_containers_that_share_a_folder_are_refused_before_any_row_is_touched(tmp_path: Path) -> None:

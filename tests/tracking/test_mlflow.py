@@ -24,7 +24,7 @@ from gba_hvd_tools.commands import mlflow_send
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import MLflowCallback, gauges, mlflow_callback
-from gba_hvd.tracking.find_run import read
+from gba_hvd.tracking.find_run import read, run_id_of
 from gba_hvd.tracking.mlflow_callback import job_name
 from gba_hvd.tracking.run_history import RunHistory
 from gba_hvd.tracking.spool import SpoolStatus, all_records, model_path, read_status, write_status
@@ -138,7 +138,17 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
         BadInput, match=rf"no run, job or file is called 'tolt' .*newest runs .*\n(.*\n)*  {run.info.run_id}"
     ):
         read("tolt", database)
+    other = client(database).create_run(run.info.experiment_id, run_name="a notebook")
+    client(database).log_metric(other.info.run_id, "loss", 1.0, step=5)
+    with pytest.raises(BadInput, match=rf"was not written by a job: expected .*\n(.*\n)*  {run.info.run_id}"):
+        read(other.info.run_id, database)
+    client(database).delete_run(other.info.run_id)
     capsys.readouterr()
+    for nothing in ([], [""]):
+        assert cli.main(["report", *nothing, "--tracking-uri", database]) == 1
+        assert "no run is named" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="no run is named"):
+        run_id_of(" ", database)
     assert cli.main(["report", "--tracking-uri", database]) == 1
     asked = capsys.readouterr().err
     assert f"no run is named: gba-hvd report {run.info.run_id} is for the newest" in asked

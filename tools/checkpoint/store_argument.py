@@ -12,13 +12,22 @@ from recovery.storage.store import Store
 
 from ..folder_argument import existing_folder
 
+_NO_NAME = (
+    "Runs and jobs (`gba-hvd report` and `gba-hvd ps` list them) are not looked for; the line [started] of a job's log "
+    "has its `url`"
+)
+
 
 def store_of(url: str, options: Sequence[str]) -> Store:
-    """options: KEY=VALUE, for the back end. Raises BadInput for a local folder that does not exist."""
+    """options: KEY=VALUE, for the back end. Raises BadInput for no text, and a local folder that does not exist."""
+    if not url.strip():
+        raise BadInput("the URL is empty: expected a folder or URL, written as the job's `url` is")
     store = open_store(url, **options_of(options))
     behind = getattr(store, "store", store)  # of one that tries again
     if isinstance(behind, LocalStore):
-        existing_folder(behind.folder, "is it written as the job's `url` is, and on this host?")
+        advice = "is it written as the job's `url` is, and on this host?"
+        is_name = "/" not in url
+        existing_folder(behind.folder, f"{advice} {_NO_NAME}" if is_name else advice)
     return store
 
 

@@ -96,7 +96,7 @@ def run_ps(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    report = report_of(find_job(bases_of(args), args.of or args.job), args.timeout)
+    report = report_of(find_job(bases_of(args), args.job if args.of is None else args.of), args.timeout)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -193,6 +193,8 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "started_unix_s" in report:
         started = moment(report["started_unix_s"])
         lines.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
+    if report.get("container"):
+        lines.append(("processes", f"of {report['container']}: their numbers mean nothing here"))
     if report.get("wanted") not in (None, "", "auto", report.get("mode")):  # those two are no way to go
         why = f": {report['reason']}" if report.get("reason") else ""
         lines.append(("on the way to", f"{report['wanted']}{why}"))

@@ -127,11 +127,14 @@ def check_shard_memory(
 def check_orphaned_memory(folder: Path | None = None) -> Finding:
     """What dead jobs of this user left behind, as `gba-hvd clean` has it."""
     try:
-        from gba_hvd.shm.sweep import counted, free_and_held, orphaned_memory
+        from gba_hvd.shm.sweep import counted, free_and_held, held_elsewhere, orphaned_memory
     except ImportError:
         return Finding("orphaned memory", "ok", "unknown without gba_hvd")
-    free, held = free_and_held(orphaned_memory(shard_dir() if folder is None else folder))
-    rest = f"{counted(held)} of dead jobs that their keepers will remove" if held else ""
+    folder = shard_dir() if folder is None else folder
+    free, held = free_and_held(orphaned_memory(folder))
+    others = [f"{counted(held)} of dead jobs that their keepers will remove"] if held else []
+    others += [f"{path.name} is in use, by processes of {container}" for path, container in held_elsewhere(folder)]
+    rest = "; ".join(others)
     if not free:
         return Finding("orphaned memory", "ok", rest or "no dead job has left anything")
     names = ", ".join(one.path.name for one in free[:3]) + (", ..." if len(free) > 3 else "")

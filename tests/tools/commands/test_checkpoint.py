@@ -103,6 +103,22 @@ def test_a_local_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: p
             assert f"there is no folder {url.removeprefix('file://')}: is it written as" in said.err and not said.out
 
 
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("", "the URL is empty: expected a folder or URL, written as the job's `url` is"),
+        ("0dca47bb965f4c42bee2753a4df25500", "Runs and jobs (`gba-hvd report` and `gba-hvd ps` list them)"),
+    ],
+)
+def test_a_run_is_no_place_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("ls", "show", "verify", "gc"):
+        assert main(["checkpoint", command, url]) == 1
+        assert why in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_show_reports_tables_chain_and_sizes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, "show", saved.url, "000001-00000001")

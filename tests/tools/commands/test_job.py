@@ -86,6 +86,24 @@ def test_a_folder_whose_workers_are_gone_is_no_running_job(start: Start, tmp_pat
         running_jobs.find_job([tmp_path], "ctr")
 
 
+@pytest.mark.parametrize("of", [[""], ["--job", " "]])
+def test_an_empty_name_is_not_the_only_job(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], of: list[str]
+) -> None:
+    start("ctr")
+    assert cli.main(["status", *of, "--dir", str(tmp_path)]) == 1
+    text = "the job's id or name is empty: expected one that `gba-hvd ps` lists; running here: ctr"
+    assert text in capsys.readouterr().err
+
+
+def test_a_run_in_mlflow_is_no_job(start: Start, tmp_path: Path) -> None:
+    start("ctr")
+    with pytest.raises(
+        BadInput, match=r"does not run here .*`gba-hvd report` is for runs in MLflow\); running here: ctr"
+    ):
+        running_jobs.find_job([tmp_path], "0dca47bb965f4c42bee2753a4df25500")
+
+
 def test_looking_does_not_keep_a_job_alive_or_end_it(start: Start, tmp_path: Path) -> None:
     memory = start("ctr")
     running_jobs.find_job([tmp_path], None)

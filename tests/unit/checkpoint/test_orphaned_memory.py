@@ -18,7 +18,7 @@ from gba_hvd.checkpoint import orphaned_memory
 from gba_hvd.checkpoint.orphaned_memory import MemorySurvey, collect_state, decide_resume, found_in, survey
 from gba_hvd.errors import GbaError, ShardMemoryError
 from gba_hvd.ps.server.final_checkpoint import MemoryHold
-from gba_hvd.shm import retained_state
+from gba_hvd.shm import retained_state, shard_memory
 from gba_hvd.shm.retained_state import Absence, StateRetainer, decide_retention
 from gba_hvd.shm.shard_memory import ShardMemory, format_of
 
@@ -241,6 +241,22 @@ def test_a_job_is_refused_beside_a_process_that_is_not_its_own(memory: ShardMemo
         orphaned_memory.refuse_if_in_use(memory.folder, {1}, "")
     with pytest.raises(ShardMemoryError, match=words):
         orphaned_memory.refuse_if_in_use(memory.folder, {1}, "another")
+
+
+@pytest.mark.parametrize(("there", "words"), [(1, "a running job in another container .* pid namespace"), (0, "")])
+def test_a_job_is_refused_beside_processes_that_have_no_number_here(
+    memory: ShardMemory, monkeypatch: pytest.MonkeyPatch, there: int, words: str
+) -> None:
+    """The lock is held, but the kernel names no process: those of other containers, for one."""
+    monkeypatch.setattr(shard_memory, "lock_owners", lambda path: set())
+    about = json.loads((memory.folder / "memory.json").read_text())
+    about["host"]["processes"] += there
+    (memory.folder / "memory.json").write_text(json.dumps(about))
+    with pytest.raises(ShardMemoryError, match=f"{words or 'a running job'}.* uses .*GBA_HVD_JOB_ID") as refused:
+        orphaned_memory.refuse_if_in_use(memory.folder, {os.getpid()}, "")
+    assert ("another container" in str(refused.value)) == bool(there)
+    memory.close(remove=False)
+    orphaned_memory.refuse_if_in_use(memory.folder, {os.getpid()}, "")
 
 
 def test_a_job_is_not_refused_beside_its_own_processes_a_last_checkpoint_or_none(memory: ShardMemory) -> None:

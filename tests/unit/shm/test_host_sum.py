@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import host_sum
 from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
@@ -262,3 +264,14 @@ def test_headers_have_room_before_there_is_a_message(tmp_path: Path) -> None:
     outbox, _ = Outbox.create(tmp_path, 1 << 20)
     assert 2 * 8192 <= 512 * outbox.path.stat().st_blocks < 1 << 20
     assert not outbox.wait_posted(1, 0.0)
+
+
+def test_messages_without_room_are_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(file: int, at: int, n_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (folder := tmp_path / "gba-hvd-job").mkdir()
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    words = rf"no room for \d+ bytes of gradients in {tmp_path}: No space left.*GBA_HVD_SHARD_DIR.*--shm-size"
+    with pytest.raises(ShardMemoryError, match=words):
+        Outbox.create(folder, 64)

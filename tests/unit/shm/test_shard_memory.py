@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,11 +187,13 @@ def test_too_little_space_is_seen_before_anything_is_written(
     open_memory: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = open_memory(a_layout({"user": (10_000_000, 64)}))
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2**20, f_frsize=1024))
-    with pytest.raises(
-        ShardMemoryError, match=r"2 of 4 shards need 1\.\d\d GiB in .*, 1\.00 GiB are free: name a larger folder"
-    ):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=3 << 20, f_bavail=2**20, f_frsize=1024))
+    words = r"2 of 4 shards need 1\.\d\d GiB in .*, which has 3\.00 GiB, 1\.00 GiB of it free: name a larger folder"
+    with pytest.raises(ShardMemoryError, match=words) as refused:
         memory.reserve([0, 1])
+    (mebibytes,) = {int(size) for size in re.findall(r"(?:--shm-size|remount,size)=(\d+)m", str(refused.value))}
+    needed = 2 * 2**30 + 2 * memory.layout.region_bytes  # beside what others hold there
+    assert needed < mebibytes * 2**20 < 1.3 * needed
     assert os.stat(memory.folder / "shards").st_blocks * 512 == 4 * 4096  # the marks
 
 

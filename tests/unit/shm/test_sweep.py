@@ -17,9 +17,11 @@ from gba_hvd_tools import cli
 from gba_hvd_tools.doctor.checks import check_orphaned_memory
 
 from gba_hvd.shm import reaper, sweep
+from gba_hvd.shm.job_board import Board
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.sweep import OrphanedMemory, orphaned_memory
+from tests.processes.cluster import CONTAINER, needs_containers
 from tests.unit.shm.test_shard_memory import a_layout, keepers, until
 
 pytestmark = [pytest.mark.processes]
@@ -135,6 +137,41 @@ def test_clean_shows_first_and_removes_when_asked(
     assert not dead.exists() and watched.exists() and lives.exists()
     finding = check_orphaned_memory(tmp_path)
     assert finding.status == "ok" and finding.found.endswith("of dead jobs that their keepers will remove")
+
+
+LOOKS = """
+import sys
+from pathlib import Path
+from gba_hvd_tools import cli
+from gba_hvd_tools.doctor.checks import check_orphaned_memory
+folder = sys.argv[1]
+for command in (["clean", "--yes"], ["clean", "--yes", "--json"], ["status"], ["status", "--json"]):
+    assert cli.main([*command, "--dir", folder]) == 0
+    print("-" * 8)
+print(check_orphaned_memory(Path(folder)))
+"""
+
+
+@needs_containers()
+def test_commands_in_another_container_show_whose_memory_it_is_and_leave_it_alone(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]]
+) -> None:
+    live("lives")
+    folder, here = job_folder(tmp_path, "lives"), os.stat("/proc/self/ns/pid").st_ino
+    facts = {"workers": 1, "hosts": 1, "switchable": False, "checkpoints": ""}
+    Board(folder, "allreduce", 3, name="ctr", job="lives", **facts)
+    command = [*CONTAINER, sys.executable, "-c", LOOKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    cleaned, as_json, status, status_json, finding = re.split(r"-{8}\n", done.stdout)
+    container = f"another container (host name {os.uname().nodename}, pid namespace {here}, here "
+    assert f"{folder}  left alone: a running job uses it, with processes of {container}" in cleaned
+    (other,) = json.loads(as_json)["in_other_containers"]
+    assert other["path"] == str(folder) and other["held_by"].startswith(f"processes of {container}")
+    assert re.search(rf"processes +of {re.escape(container)}\d+\): their numbers mean nothing here", status)
+    assert json.loads(status_json)["container"].startswith(container)
+    assert "status='ok'" in finding and f"gba-hvd-lives is in use, by processes of {container}" in finding
+    assert (folder / "shards").exists()
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gba_hvd
+from gba_hvd.elastic import training_state
 from gba_hvd.training.pauses import JOINED, LOSS, Pause, Pauses
 from recovery import state_codec
 from tests.unit.thread_world import EventLog, Workers
@@ -104,7 +108,10 @@ def test_workers_that_meet_keep_the_longer_account_and_their_own_clock() -> None
     source.meet(state)
     assert [len(one.over) for one in (joined_before, source)] == [1, 1]
     survivor.meet(source.state_dict())
-    assert survivor.stepped(3) == joined_before.stepped(3) == source.stepped(3) == Pause(JOINED, 5.0, 3)
+    newcomer = Pauses(behind)
+    newcomer.meet(source.state_dict(), ahead_s=-30.0)
+    ended = [one.stepped(3) for one in (survivor, joined_before, newcomer, source)]
+    assert ended == [Pause(JOINED, 5.0, 3)] * 4
 
 
 def test_a_checkpoint_within_an_asynchronous_epoch_has_the_pauses_until_then(
@@ -155,6 +162,37 @@ def test_a_late_joiner_knows_of_the_pause_that_let_it_in(on_host: Any, workers: 
     assert [len(job.state.engine.reports.pauses.over) for job in jobs] == [1, 1, 1]
     launched = [job.state.engine.progress.launched_unix_s for job in jobs]
     assert launched == [launched[0]] * 3 and launched[0] is not None, "the launch is older than the late joiner"
+
+
+def test_a_newcomer_on_another_host_measures_by_its_own_clock(
+    on_host: Any, workers: Workers, clicks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, here = [on_host("a", epoch=0), on_host("b", epoch=0)], threading.local()
+
+    def clock() -> float:
+        return time.time() - (3600.0 if getattr(here, "job", None) is jobs[1] else 0.0)
+
+    monkeypatch.setattr(training_state, "time", SimpleNamespace(time=clock))
+    for job in jobs:
+        job.state.engine.reports.pauses = Pauses(clock)
+
+    def run(job: Any) -> None:
+        here.job = job
+        job.state.on_reset()
+        job.state.sync()
+        job.epoch(clicks())
+
+    workers.together(jobs[:1], run)
+    began_unix_s = time.time()
+    for job in jobs:
+        job.state.epoch = 1
+    workers.together(jobs, run)
+    first, newcomer = (job.state.engine for job in jobs)
+    for engine in (first, newcomer):
+        (pause,) = engine.reports.pauses.over
+        assert pause.cause == JOINED and 0.0 < pause.seconds < 1.0 + time.time() - began_unix_s
+    launches_apart_s = first.progress.launched_unix_s - newcomer.progress.launched_unix_s
+    assert launches_apart_s == pytest.approx(3600.0, abs=60.0)
 
 
 def test_an_evaluation_is_no_part_of_a_pause(training: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
