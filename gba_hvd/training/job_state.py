@@ -58,10 +58,11 @@ class Signals:
 class LocalHost:
     """What this worker shares with the others of its host.
 
-    server: the line to the companion server, on the host's leader; board: what other processes read of the job, there
-    too. neighbours: processes of the other workers, by rank
+    is_leader: this worker is the host's leader. server: the line to the companion server, there; board: what other
+    processes read of the job, there too. neighbours: processes of the other workers, by rank
     """
 
+    is_leader: bool = False
     server: HostServer | None = None
     board: Board | None = None
     neighbours: dict[int, int] = field(default_factory=dict)

@@ -328,3 +328,29 @@ def test_a_save_whose_server_dies_in_gba_mode_is_reported_and_the_next_one_is_ma
         assert "the server that was to save has died; another one has taken over" in failed.message
         assert set(job.diary.modes) == {"gba"}
     assert job.training.state.step in saved_steps(place)
+
+
+@pytest.mark.parametrize("mode", ["gba", "shadow"])
+def test_a_server_that_was_killed_in_an_asynchronous_mode_is_reported_with_its_successor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    caplog.set_level("INFO", "gba_hvd")
+    switching = gba_hvd.GBACallback(mode=mode, wait_s=PATIENCE_S)
+    with a_job(tmp_path, {}, switching, CheckpointCallback(tmp_path / "checkpoints", every_steps=4)) as job:
+        killed: list[int] = []
+        successors: list[int] = []
+
+        def is_done() -> bool:
+            if not killed and job.diary.of("checkpoint") and job.diary.modes[-1] == mode:
+                killed.append(job.server())
+                os.kill(killed[0], signal.SIGKILL)
+            if job.diary.of("server_restarted"):
+                successors.append(job.server())
+            return bool(successors)
+
+        job.train(is_done)
+        (restart,) = job.diary.of("server_restarted")
+        assert restart.data == {"server": 0, "before": killed[0], "now": successors[0]} and restart.level == "info"
+        assert "micro-batches whose gradients it held are computed again" in restart.message
+    (line,) = [record.message for record in caplog.records if "[server restarted]" in record.message]
+    assert f"(process {killed[0]}) has died, and was started again" in line
