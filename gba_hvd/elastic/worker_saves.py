@@ -266,13 +266,32 @@ class WorkerSaves:
         self._report_lost_folder()
         self._report_restarts()
         servers = self._servers
-        if checkpoints is None or engine.world.rank != 0 or servers is None:
+        if checkpoints is None or servers is None:
+            return
+        self._adopt_claim(servers)
+        if engine.world.rank != 0:
             return
         checkpoints.schedule.poll(servers.contact.saved)
         checkpoints.schedule.look_at_age(lambda: "")
         leaves = checkpoints.schedule.is_due_before_a_leave(servers)
         if leaves or checkpoints.schedule.is_due_at(engine.progress.step):
-            checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=leaves)
+            self._save_asynchronously(servers, is_last=leaves)
+
+    def _adopt_claim(self, servers: PsWorker) -> None:
+        """Where the chief has claimed the location again: this worker may be the next chief."""
+        checkpoints = checkpoints_of(self._engine)
+        if checkpoints is not None and servers.contact.claim is not None:
+            checkpoints.adopt_claim(*servers.contact.claim)
+            checkpoints.delegate_if_new(self._host_server, *self._part)
+
+    def _save_asynchronously(self, servers: PsWorker, is_last: bool) -> None:
+        """On the chief."""
+        checkpoints = checkpoints_of(self._engine)
+        assert checkpoints is not None
+        self._adopt_claim(servers)
+        checkpoints.claim_again_if_free()
+        checkpoints.delegate_if_new(self._host_server, *self._part)
+        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last)
 
     def leave_asynchronously_if_preempted(self) -> None:
         """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
@@ -355,7 +374,7 @@ class WorkerSaves:
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
                     if not schedule.has(engine.progress.step):
-                        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=True)
+                        self._save_asynchronously(servers, is_last=True)
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)

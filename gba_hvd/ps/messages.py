@@ -167,6 +167,9 @@ class JobPosition(Struct, tag="Position"):
     remapped: dict[int, int] = msgspec.field(name="moved", default_factory=dict)
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
+    # As of `DelegateClaim`, the claim that the coordinator's server has; with answers to heartbeats.
+    claim: Claim | None = None
+    first_epoch: int = 0
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
