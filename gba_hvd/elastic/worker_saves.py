@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.checkpoint.save_schedule import is_complete
 from gba_hvd.elastic import endings, rng_state
 from gba_hvd.elastic.training_state import TrainingState
-from gba_hvd.errors import LastCheckpointFailed
+from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.state_files import path_of
@@ -244,6 +245,18 @@ class WorkerSaves:
                 return
             self._not_kept_reported.add(why)
             engine.emit(Event("memory_not_kept", engine.progress.step, stopped.reason, {}, level=level))
+
+    def retain_pause(self) -> None:
+        """The job was interrupted in a pause: one that resumes from memory counts it. On the chief."""
+        engine, pauses = self._engine, self._engine.reports.pauses
+        if engine.world.rank or not pauses.over or pauses.over[-1].step is not None:
+            return
+
+        def amended(state: bytes) -> bytes:
+            return state_codec.encode({**state_codec.decode(state), "pauses": pauses.state_dict()})
+
+        with contextlib.suppress(OSError, ShardMemoryError):
+            retained_state.amend(engine.folder, amended)
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 

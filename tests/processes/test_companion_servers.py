@@ -23,9 +23,10 @@ import gba_hvd
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.ps import launch
 from gba_hvd.ps.worker.heartbeat import Heartbeat
+from gba_hvd.shm import retained_state
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching import enter_ps
-from recovery import CheckpointCallback
+from recovery import CheckpointCallback, state_codec
 from recovery.catalog.chains import Chain, chains
 from recovery.storage.open import open_store
 
@@ -354,3 +355,26 @@ def test_a_server_that_was_killed_in_an_asynchronous_mode_is_reported_with_its_s
         assert "micro-batches whose gradients it held are computed again" in restart.message
     (line,) = [record.message for record in caplog.records if "[server restarted]" in record.message]
     assert f"(process {killed[0]}) has died, and was started again" in line
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_pause_that_a_job_is_interrupted_in_is_in_the_state_that_it_leaves_in_memory(
+    tmp_path: Path, mode: str
+) -> None:
+    switching = gba_hvd.GBACallback(mode=mode, wait_s=PATIENCE_S)
+    keeping = CheckpointCallback(tmp_path / "checkpoints", every_steps=1000, retain_state_share=1.0)
+    with a_job(tmp_path, {}, switching, keeping) as job:
+
+        def is_done() -> bool:
+            if len(job.diary.modes) > 3 and job.diary.modes[-1] == mode:
+                job.engine.reports.worker_lost()
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            job.train(is_done)
+        left = retained_state.read(job.engine.folder)
+        assert left is not None
+        (pause,) = state_codec.decode(left.state)["pauses"]["over"]
+        (reported,) = job.diary.of("ended_in_pause")
+        assert (pause["cause"], pause["seconds"]) == ("loss", reported.data["seconds"])
