@@ -42,7 +42,6 @@ from gba_hvd.reading.datasets import (
     TakeRows,
     pinned,
     reads,
-    source_names,
 )
 from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
@@ -180,9 +179,10 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
     n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
     shards = dataset.shard_list(n_micro)
     first, n = cursor.segment if cursor.epoch == epoch else 0, shards.n_segments
+    engine.progress.dataset = dataset
     assert engine.mode is not None
     if engine.mode.steps_together:  # before one worker alone refuses its list, or counts other shards than others do
-        agree_on(engine.world, "shards", vars(shards), partial(source_names, dataset))
+        agree_on(engine.world, "shards", vars(shards), engine.progress.source_names)
     if first or (cursor.epoch == epoch and cursor.steps_done):
         _refuse_other_shards(engine.progress, EpochOrder(0, how.seed, epoch, how.shuffle, 0, first, **vars(shards)), n)
     n_samples = 0
@@ -242,13 +242,14 @@ def _run(
     first = progress.cursor.steps_done if progress.cursor.is_in(epoch, segment) else 0
     has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
+    engine.progress.dataset = dataset
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
         facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
         if shards is not None:
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
-        agree_on(engine.world, "epoch", facts, partial(source_names, dataset))
+        agree_on(engine.world, "epoch", facts, engine.progress.source_names)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,12 +214,19 @@ def _report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet
     if (folder / "ps.json").exists():
-        return {**(shown or {}), **ask_status(folder, timeout_s)}
+        return {**(shown or {}), **ask_status(folder, timeout_s), "servers_here": _servers_of(folder)}
     if shown is not None:
         return shown
     with _a_job_that_ends(folder):
         os.stat(folder / "alive")
     raise BadInput(f"job {_id_of(folder)!r} is beginning: its workers have not formed a world yet; look again later")
+
+
+def _servers_of(folder: Path) -> list[dict[str, Any]]:
+    """This host's: {"server", "pid", "started_unix_s", "n_restarts"}."""
+    from gba_hvd.ps import launch
+
+    return [{"server": index, **asdict(process)} for index, process in launch.processes_of(folder).items()]
 
 
 def ask_status(folder: Path, timeout_s: float) -> dict[str, Any]:

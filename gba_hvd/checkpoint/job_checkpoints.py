@@ -17,7 +17,8 @@ Who has the claim. A launch claims the location once it knows that no other proc
 its hosts (`membership.resume_job`). The worker that claimed renews the claim from then on (`claim_renewal`), and so
 does the server of the chief's host when it is up: the claim is alive while one of the two is. A world that is formed
 again, with other hosts, claims again, so a host that was cut off is fenced. Where another job has taken the location
-over, and left without a checkpoint, the chief claims again before its next save, and its plan has the new claim.
+over, and left without a checkpoint, the chief claims again before its next save, and its plan has the new claim. In an
+asynchronous mode the other workers receive it with their heartbeats' answers, so that the next chief saves under it.
 """
 
 from __future__ import annotations
@@ -365,6 +366,19 @@ class JobCheckpoints(StepParticipant):
             DelegateClaim(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts)
         )
 
+    def delegate_if_new(self, line: HostServer | None, part: int, n_parts: int) -> None:
+        """The claim, on each host leader (line), where the chief has claimed again since it was delegated."""
+        if line is not None and self._claim is not None and self._delegated != self._claim.nonce:
+            self.delegate_claim(line, part, n_parts)
+
+    def adopt_claim(self, claim: claims.Claim, first_epoch: int) -> None:
+        """Save under this claim from now on, if the chief has claimed again; one that is not newer changes nothing."""
+        if self._claim is None or claim.epoch <= self._claim.epoch:
+            return
+        self._claim, self.first_epoch = claim, first_epoch
+        self._epochs.append(claim.epoch)
+        self.stop_renewing()  # of a claim that this worker made as the chief, before
+
     def release(self) -> None:
         """Release the claim, so that the next job need not wait for its lease to expire. On the chief, at the end.
 
@@ -491,12 +505,8 @@ class JobCheckpoints(StepParticipant):
     def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker is its host's leader."""
         self._due = False
-        if self._claim is not None and self._claim.nonce != plan.claim.nonce:  # the chief has claimed again
-            self._claim = plan.claim
-            self._epochs.append(plan.epoch)
-            self.first_epoch = plan.first_epoch
-        if line is not None and self._delegated != plan.claim.nonce:
-            self.delegate_claim(line, part, n_parts)
+        self.adopt_claim(plan.claim, plan.first_epoch)
+        self.delegate_if_new(line, part, n_parts)
         self.schedule.asked(plan.number, plan.step)
         if line is not None:
             line.save(self._request(plan, part, n_parts), state)

@@ -357,7 +357,4 @@ def agree_on(
 def _refuse_other_sources(world: World, name: str, sources: Sequence[str]) -> None:
     words = world.gather_bytes(f"{name}.sources", json.dumps(list(sources)).encode())
     if differences := name_lists.differing([json.loads(one.tobytes()) for one in words]):
-        raise StateMismatch(
-            f"the workers disagree about the files or shards of the dataset: {differences}. All need the same list in "
-            "the same order: put back what is missing, and start the same command again"
-        )
+        raise StateMismatch(name_lists.refusal(differences))

@@ -7,14 +7,23 @@ from collections.abc import Sequence
 _NAMED = 5  # names of each kind that are written out
 
 
-def differing(lists: Sequence[Sequence[str]]) -> str:
-    """lists: of all ranks. What they differ in from the longest of them; "" where all are equal."""
-    full = max(range(len(lists)), key=lambda rank: len(lists[rank]))
+def differing(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = None) -> str:
+    """What they differ in from the longest of them; "" where all are equal. ranks: whose they are; None: of all"""
+    of = range(len(lists)) if ranks is None else ranks
+    full = max(range(len(lists)), key=lambda at: len(lists[at]))
     parts = []
-    for rank, names in enumerate(lists):
-        if rank != full and (found := _against(lists[full], names)):
-            parts.append(f"{len(names)} on rank {rank}, {found}")
-    return f"{len(lists[full])} on rank {full}; " + "; ".join(parts) if parts else ""
+    for at, names in enumerate(lists):
+        if at != full and (found := _against(lists[full], names)):
+            parts.append(f"{len(names)} on rank {of[at]}, {found}")
+    return f"{len(lists[full])} on rank {of[full]}; " + "; ".join(parts) if parts else ""
+
+
+def refusal(differences: str) -> str:
+    """differences: as of `differing`"""
+    return (
+        f"the workers disagree about the files or shards of the dataset: {differences}. All need the same list in "
+        "the same order: put back what is missing, and start the same command again"
+    )
 
 
 def _against(full: Sequence[str], names: Sequence[str]) -> str:

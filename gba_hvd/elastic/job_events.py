@@ -52,6 +52,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     )  # fmt: skip
     for callback in engine.callbacks:
         callback.on_job(job)
+    engine.host.is_leader = joined.is_host_leader
     engine.host.board = _board(engine, joined) if joined.is_host_leader else None
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and world.rank == 0:

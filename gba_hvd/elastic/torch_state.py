@@ -218,6 +218,8 @@ class TorchState:
             self.saving.release_claim()  # first: a launcher that was interrupted may kill this process while it reports
             self._report_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
             job_events.ended(engine, status, error)
+            if status == "KILLED" and engine.model.tables.memory is not None:
+                self.saving.retain_pause()
         finally:
             patience_s = _END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S
             if rejoin is not None and not rejoin.stop(patience_s):

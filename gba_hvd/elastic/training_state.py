@@ -171,7 +171,7 @@ class TrainingState:
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
             refuse_other_tensors(where, first, self._model)
             raise
-        engine.reports.pauses.load_state_dict(first.get("pauses"), with_open=False)
+        engine.reports.pauses.resume(first.get("pauses"))
         if "random" in first:
             self._random_left = {"states": first["random"], "same_step": first is state}
         if engine.model.compression is not None:

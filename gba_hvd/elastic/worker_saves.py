@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.checkpoint.save_schedule import is_complete
 from gba_hvd.elastic import endings, rng_state
 from gba_hvd.elastic.training_state import TrainingState
-from gba_hvd.errors import LastCheckpointFailed
+from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.state_files import path_of
 from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.ps.worker.server_restarts import ServerRestarts
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import Absence, StateRetainer
@@ -43,6 +45,7 @@ class WorkerSaves:
     def __init__(self, engine: Engine, state: TrainingState) -> None:
         self._engine, self._state = engine, state
         self._host_server: HostServer | None = None
+        self._server_restarts: ServerRestarts | None = None  # while this worker is its host's leader
         self._keeper: StateRetainer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self._folder_reported = False
@@ -60,7 +63,7 @@ class WorkerSaves:
         if (requests is not None or checkpoints is not None) and joined.is_host_leader:
             self._host_server = HostServer(
                 engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank,
-                self._status, 1 if requests is None else requests.callback.servers_per_host,
+                self._status, self._n_servers,
             )  # fmt: skip
             self._host_server.start()
             if requests is not None:
@@ -70,6 +73,14 @@ class WorkerSaves:
         self._keeper = None
         if checkpoints is not None and self._host_server is not None:
             checkpoints.delegate_claim(self._host_server, *self._part)
+
+    @property
+    def _n_servers(self) -> int:
+        """Of each host of this job."""
+        requests = self._engine.participant(ModeRequests)
+        if requests is None:
+            return int(checkpoints_of(self._engine) is not None)
+        return requests.callback.servers_per_host
 
     def _status(self) -> dict[str, Any]:
         engine = self._engine
@@ -129,14 +140,21 @@ class WorkerSaves:
 
     def _report_restarts(self) -> None:
         """Of servers that died, on the host leader."""
-        for one in [] if self._host_server is None else self._host_server.restarts():
+        engine = self._engine
+        if not engine.host.is_leader or not self._n_servers:
+            self._server_restarts = None
+            return
+        if self._server_restarts is None:
+            self._server_restarts = ServerRestarts(engine.folder, self._n_servers)
+        cost = "" if self._servers is None else "; micro-batches whose gradients it held are computed again"
+        for one in self._server_restarts.since_last():
             text = (
                 f"the companion server {one.server} of this host (process {one.before}) has died, and was started "
-                f"again (process {one.now}). Training continues; a checkpoint that it was saving has failed. Where "
-                f"{path_of(self._engine.folder, one.server, 'log')} has no reason, it was killed"
+                f"again (process {one.now}). Training continues{cost}; a checkpoint that it was saving has failed. "
+                f"Where {path_of(engine.folder, one.server, 'log')} has no reason, it was killed"
             )
             data = {"server": one.server, "before": one.before, "now": one.now}
-            self._engine.emit(Event("server_restarted", self._engine.progress.step, text, data), only_here=True)
+            engine.emit(Event("server_restarted", engine.progress.step, text, data), only_here=True)
 
     def _save_and_leave(self) -> None:
         """Some workers are preempted: all wait for a checkpoint, then those workers leave. A collective."""
@@ -228,6 +246,18 @@ class WorkerSaves:
             self._not_kept_reported.add(why)
             engine.emit(Event("memory_not_kept", engine.progress.step, stopped.reason, {}, level=level))
 
+    def retain_pause(self) -> None:
+        """The job was interrupted in a pause: one that resumes from memory counts it. On the chief."""
+        engine, pauses = self._engine, self._engine.reports.pauses
+        if engine.world.rank or not pauses.over or pauses.over[-1].step is not None:
+            return
+
+        def amended(state: bytes) -> bytes:
+            return state_codec.encode({**state_codec.decode(state), "pauses": pauses.state_dict()})
+
+        with contextlib.suppress(OSError, ShardMemoryError):
+            retained_state.amend(engine.folder, amended)
+
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
     def epoch_begins(self) -> None:
@@ -244,17 +274,37 @@ class WorkerSaves:
         return None if self._engine.mode is None else self._engine.mode.servers
 
     def save_asynchronously_if_due(self) -> None:
-        """On the chief, before each micro-batch."""
+        """Before each micro-batch. Saves are of the chief."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._report_lost_folder()
+        self._report_restarts()
         servers = self._servers
-        if checkpoints is None or engine.world.rank != 0 or servers is None:
+        if checkpoints is None or servers is None:
+            return
+        self._adopt_claim(servers)
+        if engine.world.rank != 0:
             return
         checkpoints.schedule.poll(servers.contact.saved)
         checkpoints.schedule.look_at_age(lambda: "")
         leaves = checkpoints.schedule.is_due_before_a_leave(servers)
         if leaves or checkpoints.schedule.is_due_at(engine.progress.step):
-            checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=leaves)
+            self._save_asynchronously(servers, is_last=leaves)
+
+    def _adopt_claim(self, servers: PsWorker) -> None:
+        """Where the chief has claimed the location again: this worker may be the next chief."""
+        checkpoints = checkpoints_of(self._engine)
+        if checkpoints is not None and servers.contact.claim is not None:
+            checkpoints.adopt_claim(*servers.contact.claim)
+            checkpoints.delegate_if_new(self._host_server, *self._part)
+
+    def _save_asynchronously(self, servers: PsWorker, is_last: bool) -> None:
+        """On the chief."""
+        checkpoints = checkpoints_of(self._engine)
+        assert checkpoints is not None
+        self._adopt_claim(servers)
+        checkpoints.claim_again_if_free()
+        checkpoints.delegate_if_new(self._host_server, *self._part)
+        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last)
 
     def leave_asynchronously_if_preempted(self) -> None:
         """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
@@ -337,7 +387,7 @@ class WorkerSaves:
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
                     if not schedule.has(engine.progress.step):
-                        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last=True)
+                        self._save_asynchronously(servers, is_last=True)
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)

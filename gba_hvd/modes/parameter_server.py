@@ -23,6 +23,7 @@ from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.ps.messages import LeaseGrant, LeaseReply
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
+from gba_hvd.ps.worker.replies import Disagreement
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
@@ -201,7 +202,10 @@ class ParameterServerMode:
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)
-        return evaluation.count_by_leases(job, self.servers, 2 * run, len(self._engine.model.tables.layout.groups))
+        try:
+            return evaluation.count_by_leases(job, self.servers, 2 * run, len(self._engine.model.tables.layout.groups))
+        except Disagreement as error:
+            raise self.servers.source_names.explained(error) from None
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         (found,) = self.evaluate(job.alone)

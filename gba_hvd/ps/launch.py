@@ -201,12 +201,35 @@ def last_words(folder: Path, index: int) -> str:
         return ""
 
 
-def pid_of(folder: Path, index: int) -> int | None:
+@dataclass(frozen=True)
+class ServerProcess:
+    """Of a server, as `ps-N.address` names it. n_restarts: how many died in its place. started_unix_s: 0: not known"""
+
+    pid: int
+    started_unix_s: float = 0.0
+    n_restarts: int = 0
+
+
+def process_of(folder: Path, index: int) -> ServerProcess | None:
     """The process that serves, if one has started. A file that is damaged names none."""
     try:
-        return int(json.loads((folder / f"ps-{index}.address").read_text())["pid"])
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        stored = json.loads((folder / f"ps-{index}.address").read_text())
+        since = float(stored.get("started_unix_s", 0.0))
+        return ServerProcess(int(stored["pid"]), since, int(stored.get("n_restarts", 0)))
+    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
         return None
+
+
+def processes_of(folder: Path) -> dict[int, ServerProcess]:
+    """All servers of this host that have started, by their index."""
+    indices = sorted(int(path.stem.removeprefix("ps-")) for path in folder.glob("ps-*.address"))
+    return {index: found for index in indices if (found := process_of(folder, index)) is not None}
+
+
+def pid_of(folder: Path, index: int) -> int | None:
+    """The same process, by its number."""
+    found = process_of(folder, index)
+    return None if found is None else found.pid
 
 
 def companion_pids(folder: Path, hosts: Sequence[str] = (), host: str = "") -> dict[int, int]:

@@ -7,6 +7,7 @@ Numbered by sender:
     1. a host leader                   Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
                                        Export, Leave
+                                       Sources         where a worker was refused for other samples
                                        Residual        where checkpoints are made of compressed gradients
                                        Blend, Publish, SubmitReplica, ReplicaSubmitted      where workers have replicas
                                        (`replica_worker`)
@@ -167,6 +168,10 @@ class JobPosition(Struct, tag="Position"):
     remapped: dict[int, int] = msgspec.field(name="moved", default_factory=dict)
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
+    # As of `DelegateClaim`, the claim that the coordinator's server has; with answers to heartbeats.
+    claim: Claim | None = None
+    first_epoch: int = 0
+    sources_wanted: int = 0  # as of `SourceLists.wanted`; with answers to heartbeats
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
@@ -363,6 +368,17 @@ class Score(Struct):
     ordinal: int
     micro: int
     serial: int
+
+
+class Sources(Struct):
+    """What this worker reads. Frame: the names of its files or shards (`ps.worker.source_names`).
+
+    asks: it was refused for samples that others do not have, and is to receive the names of one of these
+    """
+
+    worker: int
+    generation: int
+    asks: bool = False
 
 
 class Export(Struct):
@@ -591,6 +607,7 @@ Request = (
     | LeaseRequest
     | Evaluate
     | Score
+    | Sources
     | PullRows
     | PullDense
     | Push
@@ -644,6 +661,12 @@ class EvaluationReply(Struct, tag="Judged"):
     lease: LeaseGrant | None = None
     result: list[dict[str, Any]] | None = None
     like_probabilities: list[str] = msgspec.field(default_factory=list)
+
+
+class OtherSources(Struct):
+    """The answer to `Sources`. Frame: the names of a worker, of this rank, that reads other ones; none: not known."""
+
+    rank: int = -1
 
 
 class Dense(Struct):
@@ -714,6 +737,7 @@ Answer = (
     | ReplicaAccepted
     | LeaseReply
     | EvaluationReply
+    | OtherSources
     | Dense
     | Rows
     | Exported

@@ -1,6 +1,6 @@
 """What of a server outlives it, in files of the job's folder: a successor resumes from them.
 
-    ps-N.address   where it listens; written last at its start, from there on the server is there
+    ps-N.address   where it listens, and its process; written last at its start, from there on the server is there
     ps-N.session   what it serves: the `Enter` of its mode, and whether the mode is over (idle)
     ps-N.ledger    the coordinator's state, saved before any answer leaves
     ps-N.failed    why the newest one could not start
@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gba_hvd.ps import launch
 from gba_hvd.ps.messages import Enter
 from gba_hvd.shm.snapshot_file import SnapshotFile
 from recovery.storage.rename import replace_file
@@ -50,7 +53,9 @@ class StateFiles:
         return stored["control"], stored["pull"]
 
     def save_address(self, control: int, pull: int) -> None:
-        replace_file(self.path("address"), json.dumps({"control": control, "pull": pull, "pid": os.getpid()}))
+        before = launch.process_of(self._folder, self._index)
+        process = launch.ServerProcess(os.getpid(), time.time(), 0 if before is None else before.n_restarts + 1)
+        replace_file(self.path("address"), json.dumps({"control": control, "pull": pull, **asdict(process)}))
 
     def save_failure(self, error: Exception) -> None:
         replace_file(self.path("failed"), f"{type(error).__name__}: {error}")

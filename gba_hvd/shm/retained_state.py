@@ -159,6 +159,13 @@ def remove(folder: Path) -> None:
         (folder / _NAME).unlink()
 
 
+def amend(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Write the state retained in a job's folder again, as changed; nothing where there is none. Raises OSError."""
+    data = SnapshotFile(folder / _NAME).read() if is_there(folder) else None
+    if data is not None and data[: len(_MAGIC)] == _MAGIC:
+        SnapshotFile(folder / _NAME).write(data[: _HEAD.size], change(data[_HEAD.size :]))
+
+
 def absence(folder: Path) -> Absence:
     """Why no state is retained in a job's folder, where there is none."""
     try:

@@ -152,6 +152,7 @@ def start(
         mode = ParameterServerMode(engine, PsWorker(*parts, patience_s, model.compression, model.row_coder), idle)
     servers = mode.servers
     servers.client.traffic, servers.contact.host_name = engine.traffic, engine.world.host
+    servers.source_names.names = engine.progress.source_names
     servers.contact.hosts_updated, engine.signals.hosts_updated = engine.signals.hosts_updated, False
     engine.signals.workers_come = False  # training does not pause for them
     if session.rule == "dana_slim":

@@ -14,6 +14,7 @@ from gba_hvd.gradients.clipping import Factors
 from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.reading.datasets import source_names
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.step_hooks import StepHooks
 
@@ -58,10 +59,11 @@ class Signals:
 class LocalHost:
     """What this worker shares with the others of its host.
 
-    server: the line to the companion server, on the host's leader; board: what other processes read of the job, there
-    too. neighbours: processes of the other workers, by rank
+    is_leader: this worker is the host's leader. server: the line to the companion server, there; board: what other
+    processes read of the job, there too. neighbours: processes of the other workers, by rank
     """
 
+    is_leader: bool = False
     server: HostServer | None = None
     board: Board | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
@@ -130,12 +132,12 @@ class Progress:
     `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals: there, ages by
     step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on the wires of
     all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
-    leased again. order: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand. factors:
-    what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this worker
-    asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has changed.
-    launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when the first
-    world of the launch had formed. complete_before: epochs whose batches were asked for here before any was trained,
-    and that had none left. n_reported: calls of `state.report` with scores since workers met in allreduce mode
+    leased again. order, dataset: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand.
+    factors: what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this
+    worker asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has
+    changed. launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when
+    the first world of the launch had formed. complete_before: epochs whose batches were asked for here before any was
+    trained, and that had none left. n_reported: calls of `state.report` with scores since workers met in allreduce mode
     """
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
@@ -143,6 +145,7 @@ class Progress:
         self.step, self.restarts = 0, 0
         self.cursor, self.account = Cursor(), SampleAccount()
         self.order: EpochOrder | None = None
+        self.dataset: object = None
         self.staleness: dict[int, int] = {}
         self.lags: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
@@ -157,6 +160,10 @@ class Progress:
         self.launched_unix_s: float | None = None
         self.complete_before: list[int] = []
         self.n_reported = 0
+
+    def source_names(self) -> Sequence[str]:
+        """Of the files or shards that are trained; empty where the dataset does not name them."""
+        return source_names(self.dataset)
 
     def begin_evaluation(self) -> tuple[int, int]:
         """(phase, ordinal), which name an evaluation in asynchronous modes: the same on all workers.

@@ -97,7 +97,9 @@ class Pauses:
 
     def state_dict(self) -> dict[str, Any]:
         over = [asdict(pause) for pause in self.over]
-        return {"open": None if self._open is None else asdict(self._open), "over": over}
+        if self._open is None:
+            return {"open": None, "over": over}
+        return {"open": asdict(self._open), "over": over, "as_of_unix_s": self._clock()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, with_open: bool) -> None:
         """with_open: the state is of this moment, so that its open pause is this worker's, too.
@@ -108,6 +110,13 @@ class Pauses:
         self.over = [Pause(**pause) for pause in state.get("over", ())]
         found = state.get("open") if with_open else None
         self._open = None if found is None else OpenPause(**found)
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the state of a launch that is no more: a pause that it was in counts until the state was taken."""
+        as_of_unix_s = (state or {}).get("as_of_unix_s")
+        self.load_state_dict(state, with_open=as_of_unix_s is not None)
+        if as_of_unix_s is not None:
+            self._close(None, as_of_unix_s)
 
     def meet(self, state: Mapping[str, Any], ahead_s: float = 0.0) -> None:
         """Take over the state of another worker, of this moment. ahead_s: of this worker's clock, before that one's.

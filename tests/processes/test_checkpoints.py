@@ -432,23 +432,50 @@ def test_the_same_command_started_twice_is_refused_before_it_claims_although_the
         assert not events(first, "place_shared")
 
 
+def is_taken_over_and_left(job: Cluster, store: Any) -> None:
+    """Another job takes the location of this one over, and leaves it without a checkpoint; this one claims it again."""
+    wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+    other = claims.claim(store, "other", takeover=True)
+    wait_for(lambda: job.ended or events(job, "checkpoint_failed"), "a save that fails", PATIENCE_S)
+    failed = [event["message"] for event in events(job, "checkpoint_failed")]
+    assert "Fenced" in failed[0] and "'other'" in failed[0]
+    n = len(events(job, "checkpoint"))
+    claims.release(store, other)
+    wait_for(lambda: job.ended or len(events(job, "checkpoint")) > n, "a checkpoint under the new claim", PATIENCE_S)
+    (shared,) = events(job, "place_shared")
+    assert (shared["before"], shared["now"]) == (1, 3)
+    assert max(store.names("manifests/")).startswith("manifests/000003-")
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
 def test_a_job_whose_place_was_taken_over_claims_it_again_when_the_other_has_left_without_a_checkpoint(
+    tmp_path: Path, mode: str
+) -> None:
+    plan = saving(tmp_path) | ({"gba": LOCK_STEP} if mode == "gba" else {})
+    with cluster(tmp_path / "job", **plan, sleep_s=0.2, epochs=1000, horovod=False) as job:
+        job.start_alone()
+        is_taken_over_and_left(job, store := open_store(str(tmp_path / "checkpoints")))
+        newest = next(one.newest for one in chains(store) if isinstance(one, Chain))
+        assert newest.about["mode"] == mode
+
+
+def test_the_next_chief_saves_under_the_claim_that_the_one_before_made_again_in_an_asynchronous_mode(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path / "job", **saving(tmp_path), sleep_s=0.2, epochs=1000, horovod=False) as job:
-        job.start_alone()
-        wait_for(lambda: events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
-        store = open_store(str(tmp_path / "checkpoints"))
-        other = claims.claim(store, "other", takeover=True)
-        wait_for(lambda: events(job, "checkpoint_failed"), "a save that fails", PATIENCE_S)
-        failed = [event["message"] for event in events(job, "checkpoint_failed")]
-        assert "Fenced" in failed[0] and "'other'" in failed[0]
+    plan = saving(tmp_path) | {"gba": {"mode": "gba"}}
+    with cluster(tmp_path / "job", **plan, sleep_s=0.2, epochs=1000) as job:
+        job.start_elastic(NAMES[:1], slots=2)
+        is_taken_over_and_left(job, open_store(str(tmp_path / "checkpoints")))
+        chief, n_failed = events(job, "checkpoint")[-1]["pid"], len(events(job, "checkpoint_failed"))
+        saved = lambda: [event["pid"] for event in events(job, "checkpoint") if event["pid"] != chief]  # noqa: E731
         n = len(events(job, "checkpoint"))
-        claims.release(store, other)
-        wait_for(lambda: len(events(job, "checkpoint")) > n, "a checkpoint under the new claim", PATIENCE_S)
-        (shared,) = events(job, "place_shared")
-        assert (shared["before"], shared["now"]) == (1, 3)
-        assert max(store.names("manifests/")).startswith("manifests/000003-")
+        wait_for(lambda: len(events(job, "checkpoint")) > n, "the claim to be known to all", PATIENCE_S)
+        os.kill(int(chief.rpartition("-")[2]), signal.SIGKILL)
+        wait_for(lambda: job.ended or len(saved()) > 1, "checkpoints of the next chief", PATIENCE_S)
+        assert not job.ended, job.log()
+        why = [event["why"] for event in events(job, "checkpoint_failed")[n_failed:]]
+        assert not any("Fenced" in one for one in why), why
+        assert len(list((tmp_path / "checkpoints" / "claims").iterdir())) == 3, "nobody has claimed since"
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ import gba_hvd
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.ps import launch
 from gba_hvd.ps.worker.heartbeat import Heartbeat
+from gba_hvd.shm import retained_state
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching import enter_ps
-from recovery import CheckpointCallback
+from recovery import CheckpointCallback, state_codec
 from recovery.catalog.chains import Chain, chains
 from recovery.storage.open import open_store
 
@@ -328,3 +329,52 @@ def test_a_save_whose_server_dies_in_gba_mode_is_reported_and_the_next_one_is_ma
         assert "the server that was to save has died; another one has taken over" in failed.message
         assert set(job.diary.modes) == {"gba"}
     assert job.training.state.step in saved_steps(place)
+
+
+@pytest.mark.parametrize("mode", ["gba", "shadow"])
+def test_a_server_that_was_killed_in_an_asynchronous_mode_is_reported_with_its_successor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    caplog.set_level("INFO", "gba_hvd")
+    switching = gba_hvd.GBACallback(mode=mode, wait_s=PATIENCE_S)
+    with a_job(tmp_path, {}, switching, CheckpointCallback(tmp_path / "checkpoints", every_steps=4)) as job:
+        killed: list[int] = []
+        successors: list[int] = []
+
+        def is_done() -> bool:
+            if not killed and job.diary.of("checkpoint") and job.diary.modes[-1] == mode:
+                killed.append(job.server())
+                os.kill(killed[0], signal.SIGKILL)
+            if job.diary.of("server_restarted"):
+                successors.append(job.server())
+            return bool(successors)
+
+        job.train(is_done)
+        (restart,) = job.diary.of("server_restarted")
+        assert restart.data == {"server": 0, "before": killed[0], "now": successors[0]} and restart.level == "info"
+        assert "micro-batches whose gradients it held are computed again" in restart.message
+    (line,) = [record.message for record in caplog.records if "[server restarted]" in record.message]
+    assert f"(process {killed[0]}) has died, and was started again" in line
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_pause_that_a_job_is_interrupted_in_is_in_the_state_that_it_leaves_in_memory(
+    tmp_path: Path, mode: str
+) -> None:
+    switching = gba_hvd.GBACallback(mode=mode, wait_s=PATIENCE_S)
+    keeping = CheckpointCallback(tmp_path / "checkpoints", every_steps=1000, retain_state_share=1.0)
+    with a_job(tmp_path, {}, switching, keeping) as job:
+
+        def is_done() -> bool:
+            if len(job.diary.modes) > 3 and job.diary.modes[-1] == mode:
+                job.engine.reports.worker_lost()
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            job.train(is_done)
+        left = retained_state.read(job.engine.folder)
+        assert left is not None
+        (pause,) = state_codec.decode(left.state)["pauses"]["over"]
+        (reported,) = job.diary.of("ended_in_pause")
+        assert (pause["cause"], pause["seconds"]) == ("loss", reported.data["seconds"])

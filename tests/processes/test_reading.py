@@ -89,6 +89,27 @@ def test_two_hosts_read_a_stream_in_both_modes(tmp_path: Path, what: str) -> Non
         assert job.result()["mode"] == "gba"
 
 
+@pytest.mark.parametrize(
+    ("what", "missing"),
+    [
+        ("parquet", "3 on rank 0; 2 on rank 1, missing: {folder}/part-2.parquet"),
+        ("shards", "20 on rank 0; 5 on rank 1, missing: shard-5, shard-6, shard-7, shard-8, shard-9 and 10 more"),
+    ],
+)
+def test_what_workers_of_an_asynchronous_mode_do_not_all_have_is_named(tmp_path: Path, what: str, missing: str) -> None:
+    """In an epoch that begins in that mode. Shards of a stream are found out as they are counted."""
+    url = ParquetClicks.write(tmp_path)
+    plan: dict[str, Any] = {"gba": {"mode": "gba"}, "sources_differ_in": 1, "sleep_s": 0.02}
+    plan |= {"parquet": url, "fewer": url.replace("*", "part-[01]")} if what == "parquet" else {}
+    plan |= {"shards": {}, "fewer": {"n_shards": 5}} if what == "shards" else {}
+    with cluster(tmp_path / "job", **plan) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        words = missing.format(folder=url.removesuffix("/*.parquet"))
+        assert f"StateMismatch: the workers disagree about the files or shards of the dataset: {words}" in job.said()
+        assert {line["to"] for line in job.notes("event") if line["event"] == "switch"} == {"gba"}
+
+
 # --- resuming from a checkpoint --------------------------------------------------------------------------------------
 
 KILLED_IN_THE_MIDDLE = {"1": "servers", "8": "saved", "14": "never"}

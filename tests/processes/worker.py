@@ -480,6 +480,13 @@ if "parquet" in PLAN:
 how: dict[str, Any] = {"seed": PLAN.get("seed", 1), **PLAN.get("reading", {})}
 if "shards" in PLAN:
     dataset, how["collate_fn"] = ShardedClicks(**PLAN["shards"]), to_batch
+
+
+def fewer() -> Any:
+    """A dataset that lacks some of the files or shards."""
+    return ParquetClicks(PLAN["fewer"]) if "parquet" in PLAN else ShardedClicks(**PLAN["fewer"])
+
+
 hooked: list[int] = []
 state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
@@ -505,9 +512,10 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         (OUT / "training").touch()
     for state.epoch in range(state.epoch, PLAN.get("epochs", 2)):
         notes.rows = []  # of a step that a failure cut off
+        read = fewer() if state.epoch == PLAN.get("sources_differ_in") and state.world.rank == 1 else dataset
         if "threads" in PLAN:
-            gba_hvd.hogwild(dataset, state, compute, n_threads=PLAN["threads"], **how)
-        for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, **how):
+            gba_hvd.hogwild(read, state, compute, n_threads=PLAN["threads"], **how)
+        for batch in () if "threads" in PLAN else gba_hvd.batches(read, state, **how):
             wait_where_planned(state.step)
             wait_for_workers()
             wait_for_switch(batch)

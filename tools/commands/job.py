@@ -217,7 +217,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("samples", _account_words(account)))
     for table, found in (report.get("vocabulary") or {}).items():
         lines.append((f"ids of {table}", _vocabulary_words(found)))
-    lines += health_facts(report, time.time())
+    lines += health_facts(report, time.time()) + _servers(report)
     staleness = whole_numbers(report.get("staleness"))
     if staleness:
         lines.append(("staleness", staleness_words(staleness)))
@@ -234,6 +234,19 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     elif report.get("decided_elsewhere") and report.get("setting") == "auto":
         lines.append(("last decision", "rank 0 decides: `gba-hvd status` on its host has the reason"))
     return lines + _requests(report)
+
+
+def _servers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line for each companion server of the host that is asked."""
+    servers = report.get("servers_here") or ()
+    words = ["server" if len(servers) == 1 else f"server {one['server']}" for one in servers]
+    return [(word, _server_words(one)) for word, one in zip(words, servers, strict=True)]
+
+
+def _server_words(server: Mapping[str, Any]) -> str:
+    n, at = server["n_restarts"], moment(server["started_unix_s"])
+    again = f"again at {at}: {n:,} before it died" if n else f"at {at}"
+    return f"process {server['pid']} on this host, started {again}"
 
 
 def _account_words(account: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gba_hvd.ps.coordinator.evaluations import Evaluations
+from gba_hvd.ps.coordinator.source_lists import SourceLists
 from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.messages import (
     Answer,
@@ -26,11 +27,14 @@ from gba_hvd.ps.messages import (
     Leave,
     Measured,
     Ok,
+    OtherSources,
     ProcessAlive,
+    ProtocolError,
     PushDone,
     Refused,
     ReplicaSubmitted,
     Score,
+    Sources,
     SwitchTo,
     TrainingFailed,
 )
@@ -55,6 +59,7 @@ class CoordinatorService:
         self.executor, self.evaluations, self._records = executor, evaluations, records
         self.coordinator, self.part = executor.coordinator, executor.part
         self._waiters: list[_Waiter] = []
+        self._source_lists = SourceLists()
 
     # --- what workers ask --------------------------------------------------------------------------------------------
 
@@ -89,12 +94,23 @@ class CoordinatorService:
         self.evaluations.score(request, frames)
         return Ok()
 
+    def sources(self, request: Sources, frames: Sequence[Any]) -> tuple[OtherSources, Sequence[Any]]:
+        if len(frames) != 1:
+            raise ProtocolError(f"Sources comes with one frame, got {len(frames)}")
+        found = self._source_lists.add(request, bytes(frames[0]))
+        if found is None:
+            return OtherSources(), ()
+        seen = self.coordinator.workers.get(found[0])
+        return OtherSources(-1 if seen is None else seen.rank), found[1:]
+
     def beat(self, request: HeartbeatMsg) -> JobPosition:
         world = self.coordinator.world
         self.coordinator.beat(request)
         if self.coordinator.world != world:
             self.save_ledger()
-        return self.coordinator.position()
+        position = self.coordinator.position()
+        position.sources_wanted = self._source_lists.wanted
+        return position
 
     def request_mode(self, request: SwitchTo) -> None:
         self.coordinator.request_mode(request.mode, request.reason, request.pin)

@@ -208,6 +208,8 @@ class Server:
                 return mode.coordinated(request.generation).evaluate(request, frames)
             case messages.Score():
                 return mode.coordinated(request.generation).score(request, frames), ()
+            case messages.Sources():
+                return mode.coordinated(request.generation).sources(request, frames)
             # From the coordinator.
             case messages.Measure():
                 return self._decided(request).measure(request), ()

@@ -47,6 +47,8 @@ class StatusService:
         if request.generation == 0:  # of this host's leader, which passes on orders to servers that do not coordinate
             position.requested_mode = position.reason = ""
         position.saved, position.server = self._saver.report(), os.getpid()
+        if (held := self._saver.held) is not None:
+            position.claim, position.first_epoch = held.claim, held.first_epoch
         position.leaving = not self._leaving.isdisjoint(coordinator_service.coordinator.workers)
         return position
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, Refused, SaveFacts, SaveStatus
+from recovery.catalog.claims import Claim
 
 
 class Heartbeat:
@@ -21,6 +22,7 @@ class Heartbeat:
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
     report: from the chief, what `gba-hvd status` shows beside what the coordinator knows
+    claim: on the checkpoint location, and the job's first epoch there, as the coordinator's server knows them
     acknowledged_membership: the change of membership that this worker knew of when it last formed a world
     """
 
@@ -31,6 +33,7 @@ class Heartbeat:
         self.saved: SaveStatus | None = None
         self.hosts_updated = self.worker_leaves = self.leaving = False
         self.acknowledged_membership = 0
+        self.claim: tuple[Claim, int] | None = None
         self.report: dict[str, Any] = {}
         self._server, self._saving_server = 0, 0  # process that answers heartbeats, and that was asked to save
         self._asked = (0, 0)  # (epoch, number) of the newest save
@@ -93,3 +96,5 @@ class Heartbeat:
         if position.saved is not None:  # the answer to a heartbeat
             self.worker_leaves = position.leaving  # after the position: it has the step of the worker that leaves
             self._on_save_status(position.saved, position.server)
+            if position.claim is not None:
+                self.claim = position.claim, position.first_epoch

@@ -7,13 +7,12 @@ checkpoint is agreed on only when all host leaders agree, so that no worker wait
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,10 @@ from gba_hvd.ps import launch, messages
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.shm.shard_memory import is_alive
 
+log = logging.getLogger("gba_hvd")
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
 _FRESH_S = 3.0  # a server that answered so recently is up; heartbeats go out ten times as often
-
-
-@dataclass(frozen=True)
-class Restart:
-    """A server of this host died, and was started again. before, now: its processes"""
-
-    server: int
-    before: int
-    now: int
+_HOLD_AGAIN_S = 5.0  # after a server refused to renew the claim
 
 
 class HostServer:
@@ -59,11 +51,10 @@ class HostServer:
         self._last_reply_s = [-math.inf] * n_servers  # when each server last answered
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
-        self._pids = [0] * n_servers  # who answered last
-        self._restarts: deque[Restart] = deque()
         self._held: messages.DelegateClaim | None = None
         self._holding: Future[Reply] = Future()  # of the newest request to hold it
         self._held_by = 0  # the process that has it, as far as is known
+        self._refused_s = -math.inf  # when a refusal of it was noted
         self._abandoned = 0
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._client.beat = self._beat
@@ -148,12 +139,12 @@ class HostServer:
 
     def hold(self, request: messages.DelegateClaim) -> None:
         """Have the server, and its successors, renew a claim."""
+        self._refused_s = -math.inf
+        self._send_claim(request)
+
+    def _send_claim(self, request: messages.DelegateClaim) -> None:
         self._held, self._held_by = request, 0
         self._holding = self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
-
-    def restarts(self) -> list[Restart]:
-        """Since it was asked last."""
-        return [self._restarts.popleft() for _ in range(len(self._restarts))]
 
     def _asked_to_save(self, request: messages.Save, result: Callable[[], Reply]) -> None:
         try:
@@ -183,23 +174,31 @@ class HostServer:
         if future.exception() is None and isinstance(body := future.result().body, messages.Ok):
             self._last_reply_s[server] = time.monotonic()
             self._warming[server] = body.position is not None and body.position.warming
-            if body.position is not None:
-                self._note_process(server, body.position.server)
 
-    def _note_process(self, server: int, pid: int) -> None:
-        before, self._pids[server] = self._pids[server], pid
-        if before and before != pid:
-            self._restarts.append(Restart(server, before, pid))
-        if self._held is None or server or pid == self._held_by or not self._holding.done():
+    def _note_process(self, pid: int) -> None:
+        """The first server answers: see that this process of it renews the claim."""
+        if self._held is None or pid == self._held_by or not self._holding.done():
             return
         if self._held_by or self._holding.exception() is not None:
             self.hold(self._held)
+        elif isinstance(refused := self._holding.result().body, messages.Refused):
+            self._claim_was_refused(self._held, refused.why)
         else:
             self._held_by = pid
 
+    def _claim_was_refused(self, request: messages.DelegateClaim, why: str) -> None:
+        now = time.monotonic()
+        if math.isinf(self._refused_s):
+            log.warning("the server of this host does not renew the claim on the checkpoint location: %s", why)
+        elif now - self._refused_s > _HOLD_AGAIN_S:
+            self._send_claim(request)
+        else:
+            return
+        self._refused_s = now
+
     def _on_position(self, position: messages.JobPosition) -> None:
         self._last_reply_s[0], self._warming[0] = time.monotonic(), position.warming
-        self._note_process(0, position.server)
+        self._note_process(position.server)
         self._requested = (position.requested_mode, position.reason)
         if position.saved is None:
             return

@@ -10,6 +10,10 @@ from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.messages import Refused, Request
 
 
+class Disagreement(StateMismatch):
+    """This worker and others disagree about what they train."""
+
+
 def wait_reply(future: Future[Reply]) -> Reply:
     """Wait for it. Raises StateMismatch for what cannot be mended, else the error that forms the world again."""
     try:
@@ -17,7 +21,9 @@ def wait_reply(future: Future[Reply]) -> Reply:
     except ServerLost as error:
         raise worker_lost(str(error)) from error
     if isinstance(reply.body, Refused):
-        if reply.body.kind in ("mismatch", "failed"):  # forming the world again would not mend it
+        if reply.body.kind == "mismatch":  # forming the world again would not mend it
+            raise Disagreement(reply.body.why)
+        if reply.body.kind == "failed":  # nor this
             raise StateMismatch(reply.body.why)
         raise worker_lost(f"a server refused: {reply.body.why}")
     return reply

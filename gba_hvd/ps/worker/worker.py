@@ -32,8 +32,9 @@ from gba_hvd.ps.worker.heartbeat import Heartbeat
 from gba_hvd.ps.worker.push_encoder import PushEncoder
 from gba_hvd.ps.worker.push_window import PushWindow
 from gba_hvd.ps.worker.remote_rows import RemoteRows
-from gba_hvd.ps.worker.replies import request, wait_reply
+from gba_hvd.ps.worker.replies import Disagreement, request, wait_reply
 from gba_hvd.ps.worker.session import DenseParts, DenseState, PsSession
+from gba_hvd.ps.worker.source_names import SourceNames
 
 _ANSWER_S, _POLL_S = 2.0, 0.05  # at the end of training, of the coordinator
 
@@ -57,7 +58,8 @@ class PsWorker:
         self._tables, self._dense, self._timeout_s, self._folder = tables, dense, timeout_s, tables.memory.folder
         self.contact = Heartbeat(worker, rank, host, pid, session.generation)
         self.client = Client(session.job, session.key, session.servers, host, self._folder, timeout_s)
-        self.client.beat, self.client.on_position = self.contact.message, self.contact.on_reply
+        self.source_names = SourceNames(self.client, self.contact, worker, session.generation)
+        self.client.beat, self.client.on_position = self.contact.message, self._on_heartbeat_reply
         self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         self.rates: tuple[int, list[float]] = (-1, [])  # a step, and this worker's learning rates since; for pushes
         self._request = 0
@@ -71,6 +73,10 @@ class PsWorker:
         )
         self._rows_are_masked = row_coder is not None and row_coder.spec.pools
         self._push_window = PushWindow(self.client, timeout_s, self.contact.on_reply)
+
+    def _on_heartbeat_reply(self, position: messages.JobPosition) -> None:
+        self.contact.on_reply(position)
+        self.source_names.on_reply(position)
 
     def start(self) -> None:
         self.client.start()
@@ -155,7 +161,10 @@ class PsWorker:
             segment, order,
         )  # fmt: skip
         while True:
-            reply = request(self.client, 0, body)
+            try:
+                reply = request(self.client, 0, body)
+            except Disagreement as error:
+                raise self.source_names.explained(error) from None
             assert isinstance(reply.body, messages.LeaseReply)
             self.contact.on_reply(reply.body.position)
             if reply.body.status != "wait" or stop():

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,6 +274,18 @@ def test_the_least_a_server_may_say_is_enough(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.split() == ["job", "ctr", "mode", "allreduce"]
 
 
+def test_each_server_of_the_host_has_a_line_with_its_process_and_its_restarts() -> None:
+    started = time.mktime((*time.localtime()[:3], 1, 2, 3, 0, 0, -1))
+    first = {"server": 0, "pid": 41, "started_unix_s": started, "n_restarts": 0}
+    second = {"server": 1, "pid": 42, "started_unix_s": started, "n_restarts": 2}
+    report = {"job": "ctr", "mode": "gba", "servers_here": [first]}
+    assert job.facts(report)[1:] == [("server", "process 41 on this host, started at 01:02:03")]
+    assert job.facts({**report, "servers_here": [first, second]})[1:] == [
+        ("server 0", "process 41 on this host, started at 01:02:03"),
+        ("server 1", "process 42 on this host, started again at 01:02:03: 2 before it died"),
+    ]
+
+
 def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
     job.print_report(IN_GBA)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -454,6 +467,14 @@ def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     report = json.loads(capsys.readouterr().out)
     assert (report["job"], report["mode"]) == ("ctr", "allreduce")
     assert [text for text in report["decisions"] if text.startswith("gba: asked for by ")]
+    (server,) = report["servers_here"]
+    killed = launch.pid_of(memory.folder, 0)
+    assert killed is not None and (server["server"], server["pid"], server["n_restarts"]) == (0, killed, 0)
+    os.kill(killed, signal.SIGKILL)
+    assert cli.main(["status", "--dir", str(tmp_path), "--timeout", "90"]) == 0
+    found = launch.process_of(memory.folder, 0)
+    assert found is not None and found.pid != killed
+    assert f"process {found.pid} on this host, started again at " in capsys.readouterr().out
 
 
 class Operator(gba_hvd.Callback):

@@ -209,6 +209,21 @@ def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> N
 
 
 @pytest.mark.slow
+def test_a_worker_adopts_the_newer_claim_of_its_chief_and_no_older_one(place: Place) -> None:
+    chief, worker = place.job(), place.job()
+    chief.claim_location("job")
+    worker.load_state(before := chief.state())
+    claims.claim(place.store, "other", takeover=True, lease_s=0.1)
+    chief.claim_location("job")
+    claim = claims.Claim(**chief.state()["claim"])
+    for _ in range(2):  # it comes with each heartbeat
+        worker.adopt_claim(claim, chief.first_epoch)
+    assert worker.state()["claim"] == chief.state()["claim"] and worker.location() == chief.location()
+    worker.adopt_claim(claims.Claim(**before["claim"]), 1)
+    assert worker.state()["claim"] == chief.state()["claim"] and worker.location() == chief.location()
+
+
+@pytest.mark.slow
 def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_was_gone(place: Place) -> None:
     job = place.job()
     job.claim_location("job")

@@ -20,3 +20,7 @@ from gba_hvd.comm.name_lists import differing
 )
 def test_what_differs_is_named(lists: list[list[str]], words: str) -> None:
     assert differing(lists) == words
+
+
+def test_some_ranks_alone_can_be_compared() -> None:
+    assert differing([["a"], ["a", "b"]], [3, 5]) == "2 on rank 5; 1 on rank 3, missing: b"

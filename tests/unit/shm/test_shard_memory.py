@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, reaper, shard_memory
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
-from gba_hvd.shm.shard_memory import ShardMemory, difference, remove_orphaned_memory
+from gba_hvd.shm.shard_memory import ShardMemory, difference, lock_owners, owners_in, remove_orphaned_memory
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
 Open = Callable[..., ShardMemory]
@@ -551,3 +553,26 @@ def test_what_a_dead_job_left_is_cleared_and_what_somebody_lives_in_is_not(open_
     remove_orphaned_memory(tmp_path, "job")
     assert not memory.folder.exists()
     remove_orphaned_memory(tmp_path, "job")  # nothing there is no error
+
+
+LOCKS = """1: FLOCK  ADVISORY  WRITE 41 00:1b:139601 0 EOF
+2: FLOCK  ADVISORY  READ 42 fe:10:139601 0 EOF
+2: -> FLOCK  ADVISORY  WRITE 43 fe:10:139601 0 EOF
+3: POSIX  ADVISORY  WRITE 44 fe:10:139601 0 EOF
+4: FLOCK  ADVISORY  READ 45 fe:10:139602 0 EOF
+"""
+
+
+@pytest.mark.parametrize(("device", "owners"), [((0, 27), {41}), ((254, 16), {42}), ((0, 28), set())])
+def test_a_file_of_another_file_system_with_the_same_inode_has_other_owners(
+    device: tuple[int, int], owners: set[int]
+) -> None:
+    assert owners_in(LOCKS, device, 139601) == owners
+
+
+def test_who_holds_a_lock_is_found_on_each_file_system(tmp_path: Path) -> None:
+    for folder in (tmp_path, Path("/dev/shm")):
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            assert lock_owners(Path(file.name)) == set()
+            fcntl.flock(file, fcntl.LOCK_SH)
+            assert lock_owners(Path(file.name)) == {os.getpid()}

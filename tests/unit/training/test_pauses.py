@@ -91,6 +91,22 @@ def test_the_account_travels_and_an_open_pause_to_those_who_meet_at_this_moment(
     assert [one.total_s for one in (newcomer, pauses, next_launch, of_an_older_version)] == [10.0, 10.0, 5.0, 0.0]
 
 
+def test_a_pause_that_a_launch_was_interrupted_in_counts_for_the_next_one_until_its_state_was_taken() -> None:
+    clock = Clock()
+    before, after = Pauses(clock), Pauses(clock)
+    before.stepped(1)
+    before.begin(LOSS)
+    clock.now_s += 5.0
+    state = json.loads(json.dumps(before.state_dict()))
+    clock.now_s += 600.0  # until it is started again
+    after.resume(state)
+    assert after.over == [Pause(LOSS, 5.0, None)] and after.total_s == 5.0
+    assert after.stepped(2) is None
+    of_an_older_version = Pauses(clock)
+    of_an_older_version.resume({"open": {"cause": LOSS, "since_unix_s": 1000.0}, "over": []})
+    assert of_an_older_version.over == []
+
+
 def test_workers_that_meet_keep_the_longer_account_and_their_own_clock() -> None:
     clock, behind = Clock(), Clock()
     behind.now_s -= 30.0
@@ -120,11 +136,12 @@ def test_a_checkpoint_within_an_asynchronous_epoch_has_the_pauses_until_then(
     job, later = training(epoch=0), training(epoch=0)
     job.epoch(clicks())
     state, pauses = job.state.training_state, job.state.engine.reports.pauses
-    pauses.begin(LOSS)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     state.take_snapshot()
-    monkeypatch.delenv("HOROVOD_ELASTIC")
     assert state.snapshot and state.snapshot_to_save() is state.snapshot, "nothing has changed"
+    pauses.begin(LOSS)
+    state.take_snapshot()
+    monkeypatch.delenv("HOROVOD_ELASTIC")
     pauses.stepped(9)
     later.state.training_state.resume(state_codec.decode(state.snapshot_to_save()))
     assert later.state.engine.reports.pauses.over == pauses.over and len(pauses.over) == 1
@@ -138,7 +155,8 @@ def test_the_next_launch_has_the_pauses_of_those_before_it(training: Any, clicks
         before.state.epoch += 1
     job.state.training_state.resume(before.state.training_state.state_dict())
     pauses = job.state.engine.reports.pauses
-    assert [one.cause for one in pauses.over] == [LOSS] and pauses.job_ends(finished=True) is None
+    assert [one.cause for one in pauses.over] == [LOSS, JOINED], "the second one until the state was taken"
+    assert pauses.job_ends(finished=True) is None
 
 
 def test_a_late_joiner_knows_of_the_pause_that_let_it_in(on_host: Any, workers: Workers, clicks: Any) -> None:

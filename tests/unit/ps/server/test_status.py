@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, SaveStatus, SwitchTo
+from gba_hvd.ps.messages import DelegateClaim, HeartbeatMsg, JobPosition, SaveSettings, SaveStatus, SwitchTo
 from gba_hvd.ps.server.status import StatusService
+from gba_hvd.ps.worker.heartbeat import Heartbeat
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
 
 def test_a_request_that_is_repeated_is_shown_once_and_the_newest_are_kept() -> None:
@@ -32,7 +35,20 @@ def test_a_host_s_leader_gets_no_request_back_as_an_order(generation: int) -> No
     """It passes orders on; what the coordinator was asked for by measurements would come back as one of an operator."""
     asked = JobPosition(requested_mode="allreduce", reason="gba is slower")
     coordinator: Any = SimpleNamespace(beat=lambda request: asked, coordinator=SimpleNamespace(workers={}))
-    saver: Any = SimpleNamespace(alive=lambda: None, report=SaveStatus, url="")
+    saver: Any = SimpleNamespace(alive=lambda: None, report=SaveStatus, url="", held=None)
     mode: Any = SimpleNamespace(active_coordinator=coordinator, abandon=lambda numbers: None)
     position = StatusService("clicks", 0, mode, saver).beat(HeartbeatMsg(1, 0, 1, 10, generation))
     assert position.requested_mode == ("" if generation == 0 else "allreduce")
+
+
+def test_workers_learn_the_claim_on_the_checkpoint_location_with_their_heartbeats() -> None:
+    coordinator: Any = SimpleNamespace(beat=lambda _: JobPosition(), coordinator=SimpleNamespace(workers={}))
+    held = DelegateClaim(Claim(3, "clicks.a", "0000000a"), SaveSettings("/place", {}, Config()), first_epoch=2)
+    saver: Any = SimpleNamespace(alive=lambda: None, report=SaveStatus, url="", held=held)
+    mode: Any = SimpleNamespace(active_coordinator=coordinator, abandon=lambda numbers: None)
+    worker = Heartbeat(worker=7, rank=1, host=2, pid=3, generation=4)
+    assert worker.claim is None
+    worker.on_reply(StatusService("clicks", 0, mode, saver).beat(worker.message()))
+    assert worker.claim == (held.claim, 2)
+    worker.on_reply(JobPosition(step=1))  # to a push
+    assert worker.claim == (held.claim, 2)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.ps import launch
-from gba_hvd.ps.client import ServerLost
+from gba_hvd.ps.client import Reply, ServerLost
 from gba_hvd.ps.messages import (
     DelegateClaim,
     JobPosition,
@@ -25,7 +25,7 @@ from gba_hvd.ps.messages import (
     SaveSettings,
     SaveStatus,
 )
-from gba_hvd.ps.worker.host_server import HostServer, Restart
+from gba_hvd.ps.worker.host_server import HostServer
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 
@@ -151,14 +151,6 @@ def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
     assert not line.is_ready() and "has not answered for 60 s" in line.why_not_ready()
 
 
-def test_a_server_that_was_started_again_is_reported_once(line: HostServer) -> None:
-    line._on_position(JobPosition(server=11))
-    line._on_position(JobPosition(server=11))
-    assert line.restarts() == []
-    line._on_position(JobPosition(server=12))
-    assert line.restarts() == [Restart(0, 11, 12)] and line.restarts() == []
-
-
 class Requests:
     """What a host leader sends, and the answers still to come."""
 
@@ -175,14 +167,14 @@ def test_a_server_that_was_started_again_is_given_the_claim_again(line: HostServ
     requests = Requests(line)
     line.hold(DelegateClaim(Claim(1, "job", "00000000"), SaveSettings("/place", {}, Config())))
     line._on_position(JobPosition(server=11))
-    requests.sent[0].set_result(None)
+    requests.sent[0].set_result(Reply(Ok(), []))
     line._on_position(JobPosition(server=11))
     line._on_position(JobPosition(server=11))
     assert len(requests.sent) == 1
     line._on_position(JobPosition(server=12))
     line._on_position(JobPosition(server=12))
     assert len(requests.sent) == 2, "it is under way"
-    requests.sent[1].set_result(None)
+    requests.sent[1].set_result(Reply(Ok(), []))
     line._on_position(JobPosition(server=12))
     line._on_position(JobPosition(server=12))
     assert len(requests.sent) == 2
@@ -194,6 +186,31 @@ def test_a_server_that_was_too_late_for_the_claim_is_given_it_when_it_answers(li
     requests.sent[0].set_exception(ServerLost("server 0 did not answer Hold"))
     line._on_position(JobPosition(server=11))
     assert len(requests.sent) == 2
+
+
+def test_a_claim_that_a_server_refused_is_not_held_and_is_given_to_it_again_after_a_while(
+    line: HostServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests, now_s = Requests(line), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    line.hold(DelegateClaim(Claim(1, "job", "00000000"), SaveSettings("/place", {}, Config())))
+    requests.sent[0].set_result(Reply(Refused("no such field"), []))
+    for _ in range(3):
+        line._on_position(JobPosition(server=11))
+    assert len(requests.sent) == 1, "not with each heartbeat"
+    now_s += 6.0
+    line._on_position(JobPosition(server=11))
+    requests.sent[1].set_result(Reply(Refused("no such field"), []))
+    line._on_position(JobPosition(server=11))
+    assert len(requests.sent) == 2
+    now_s += 6.0
+    line._on_position(JobPosition(server=11))
+    requests.sent[2].set_result(Reply(Ok(), []))
+    now_s += 60.0
+    for _ in range(2):
+        line._on_position(JobPosition(server=11))
+    assert len(requests.sent) == 3, "it is held"
+    assert [record.message.partition(": ")[2] for record in caplog.records] == ["no such field"], "once"
 
 
 def test_a_folder_that_was_replaced_is_found_out(tmp_path: Path) -> None:
