@@ -153,6 +153,7 @@ class JobPosition(Struct, tag="Position"):
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
     newest: list[tuple[int, int, int, float]] = []  # of each: rank, worker, micro-batches so far, seconds of its newest
+    computed: list[tuple[int, float]] = []  # of each: worker, seconds of all its micro-batches so far
     hanging: list[tuple[int, int, float]] = []  # of each worker that lives and does nothing: rank, process, seconds
     segment: int = 0  # of the epoch
     requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason

@@ -34,6 +34,7 @@ from gba_hvd.switching.measurements import (
 from gba_hvd.switching.policy import Decision, Options, Stance, decide, is_compared, learned, leaving
 from gba_hvd.switching.predictions import Rates, expected_drops, expected_old_values
 from gba_hvd.switching.requested_mode import AskedMode
+from gba_hvd.switching.short_steps import Reading, ShortSteps, Steps
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
 from gba_hvd.update_rules.default_rule import RuleChoice, choose
 from gba_hvd.update_rules.delay_model import expected_ages, expected_arrivals
@@ -172,6 +173,10 @@ class GBACallback(Callback):
         self._stance = Stance("allreduce", 0)
         self._entered: Stance | None = None  # the stance of the switch that is requested
         self._recent, self._achieved = RecentTimes(), RecentRate()
+        self._single = RecentTimes()  # the same of each step, where a reading is of several
+        self._short_steps = ShortSteps()
+        self._steps: deque[int] = deque(maxlen=N_NEWEST)  # of each reading
+        self._looked_at = -1  # the step, in gba
         self._trained_s = 0.0  # in modes among which it decides
         self._exchange, self._wait = RecentCost(0.0), RecentCost(_FIRST_SERVE_S)
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
@@ -417,11 +422,11 @@ class GBACallback(Callback):
         """
         self._trained_s += step_s
         if is_sample:
-            usual = [self._recent.median(worker) for worker in range(len(seconds))]
+            usual = [self._single.median(worker) for worker in range(len(seconds))]
             gain = self._batch_gain
             found = [before * gain / t for before, t in zip(usual, seconds, strict=True) if before and t > 0]
             if found and not self._batch_gains:
-                self._recent = RecentTimes()  # from here on they are of single ones
+                self._single = RecentTimes()  # from here on they are of single ones
             if found:
                 self._batch_gains.append(median(found))
             return
@@ -429,27 +434,36 @@ class GBACallback(Callback):
         slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
         self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if together > 1 and not self._batch_gains:
-            self._recent.add(seconds)  # as they come, until it is known what single ones take
+            self._single.add(seconds)  # as they come, until it is known what single ones take
             return
         gain = self._batch_gain if together > 1 else 1.0
-        self._achieved.add(n_micro, step_s)
-        self._measure(step, "allreduce", [t / gain for t in seconds], shared, n_micro, gain)
+        done = tuple((n, n * t) for n, t in zip(shared, seconds, strict=True))
+        self._measure(step, "allreduce", [t / gain for t in seconds], Steps(1, n_micro, step_s, done), shared, gain)
 
     def measured_async(
         self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, together: int = 1,
-        n_pushed: int = 0, elapsed_s: float = 0.0,
+        n_pushed: int = 0, elapsed_s: float = 0.0, done: Sequence[tuple[int, float]] = (),
     ) -> None:  # fmt: skip
         """Every worker's newest seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push.
 
         seconds: 0 of a worker that has pushed none since the last call. together: micro-batches that are one batch in
         allreduce mode. n_pushed: micro-batches of all workers since the last call, elapsed_s ago; 0 s: it is the first
+        done: of each, how many, and their seconds in all; (): only the newest are known
         """
         self._trained_s += elapsed_s
         self._wait.add(serve_s, self._trained_s)
-        if elapsed_s > 0:
-            self._achieved.add(n_pushed, elapsed_s)
         gain = self._batch_gain if together > 1 else 1.0
-        self._measure(step, "gba", seconds, shares(n_micro, len(seconds), together), n_micro, gain)
+        known = tuple(done) or tuple((int(t > 0), t) for t in seconds)
+        n_steps = max(1, step - self._looked_at) if self._looked_at >= 0 else 1
+        self._looked_at = step
+        self._measure(
+            step,
+            "gba",
+            seconds,
+            Steps(n_steps, n_pushed, elapsed_s, known, is_look=True),
+            shares(n_micro, len(seconds), together),
+            gain,
+        )
 
     @property
     def _batch_gain(self) -> float:
@@ -457,19 +471,26 @@ class GBACallback(Callback):
         return median(self._batch_gains or [1.0])
 
     def _measure(
-        self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int, gain: float
+        self, step: int, current: str, seconds: Sequence[float], measured: Steps, shared: Sequence[int], gain: float
     ) -> None:
         """seconds: per micro-batch, where each is its own batch. gain: the share of them it takes in allreduce mode."""
         if self.mode != "auto" or len(seconds) < 1:
             return
-        self._recent.add(seconds)
+        self._single.add(seconds)
+        if not measured.elapsed_s:  # a first look at what others have pushed
+            self._recent.add(seconds)
+        elif (reading := self._short_steps.add(measured)) is not None:
+            self._add(reading, gain if current == "allreduce" else 1.0)
+        else:
+            return
+        n_micro = sum(shared)
         rates = self._rates(current, shared, n_micro, gain)
         if rates is None:
             return
         if self._stance.mode != current:
             self._stance = self._stance.in_mode(current, step)
         if (
-            is_compared(self._stance, step, self.options)
+            is_compared(self._stance, step, self.options, rates.steps)
             and (full := self._rates(current, shared, n_micro, gain, N_RECENT)) is not None
         ):
             self._stance = learned(self._stance, step, full, self.options)
@@ -491,14 +512,20 @@ class GBACallback(Callback):
         self, current: str, shared: Sequence[int], n_micro: int, gain: float, last: int = N_NEWEST
     ) -> Rates | None:
         """By so many of the newest measurements; None until every worker has been measured."""
+        steps = sum(self._steps) / len(self._steps) if self._steps else 1.0
         times, now_s = self._recent.times(last), self._trained_s
-        if times is None:
+        each = self._single.times(N_RECENT if steps > 1 else last)
+        if times is None or each is None:
             return None
-        draws = times if current == "allreduce" else neighbours(times, shared)
+        draws = each if current == "allreduce" else neighbours(each, shared)
+        stopped, achieved = self._short_steps.stopped(), self._achieved.value(last)
+        means = mean_times(times)
         rates = Rates(
-            mean_times(times), tuple(shared), n_micro, self._exchange.value(now_s), self._wait.value(now_s),
-            sync_share=gain, draws=draws, achieved=self._achieved.value(last), at_s=now_s,
-            waits=self._recent.waits(shared, gain) if current == "allreduce" else None,
+            tuple(t / (1 - share) for t, share in zip(means, stopped.workers or (0.0,) * len(means), strict=True)),
+            tuple(shared), n_micro, self._exchange.value(now_s), self._wait.value(now_s), sync_share=gain, draws=draws,
+            achieved=None if achieved is None else achieved * (1 - stopped.steps), at_s=now_s,
+            waits=self._single.waits(shared, gain) if current == "allreduce" else None,
+            stopped=stopped.workers, steps=steps,
         )  # fmt: skip
         if self._rules["staleness"] == "threshold":
             tolerance, by_values = self._rules["tolerance"], self.weighs_by_values
@@ -560,6 +587,14 @@ class GBACallback(Callback):
 
     def _forget_times(self) -> None:
         self._recent, self._achieved = RecentTimes(), RecentRate()
+        self._single, self._looked_at = RecentTimes(), -1
+        self._steps.clear()
+        self._short_steps.changed_mode()
+
+    def _add(self, reading: Reading, gain: float) -> None:
+        self._recent.add([t / gain for t in reading.seconds])
+        self._achieved.add(reading.n_micro, reading.elapsed_s)
+        self._steps.append(reading.n_steps)
 
     def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again (full recovery): what `switch_at` has after it comes again.
@@ -579,6 +614,7 @@ class GBACallback(Callback):
 
     def members_changed(self) -> None:
         """Times of those that left go, and what was learned with them is a guess from now on."""
+        self._short_steps = ShortSteps()
         self._forget_times()
         self._stance = self._stance.with_other_workers()
 

@@ -1,6 +1,6 @@
 """Recent measurements of a job's speed in the mode that it is in, as the decision takes them.
 
-One odd micro-batch or step moves nothing: a time of more than `_ODD` times the median of its window counts as that
+One odd micro-batch or step moves nothing: a time of more than `ODD` times the median of its window counts as that
 much.
 """
 
@@ -18,7 +18,7 @@ from gba_hvd.switching.predictions import StepWaits
 N_RECENT = 32  # times that are kept: enough to compare two modes to a percent or two where times vary by a tenth
 N_NEWEST = 8  # of these, what a decision goes by: few enough to notice a slow worker within five of its steps
 FORGET_S = 3600.0  # what was measured in the other mode counts for so long: a cluster's load changes over hours
-_ODD = 4.0
+ODD = 4.0
 _N_COSTS = 9
 
 
@@ -27,20 +27,27 @@ class PushReadings:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] | None = None
+        self._computed_s: dict[int, float] = {}
+        self.done: tuple[tuple[int, float], ...] = ()  # as of `short_steps.Steps`, at the last look that is known
         self.members_changed = False  # other workers than at the last look
 
-    def take(self, newest: Sequence[tuple[int, int, int, float]]) -> tuple[list[float], int, bool]:
+    def take(
+        self, newest: Sequence[tuple[int, int, int, float]], computed: Sequence[tuple[int, float]] = ()
+    ) -> tuple[list[float], int, bool]:
         """Seconds of the newest micro-batch by worker, how many all have pushed, and whether that is known.
 
-        newest: as of `JobPosition`. 0 s of a worker that pushed none. Nothing is known at the first look, and where
-        others take part than at the last one, or the counts begin again.
+        newest, computed: as of `JobPosition`. 0 s of a worker that pushed none. Nothing is known at the first look, and
+        where others take part than at the last one, or the counts begin again.
         """
         before, counts = self._counts, {worker: count for _, worker, count, _ in newest}
-        self._counts = counts
+        before_s, self._computed_s = self._computed_s, dict(computed)
+        self._counts, self.done = counts, ()
         self.members_changed = before is not None and before.keys() != counts.keys()
         if before is None or self.members_changed or any(counts[w] < before[w] for w in counts):
             return [0.0] * len(newest), 0, False
         seconds = [s if count > before[worker] else 0.0 for _, worker, count, s in newest]
+        if before_s.keys() == self._computed_s.keys() == counts.keys():
+            self.done = tuple((counts[w] - before[w], self._computed_s[w] - before_s[w]) for _, w, *_ in newest)
         return seconds, sum(counts.values()) - sum(before.values()), True
 
 
@@ -78,7 +85,7 @@ class RecentTimes:
         in_order, counts = np.sort(times, axis=1), (times < np.inf).sum(axis=1)
         rows = np.arange(len(times))
         middle = (in_order[rows, (counts - 1) // 2] + in_order[rows, counts // 2]) / 2
-        return np.where(times < np.inf, np.minimum(times, _ODD * middle[:, None]), np.inf)
+        return np.where(times < np.inf, np.minimum(times, ODD * middle[:, None]), np.inf)
 
     def waits(self, shares: Sequence[int], gain: float = 1.0) -> StepWaits | None:
         """Of allreduce steps, in each of which every worker with a share added a time; None of fewer than two workers.
@@ -140,7 +147,7 @@ class RecentRate:
         done = [(seconds / n, n) for seconds, n in self._readings if n][-last:]
         if not done:
             return None
-        most_s = _ODD * median([each for each, _ in done])
+        most_s = ODD * median([each for each, _ in done])
         total_s = sum(min(each, most_s) * n for each, n in done)
         return sum(n for _, n in done) / total_s if total_s > 0 else None
 

@@ -41,7 +41,8 @@ class Options:
     leave_gain: back to allreduce when gba is less than this many times as fast
     patience:   global steps for which this must hold
     min_stay:   global steps in a mode before it is left, the first mode of the job included; not after a switch that
-                did not do what it promised
+                did not do what it promised. Steps below 0.1 s are measured several at a time; of these, both are so
+                many measurements
     warm_up_steps: global steps of the job before gba is entered: early steps suffer most from old values
     trial_budget: share of the job's work that trials of the other mode may cost; 0: none are made
     """
@@ -182,7 +183,7 @@ class Stance:
 
 
 def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[Decision, Stance]:
-    """Stay or switch, at global step `step`, and the stance for the next decision. To be called once per global step.
+    """Stay or switch, at global step `step`, and the stance for the next decision. To be called once per measurement.
 
     When the decision's mode is not the stance's, switch, and measure again: times taken in the other mode do not count.
     Raises BadInput when the job is in a mode that is never entered automatically.
@@ -194,8 +195,8 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
     favours_other = gain >= options.enter_gain if other == "gba" else gain < options.leave_gain
     needed = options.enter_gain if other == "gba" else 1 / options.leave_gain
     step_s = rates.n_micro / rate[here]
-    lost_s = max(0.0, stance.lost_s + step_s * (rate[other] / rate[here] - needed))
-    stayed = step - stance.since_step
+    lost_s = max(0.0, stance.lost_s + rates.steps * step_s * (rate[other] / rate[here] - needed))
+    stayed = _stayed(stance, step, rates.steps)
     is_broken = stance.promised > 0 and rates.achieved is not None and rate[here] < (1 - BROKEN) * rate[other]
     if stance.is_trial and stayed >= options.min_stay and not favours_other:
         stance = replace(stance, is_trial=False, spent_s=stance.spent_s + _spent_s(stance, rates, rate))
@@ -223,16 +224,16 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
     finding = f"{_slowest(rates, other)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
-    rest = _rest(other, gain, rates)
+    rest, unit = _rest(other, gain, rates), _unit(rates)
     if now.in_favour < options.patience:
-        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} steps{rest}")
+        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} {unit}{rest}")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
         return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far{rest}")
     if stayed < options.min_stay and not is_broken:
-        return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} steps in {here}")
+        return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} {unit} in {here}")
     if other == "gba" and step < options.warm_up_steps:
         return stay("warm_up", f"{finding}, but the warm-up takes {options.warm_up_steps} steps, this is {step}")
-    return switch("switch", f": {finding}, for {now.in_favour} steps{rest}{_broken(stance, rate)}")
+    return switch("switch", f": {finding}, for {now.in_favour} {unit}{rest}{_broken(stance, rate)}")
 
 
 def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, float], options: Options) -> float | None:
@@ -253,14 +254,17 @@ def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, flo
     gain = best / rate[here] if other == "gba" else rate[here] / best
     if gain < options.enter_gain if other == "gba" else gain >= options.leave_gain:
         return None
-    steps_s = max(1, options.min_stay) * rates.n_micro / worst
+    steps_s = max(1, options.min_stay) * rates.steps * rates.n_micro / worst
     cost_s = steps_s * max(0.0, 1 - worst / rate[here]) + 2 * SWITCH_S
     return cost_s if stance.spent_s + cost_s <= options.trial_budget * rates.at_s else None
 
 
-def is_compared(stance: Stance, step: int, options: Options) -> bool:
-    """Whether there is more to learn from the last switch: what changes once the mode is not new has other causes."""
-    return stance.left is not None and options.patience <= step - stance.since_step <= N_RECENT
+def is_compared(stance: Stance, step: int, options: Options, steps: float = 1.0) -> bool:
+    """Whether there is more to learn from the last switch: what changes once the mode is not new has other causes.
+
+    steps: as of `Rates`
+    """
+    return stance.left is not None and options.patience <= _stayed(stance, step, steps) <= N_RECENT
 
 
 def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
@@ -269,7 +273,7 @@ def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance
     No more is learned once a worker is much slower or faster than right after the switch.
     """
     left, here, other = stance.left, stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
-    if left is None or rates.achieved is None or not is_compared(stance, step, options):
+    if left is None or rates.achieved is None or not is_compared(stance, step, options, rates.steps):
         return stance
     first = left.seconds or rates.seconds_per_micro
     if len(first) != len(rates.seconds_per_micro) or any(
@@ -303,6 +307,16 @@ def _rates_of_both(stance: Stance, rates: Rates) -> dict[str, float]:
     return rate if useful is None else {**rate, stance.mode: useful}
 
 
+def _unit(rates: Rates) -> str:
+    """Of what is counted, a measurement each."""
+    return "steps" if rates.steps < 1.5 else f"measurements of {rates.steps:.0f} steps"
+
+
+def _stayed(stance: Stance, step: int, steps: float) -> int:
+    """Measurements in the mode."""
+    return int((step - stance.since_step) / steps)
+
+
 def _plain(rates: Rates) -> dict[str, float]:
     return {mode: max(rate, _LEAST) for mode, rate in zip(("allreduce", "gba"), predicted(rates), strict=True)}
 
@@ -330,6 +344,9 @@ def _slowest(rates: Rates, other: str) -> str:
 
 def _waited_for(rates: Rates) -> str:
     times, waits = rates.seconds_per_micro, rates.waits
+    if rates.stopped and max(rates.stopped) >= _NOTABLE - 1:
+        stops_most = max(range(len(times)), key=rates.stopped.__getitem__)
+        return f"worker {stops_most} is stopped {rates.stopped[stops_most]:.0%} of the time, "
     worker = max(range(len(times)), key=times.__getitem__)
     if waits is not None and waits.worker != worker:  # slow at times: the newest times are not of these
         is_notable = waits.slowest_s >= _NOTABLE * waits.median_s

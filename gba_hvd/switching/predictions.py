@@ -46,6 +46,9 @@ class Rates:
     achieved:          micro-batches/s that the job makes in the mode it is in; None: not measured yet
     at_s:              seconds of training until now, in all modes together
     waits:             what recent steps waited for, in allreduce; None: not known
+    stopped:           share of the time that each worker is stopped, as of `short_steps.Stopped`: part of t_w, and not
+                       of draws. (): none is
+    steps:             global steps for which one measurement stands
     """
 
     seconds_per_micro: tuple[float, ...]
@@ -59,6 +62,8 @@ class Rates:
     achieved: float | None = None
     at_s: float = 0.0
     waits: StepWaits | None = None
+    stopped: tuple[float, ...] = ()
+    steps: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.seconds_per_micro or not all(0 < t < math.inf for t in self.seconds_per_micro):
@@ -73,6 +78,8 @@ class Rates:
             raise BadInput(f"dropped_share must be within 0 and 1, got {self.dropped_share}")
         if not 0 < self.sync_share < math.inf:
             raise BadInput(f"sync_share must be positive, got {self.sync_share}")
+        if self.stopped and (len(self.stopped) != len(self.shares) or not all(0 <= p < 1 for p in self.stopped)):
+            raise BadInput(f"stopped must be shares of the time, 0 to below 1, one per worker, got {self.stopped}")
         if self.draws is not None and (len(self.draws) != len(self.shares) or (self.draws.min(axis=1) == np.inf).any()):
             raise BadInput(f"draws must be times of each of the {len(self.shares)} workers, got {self.draws}")
         if self.achieved is not None and not 0 < self.achieved < math.inf:
@@ -82,15 +89,16 @@ class Rates:
 def predicted(rates: Rates) -> tuple[float, float]:
     """Micro-batches/s in (allreduce, gba).
 
-    allreduce: M / (sync_share E[max_w(n_w t_w)] + t_exchange): all wait for the slowest; t_w: any of a worker's times
+    allreduce: M / (sync_share E[max_w(n_w t_w)] + t_exchange): all wait for the slowest; t_w: any of a worker's times;
+               of that, the share of the time in which the worker that is stopped for longest runs
     gba:       sum_w 1 / (t_w + t_ps), less what staleness drops: no worker waits; t_w: the mean
     """
     draws = np.asarray(rates.seconds_per_micro)[:, None] if rates.draws is None else rates.draws
     n_w = np.asarray(rates.shares)
     slowest_s = expected_maximum(draws[n_w > 0] * n_w[n_w > 0, None])
-    return rates.n_micro / (rates.sync_share * slowest_s + rates.exchange_s), sum(_push_rates(rates)) * (
-        1 - rates.dropped_share
-    )
+    allreduce = rates.n_micro / (rates.sync_share * slowest_s + rates.exchange_s)
+    runs = 1 - max(rates.stopped, default=0.0)
+    return allreduce * runs, sum(_push_rates(rates)) * (1 - rates.dropped_share)
 
 
 def expected_maximum(draws: np.ndarray) -> float:

@@ -238,7 +238,7 @@ class ModeRequests(StepParticipant):
     def _measure_pushes(self, servers: PsWorker, waited_s: float) -> None:
         """On the chief, once per step."""
         engine, step, now_s = self._engine, self._engine.progress.step, time.perf_counter()
-        seconds, n_pushed, is_known = self._pushes.take(servers.position.newest)
+        seconds, n_pushed, is_known = self._pushes.take(servers.position.newest, servers.position.computed)
         elapsed_s = now_s - self._pushes_s if is_known and self._pushes_s is not None else 0.0
         self._pushes_s = now_s
         if self._pushes.members_changed:
@@ -246,8 +246,9 @@ class ModeRequests(StepParticipant):
             self._forget_drops()
         of_step = engine.model.global_batch // engine.model.micro_batch
         self.callback.measured_async(
-            step, seconds, of_step, waited_s, engine.model.together, n_pushed=n_pushed, elapsed_s=elapsed_s
-        )
+            step, seconds, of_step, waited_s, engine.model.together, n_pushed=n_pushed, elapsed_s=elapsed_s,
+            done=self._pushes.done,
+        )  # fmt: skip
 
     def _report_if_late(self) -> None:
         """On the chief: a planned change of mode is requested later than it was due."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from gba_hvd.epoch import shares
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.switching.policy import LOST_S, Options
 
-from ..bench.harness.emulated_accelerators import LOAD_BY_HOUR, SEVERITY
+from ..bench.harness.emulated_accelerators import LOAD_BY_HOUR, SEVERITY, Stopped
 
 TICK_S = 0.25  # the state of a cluster is constant for so long
 MODES = ("allreduce", "gba")
@@ -38,6 +38,7 @@ class Cluster:
     shape:     of the gamma law of times; gba_takes: times as long in gba as the same micro-batch takes in allreduce,
                which shows there only: workers that do not wait compete for cores
     switch_s:  of a switch, beside the drain
+    stopped:   workers that are stopped and continued all the time
     """
 
     name: str
@@ -50,6 +51,7 @@ class Cluster:
     gba_takes: float = 1.0
     switch_s: float = 0.15
     seed: int = 0
+    stopped: tuple[Stopped, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -169,6 +171,7 @@ class _Run:
         self._drawn = 0
         self._last_tick = int(cluster.slow.shape[1]) - 1
         self._slow = (cluster.slow * np.array(cluster.service_s)[:, None]).tolist()
+        self._stopped = {one.worker: one for one in cluster.stopped}
         self._exchange_s, self._serve_s = cluster.exchange_s.tolist(), cluster.serve_s.tolist()
 
     def run(self) -> ModeRun:
@@ -204,9 +207,9 @@ class _Run:
             for worker, n in enumerate(share):
                 at_s = self.now_s
                 for _ in range(n):
-                    at_s += self._takes_s(worker, at_s)
+                    at_s = self._end_s(worker, at_s, self._takes_s(worker, at_s))
                 took.append(at_s - self.now_s)
-            step_s = max(took) + self._exchange_s[self._tick(self.now_s)]
+            step_s = self._exchanged_s(self.now_s + max(took), self._exchange_s[self._tick(self.now_s)]) - self.now_s
             self.now_s += step_s
             self._done += cluster.n_micro
             self._stepped()
@@ -221,15 +224,16 @@ class _Run:
     def _gba(self) -> tuple[str, str]:
         cluster, callback, readings = self._cluster, self.callback, PushReadings()
         n_workers, read_step, read_s = len(cluster.service_s), self._step, self.now_s
-        counts, newest, pushed = [0] * n_workers, [0.0] * n_workers, 0
+        counts, newest, computed, pushed = [0] * n_workers, [0.0] * n_workers, [0.0] * n_workers, 0
         started = [self.now_s] * n_workers
-        due = [(self._cycle_s(w, self.now_s) + self.now_s, w) for w in range(n_workers)]
+        due = [(self._cycle_end_s(w, self.now_s), w) for w in range(n_workers)]
         heapq.heapify(due)
         wanted: tuple[str, str] | None = None
         while due and (wanted or self.now_s < cluster.seconds):
             self.now_s, worker = heapq.heappop(due)
             serve_s = self._serve_s[self._tick(started[worker])]
             counts[worker], newest[worker] = counts[worker] + 1, self.now_s - started[worker] - serve_s
+            computed[worker] += newest[worker]
             self._done, pushed = self._done + 1, pushed + 1
             if pushed % cluster.n_micro == 0:
                 self._stepped()
@@ -237,27 +241,40 @@ class _Run:
                 continue  # drained: it gets no other lease
             if callback is not None and worker == 0 and self._step > read_step:
                 read_step = self._step
-                seconds, n_pushed, is_known = readings.take([(w, w, counts[w], newest[w]) for w in range(n_workers)])
+                seconds, n_pushed, is_known = readings.take(
+                    [(w, w, counts[w], newest[w]) for w in range(n_workers)], list(enumerate(computed))
+                )
                 elapsed_s, read_s = self.now_s - read_s if is_known else 0.0, self.now_s
                 callback.measured_async(
-                    self._step, seconds, cluster.n_micro, serve_s, n_pushed=n_pushed, elapsed_s=elapsed_s
-                )
+                    self._step, seconds, cluster.n_micro, serve_s, n_pushed=n_pushed, elapsed_s=elapsed_s,
+                    done=readings.done,
+                )  # fmt: skip
                 wanted = callback.mode_request(self._step, "gba")
                 if wanted is not None:
                     continue
             started[worker] = self.now_s
-            heapq.heappush(due, (self.now_s + self._cycle_s(worker, self.now_s), worker))
+            heapq.heappush(due, (self._cycle_end_s(worker, self.now_s), worker))
         return wanted or ("gba", "")
 
-    def _cycle_s(self, worker: int, at_s: float) -> float:
-        return self._takes_s(worker, at_s) * self._cluster.gba_takes + float(self._serve_s[self._tick(at_s)])
+    def _cycle_end_s(self, worker: int, at_s: float) -> float:
+        takes_s = self._takes_s(worker, at_s) * self._cluster.gba_takes
+        return self._end_s(worker, at_s, takes_s + float(self._serve_s[self._tick(at_s)]))
+
+    def _end_s(self, worker: int, at_s: float, running_s: float) -> float:
+        stopped = self._stopped.get(worker)
+        return at_s + running_s if stopped is None else stopped.end_s(at_s, running_s)
+
+    def _exchanged_s(self, begins_s: float, exchange_s: float) -> float:
+        """When an exchange is done: all workers run in it, so that it takes longer while one is stopped."""
+        ends_s = (stopped.end_s(begins_s, exchange_s) for stopped in self._cluster.stopped)
+        return max(ends_s, default=begins_s + exchange_s)
 
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
 
 
 def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
-    """By name: four workers of 50 ms, M = 8; what happens to them begins after three minutes."""
+    """By name: four workers of 50 ms (throttled: 2), M = 8; what happens to them begins after three minutes."""
     n_ticks, n = int(seconds / TICK_S), 4
     rng = np.random.default_rng([seed, 7])
     begins = slice(int(180 / TICK_S), None)
@@ -280,6 +297,12 @@ def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
     return {
         "none": make("none", even),
         "straggler_5x": make("straggler_5x", changed(n - 1, begins, 5.0)),
+        # A CPU quota of half a core: several steps run in each period, and one waits until the next begins.
+        "throttled": replace(
+            make("throttled", even, exchange_s=0.002, serve_s=0.001, gba_takes=1.5),
+            service_s=(0.002,) * n,
+            stopped=(Stopped(n - 1, period_s=0.1, stopped_s=0.05),),
+        ),
         "gamma": make("gamma", even, shape=100.0),
         "come_and_go": make("come_and_go", changed(n - 1, visit, 5.0)),
         "noise": make("noise", bursts(rng, n, n_ticks, share=0.5, on_s=1.0, off_s=2.0), shape=100.0),

@@ -72,6 +72,7 @@ class WorkerSeen:
     lost_lease: bool = False  # it took too long for one, and that thread did nothing since
     seconds: float = 0.0  # per micro-batch, recent mean
     newest_s: float = 0.0  # the same of the newest one
+    computed_s: float = 0.0  # of all of them
     done: int = 0
     host_name: str = ""  # for people
     pace: RecentPace | None = None  # in micro-batches
@@ -83,6 +84,7 @@ class WorkerSeen:
             return
         self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
         self.newest_s = seconds
+        self.computed_s += seconds
         self.done += 1
 
 
@@ -481,6 +483,7 @@ class Coordinator:
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
             hanging=self._hanging(),
             newest=sorted((s.rank, w, s.done, s.newest_s) for w, s in self.workers.items() if not s.silent),
+            computed=sorted((w, s.computed_s) for w, s in self.workers.items() if not s.silent),
             requested_mode=self.requested_mode,
             reason=self.reason,
             pinned=self.pin,

@@ -36,6 +36,24 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """One worker stands still at the end of every period, as a container with a CPU quota does."""
+
+    worker: int
+    period_s: float
+    stopped_s: float
+
+    def end_s(self, begins_s: float, running_s: float) -> float:
+        """When work is done that begins then, and takes so long without stops."""
+        runs_s = self.period_s - self.stopped_s
+        if not running_s:
+            return begins_s
+        periods, within_s = divmod(begins_s, self.period_s)
+        more, left_s = divmod(min(within_s, runs_s) + running_s, runs_s)
+        return (periods + more) * self.period_s + left_s
+
+
+@dataclass(frozen=True)
 class Scenario:
     """What the accelerators do. Speed is measured in [warmup_s, end_s] after the first micro-batch."""
 
@@ -46,9 +64,13 @@ class Scenario:
     slow: tuple[Slow, ...] = ()
     gamma: bool = False
     n_workers: int = N_WORKERS
+    stopped: tuple[Stopped, ...] = ()
 
     def mean_service_s(self, worker: int, at_s: float) -> float:
-        """Expected seconds for a micro-batch that this worker begins at `at_s`; 0 when the emulation is over."""
+        """Expected seconds for a micro-batch that this worker begins at `at_s`, without stops.
+
+        0 when the emulation is over.
+        """
         if at_s >= self.end_s:
             return 0.0
         factor = 1.0
@@ -57,13 +79,21 @@ class Scenario:
                 factor *= slow.factor
         return self.service_s * factor
 
+    def end_s_of(self, worker: int, begins_s: float, running_s: float) -> float:
+        """When this worker has done work that takes so long without stops."""
+        for stopped in self.stopped:
+            if stopped.worker == worker:
+                return stopped.end_s(begins_s, running_s)
+        return begins_s + running_s
+
     def ideal_rate(self, from_s: float, to_s: float) -> float:
         """sum_w 1 / t_w, its mean over the time: micro-batches/s of workers that never wait."""
         changes = {edge for slow in self.slow for edge in (slow.from_s, slow.to_s) if from_s < edge < to_s}
         edges = [from_s, *sorted(changes), to_s]
+        runs = {one.worker: 1 - one.stopped_s / one.period_s for one in self.stopped}
         done = 0.0
         for start, end in pairwise(edges):
-            times = (self.mean_service_s(worker, start) for worker in range(self.n_workers))
+            times = (self.mean_service_s(w, start) / runs.get(w, 1.0) for w in range(self.n_workers))
             done += (end - start) * sum(1 / seconds for seconds in times)
         return done / (to_s - from_s)
 
@@ -117,6 +147,9 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
         "straggler_5x": Scenario(
             "straggler_5x", service_s, warm + 100 * service_s, warm + 100 * service_s + measured_s, (straggler,)
         ),
+        "throttled": Scenario(
+            "throttled", service_s, warm, warm + measured_s, stopped=(Stopped(last, 3 * service_s, 1.5 * service_s),)
+        ),
         "gamma": Scenario("gamma", service_s, warm, warm + measured_s, gamma=True),
         "come_and_go": Scenario("come_and_go", service_s, warm, warm + cycle, (visit,)),
         "cluster_day": cluster_day(service_s, measured_s),
@@ -160,7 +193,7 @@ class Accelerator:
         takes = self.scenario.mean_service_s(self.worker, began) * n_micro
         if self.scenario.gamma:
             takes *= self._draws.gamma(GAMMA_SHAPE * n_micro, 1 / (GAMMA_SHAPE * n_micro))
-        left = began + takes - self.at_s
+        left = self.scenario.end_s_of(self.worker, began, takes) - self.at_s
         if left > 0:
             self._sleep(left)
 

@@ -29,7 +29,7 @@ PEERS = {
     "horovod": "plain Horovod, dense gradient of one table for all fields, HOROVOD_CYCLE_TIME=3",
     "torch_rpc": "batch-update parameter server on torch.distributed.rpc, pulls and pushes of touched rows",
 }
-SCENARIOS = ("none", "straggler_5x", "gamma", "come_and_go")
+SCENARIOS = ("none", "straggler_5x", "throttled", "gamma", "come_and_go")
 COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
 TIMEOUT_S = 120.0  # for one run, beyond its measured time
 

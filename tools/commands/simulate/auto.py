@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ...simulated.mode_choice import Comparison
 
 SCENARIOS = (
-    "none", "straggler_5x", "gamma", "come_and_go", "noise", "day", "slow_host_of_two", "slow_link", "gba_dearer",
+    "none", "straggler_5x", "throttled", "gamma", "come_and_go", "noise", "day", "slow_host_of_two", "slow_link",
+    "gba_dearer",
 )  # fmt: skip
 
 
