@@ -238,7 +238,7 @@ def test_workers_go_on_with_what_a_server_that_hangs_has_published(tmp_path: Pat
         assert result["total"] == result["applied"] + result["dropped"]
         assert not [line for line in job.notes("event") if line["event"] == "dense_state_old"]
         counts = [count for name, count in job.optimizer_arrays().items() if name.endswith(".step")]
-        assert all(count == result["step"] for count in counts)
+        assert all(count == result["step"] for count in counts), (counts, result)
 
 
 def stop_the_server(folder: Path) -> tuple[int, str]:
