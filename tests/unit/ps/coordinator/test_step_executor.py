@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +43,8 @@ from recovery.catalog.claims import Claim
 from recovery.config import Config
 
 GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
+PATIENCE_S = 60.0
+NOBODY: Any = SimpleNamespace(reply=lambda answer: None)
 
 
 class Scene:
@@ -120,8 +124,16 @@ class Others:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Scene]:
-    return lambda n_servers, **limits: Scene(tmp_path, n_servers, **limits)
+def make(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def made(n_servers: int, **limits: float) -> Scene:
+        scenes.append(Scene(tmp_path, n_servers, **limits))
+        return scenes[-1]
+
+    yield made
+    for scene in scenes:
+        scene.thread.close()
 
 
 def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(make: Callable[[int], Scene]) -> None:
@@ -129,6 +141,49 @@ def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(ma
     scene.compute_a_step()
     scene.advance()
     assert scene.log == [("Apply to 1", 1, True), ("applied here", 1, True)]
+
+
+def test_leases_and_reports_are_answered_while_a_step_is_applied_and_the_next_one_waits(
+    make: Callable[[int], Scene],
+) -> None:
+    scene, continues = make(1), threading.Event()
+    scene.part.execute = lambda step: "" if continues.wait(PATIENCE_S) else "nobody answered meanwhile"
+    scene.part.idle, scene.part.buffer = False, {(micro, serial) for micro in range(4) for serial in range(9)}
+    service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
+    scene.compute_a_step()
+    service.advance()
+    assert is_readable(scene.thread) is False and scene.executor.resume_position() is None
+    for request in (11, 12):
+        given = service.ask(NOBODY, LeaseRequest(WORKER, GENERATION, request, 0, 64, [0.5, 0.1], 0))
+        assert isinstance(given, LeaseReply) and given.lease is not None
+        position = service.done(PushDone(WORKER, GENERATION, given.lease.micro, given.lease.serial)).position
+        assert position is not None and position.step == 0
+    assert factors_on_disk(scene) is None and scene.executor.resume_position() is None
+    continues.set()
+    assert is_readable(scene.thread, PATIENCE_S)
+    service.applied_here()
+    assert scene.coordinator.ledger.step == 1 and scene.coordinator.ledger.decided is not None
+    service.settle()
+    assert scene.coordinator.ledger.step == 2 and not is_readable(scene.thread)
+    service.applied_here()
+    assert scene.coordinator.ledger.step == 2 and scene.executor.failure == ""
+
+
+def is_readable(thread: StepThread[Any], within_s: float = 0.0) -> bool:
+    return bool(select.select([thread], [], [], within_s)[0])
+
+
+def test_what_a_function_of_the_step_thread_raises_is_raised_where_its_result_is_taken() -> None:
+    thread: StepThread[int] = StepThread()
+    try:
+        thread.begin(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            thread.result()
+        assert not is_readable(thread)
+        thread.begin(lambda: 7)
+        assert thread.result() == 7 and not is_readable(thread)
+    finally:
+        thread.close()
 
 
 def factors_on_disk(scene: Scene) -> Any:
