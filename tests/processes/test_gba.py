@@ -220,7 +220,8 @@ def test_training_goes_on_when_the_server_is_killed_and_stopped(tmp_path: Path) 
 @pytest.mark.parametrize("dense_optimizer", ["Adam", pytest.param("momentum", marks=pytest.mark.variant)])
 def test_workers_go_on_with_what_a_server_that_hangs_has_published(tmp_path: Path, dense_optimizer: str) -> None:
     """The world that they form has dense values and the optimizer's state bit for bit: no step of theirs is lost."""
-    plan = {"gba": FREE, "dense_optimizer": dense_optimizer, "epochs": 3}
+    # A step whose gradients were all dropped has no step of the optimizer.
+    plan = {"gba": {**FREE, "tolerance": 100}, "dense_optimizer": dense_optimizer, "epochs": 3}
     with cluster(tmp_path, {"GBA_HVD_SERVER_S": "20"}, **plan, holds={14: "stopped"}) as job:
         job.start_static(2)
         wait_for(lambda: job.ended or len(list(job.out.glob("held-by-stopped-*"))) == 2, "both workers to be held", 300)
@@ -235,10 +236,10 @@ def test_workers_go_on_with_what_a_server_that_hangs_has_published(tmp_path: Pat
         assert step >= 14
         result = job.result()
         assert (result["total"], result["lost"]) == (3000, 0)
-        assert result["total"] == result["applied"] + result["dropped"]
+        assert result["total"] == result["applied"]
         assert not [line for line in job.notes("event") if line["event"] == "dense_state_old"]
         counts = [count for name, count in job.optimizer_arrays().items() if name.endswith(".step")]
-        assert all(count == result["step"] for count in counts)
+        assert all(count == result["step"] for count in counts), (counts, result)
 
 
 def stop_the_server(folder: Path) -> tuple[int, str]:
