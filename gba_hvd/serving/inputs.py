@@ -329,7 +329,7 @@ def _array(field: Spec, values: Any) -> np.ndarray:
     try:
         found = np.asarray(values)
         has_boolean = field["dtype"].startswith("int") and _has_boolean(values, found)
-        if found.dtype == object:  # a column of lists, or of numbers of which some are null
+        if found.dtype == object and found.ndim:  # a column of lists, or of numbers of which some are null
             found = np.array([_with_nan(one) for one in found])
     except ValueError as error:
         raise BadInput(
@@ -342,7 +342,7 @@ def _array(field: Spec, values: Any) -> np.ndarray:
 
 def _has_boolean(values: Any, found: np.ndarray) -> bool:
     """Whether a boolean is among these values, also where numpy made numbers of all, `found`."""
-    if found.dtype.kind not in "iufO" or (found.dtype != object and hasattr(values, "dtype")):
+    if found.dtype.kind not in "iufO" or not found.ndim or (found.dtype != object and hasattr(values, "dtype")):
         return found.dtype.kind == "b"
     return any(
         isinstance(one, bool) or getattr(getattr(one, "dtype", None), "kind", "") == "b" for one in _leaves(values)

@@ -630,7 +630,7 @@ def users_of(folder: Path, owner: str) -> set[int]:
 
 def lock_owners(path: Path) -> set[int]:
     """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, LookupError, ValueError):  # the last two: a /proc of another form
         return owners_in(Path("/proc/locks").read_text(), _device_of(path), os.stat(path).st_ino)
     return set()
 
@@ -655,9 +655,9 @@ def _device_of(path: Path) -> tuple[int, int]:
         info = Path(f"/proc/self/fdinfo/{fd}").read_text()
     finally:
         os.close(fd)
-    mount = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
+    (mount,) = (line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
     mounts = (line.split(maxsplit=3) for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    major, minor = next(device for number, _, device, _ in mounts if number == mount).split(":")
+    major, minor = {number: device for number, _, device, _ in mounts}[mount].split(":")
     return int(major), int(minor)
 
 

@@ -136,7 +136,14 @@ class StepExecutor:
         step, self._executed = self._executed, None
         if step is None:
             return False
-        self.applied_by(_HERE, self.part.finish(step, self._thread.result()))
+        try:
+            answer = self.part.finish(step, self._thread.result())
+        except Exception as error:  # not of the step itself, see `execute`: of its marks, or its trace
+            number = step.request.step
+            log.exception("step %d could not be finished", number)
+            self.failure = f"step {number} could not be finished: {type(error).__name__}: {error}"
+        else:
+            self.applied_by(_HERE, answer)
         return True
 
     def repeat(self) -> None:

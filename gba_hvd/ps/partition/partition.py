@@ -231,7 +231,8 @@ class Partition:
     def prepare(self, request: Apply) -> Applied | PreparedStep:
         """Take the pushes of a decided step out of the buffer; the answer, where there is nothing left to do.
 
-        `execute` and `finish` come next, before anything else of this part is used but `push` and the buffer.
+        `execute` and `finish` come next, before anything else of this part is used but `push`, the buffer and
+        `forget_worker`.
         """
         if self._last is not None and self._last.step == request.step:
             return self._last

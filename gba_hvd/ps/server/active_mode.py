@@ -147,8 +147,8 @@ class ActiveMode:
         part = self.part
         if part is None or part.enter.generation != generation or part.idle:
             return
+        part.idle, part.mirrors = True, None  # first: no other step begins
         self.settle()
-        part.idle, part.mirrors = True, None
         self._records.save_session(part.enter, idle=True)
         log.warning("mode %s of generation %d is left: its workers continued without it", part.enter.discipline["name"],
                     generation)  # fmt: skip

@@ -59,7 +59,7 @@ log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100
 MOST_FILES = 1 << 16
 _MESSAGES_A_TURN = 64  # from one socket, before the others have their turn
-# Answered while a step is applied: they use the buffer of pushes, the ledger, and nothing else of the part.
+# Answered while a step is applied: of the part they use the buffer of pushes and the residuals, which that does not.
 _BESIDE_A_STEP = (
     messages.Push, messages.PushDone, messages.LeaseRequest, messages.HeartbeatMsg, messages.Status,
     messages.ProbeProcess, messages.DelegateClaim,

@@ -37,6 +37,7 @@ from gba_hvd.ps.messages import (
     SaveSettings,
     SaveStatus,
 )
+from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.state_files import StateFiles
 from recovery import state_codec
 from recovery.catalog.claims import Claim
@@ -167,6 +168,44 @@ def test_leases_and_reports_are_answered_while_a_step_is_applied_and_the_next_on
     assert scene.coordinator.ledger.step == 2 and not is_readable(scene.thread)
     service.applied_here()
     assert scene.coordinator.ledger.step == 2 and scene.executor.failure == ""
+
+
+def test_a_mode_that_its_workers_abandoned_ends_with_the_step_that_is_being_applied(
+    make: Callable[[int], Scene],
+) -> None:
+    """They write the shards from then on: no other step begins, though its pushes are in."""
+    scene, continues, began = make(1), threading.Event(), []
+
+    def execute(request: Apply) -> str:
+        began.append(request.step)
+        return "" if continues.wait(PATIENCE_S) else "never ended"
+
+    scene.part.execute, scene.part.idle, scene.part.mirrors = execute, False, None
+    service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
+    scene.compute_a_step()
+    service.advance()
+    scene.compute_a_step()
+    mode: Any = ActiveMode.__new__(ActiveMode)
+    mode.part, mode.coordinator_service, mode._abandoned = scene.part, service, 0
+    mode._records = SimpleNamespace(save_session=lambda enter, idle: began.append(f"idle: {idle}"))
+    continues.set()
+    mode.abandon(GENERATION)
+    assert began == [1, "idle: True"] and scene.coordinator.ledger.step == 1
+
+
+def test_a_step_that_cannot_be_finished_ends_training_with_its_reason(make: Callable[[int], Scene]) -> None:
+    scene = make(1)
+
+    def no_room(step: Apply, failed: str) -> Applied:
+        raise OSError("no room for the trace")
+
+    scene.part.finish = no_room
+    scene.compute_a_step()
+    scene.advance()
+    assert scene.executor.failure == "step 1 could not be finished: OSError: no room for the trace"
+    scene.compute_a_step()
+    scene.advance()
+    assert [step for what, step, _ in scene.log if what == "applied here"] == [1]
 
 
 def is_readable(thread: StepThread[Any], within_s: float = 0.0) -> bool:
