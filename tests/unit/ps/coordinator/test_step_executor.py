@@ -37,6 +37,7 @@ from gba_hvd.ps.messages import (
     SaveSettings,
     SaveStatus,
 )
+from gba_hvd.ps.partition.partition import PreparedStep
 from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.state_files import StateFiles
 from recovery import state_codec
@@ -66,7 +67,7 @@ class Scene:
         self.sent: list[tuple[int, Request]] = []
         self.saves: list[Save] = []
         self.part: Any = SimpleNamespace(
-            enter=enter, prepare=lambda request: request, execute=self.execute, finish=self.finish,
+            enter=enter, prepare=self.prepare, execute=self.execute, finish=self.finish,
             measure=self.measure, shards=np.array([0]),
             export=lambda: (0, np.empty(0), state_codec.encode([])), dense=SimpleNamespace(tensors=[]),
             residuals=SimpleNamespace(workers=[], total=lambda: None),
@@ -77,12 +78,15 @@ class Scene:
         self.executor = StepExecutor(self.coordinator, self.part, self.others, self.records, saver, self.thread)
         self._n_asked = 0
 
-    def execute(self, request: Apply) -> str:
-        self.note("applied here", request.step)
+    def prepare(self, request: Apply) -> PreparedStep:
+        return PreparedStep(request, {}, [], np.array([0]), None)
+
+    def execute(self, step: PreparedStep) -> str:
+        self.note("applied here", step.request.step)
         return ""
 
-    def finish(self, request: Apply, failed: str) -> Applied:
-        return Applied(request.step, failed=failed)
+    def finish(self, step: PreparedStep, failed: str) -> Applied:
+        return Applied(step.request.step, failed=failed)
 
     def advance(self) -> None:
         """As `CoordinatorService` does, until nothing is applied here."""
@@ -176,8 +180,8 @@ def test_a_mode_that_its_workers_abandoned_ends_with_the_step_that_is_being_appl
     """They write the shards from then on: no other step begins, though its pushes are in."""
     scene, continues, began = make(1), threading.Event(), []
 
-    def execute(request: Apply) -> str:
-        began.append(request.step)
+    def execute(step: PreparedStep) -> str:
+        began.append(step.request.step)
         return "" if continues.wait(PATIENCE_S) else "never ended"
 
     scene.part.execute, scene.part.idle, scene.part.mirrors = execute, False, None
@@ -196,7 +200,7 @@ def test_a_mode_that_its_workers_abandoned_ends_with_the_step_that_is_being_appl
 def test_a_step_that_cannot_be_finished_ends_training_with_its_reason(make: Callable[[int], Scene]) -> None:
     scene = make(1)
 
-    def no_room(step: Apply, failed: str) -> Applied:
+    def no_room(step: PreparedStep, failed: str) -> Applied:
         raise OSError("no room for the trace")
 
     scene.part.finish = no_room
@@ -380,10 +384,10 @@ def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Sc
 def test_no_step_follows_one_that_failed(make: Callable[[int], Scene], where: str) -> None:
     scene = make(2)
 
-    def refuses(request: Apply) -> Apply:
+    def refuses(request: Apply) -> PreparedStep:
         if where == "here":
             raise GbaError("too large")
-        return request
+        return scene.prepare(request)
 
     scene.part.prepare = refuses
     scene.part.execute = lambda step: "too large" if where == "here, half way" else ""
