@@ -131,7 +131,7 @@ class MLflowCallback(Callback):
         self._job: Job | None = None
         self._run_id: str | None = None
         self._run_of: str | None = None  # the job that has this run
-        self._continues_run: str | None = None  # of another job, whose checkpoint this one resumes from
+        self._continues: dict[str, str | None] | None = None  # the job whose checkpoint this one resumes from; its run
         self._stamp = ""
         self._writer: SpoolWriter | None = None
         self._sender: SenderProcess | None = None
@@ -191,7 +191,7 @@ class MLflowCallback(Callback):
                     "names_experiment": self._names_experiment,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
-                **{"continues_run": self._continues_run},
+                **{"continues": self._continues},
                 **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},
                 **{"user": _user(), "source": sys.argv[0] or "python"},
             }
@@ -217,13 +217,14 @@ class MLflowCallback(Callback):
         self._look_after_sender()
 
     def _leave_run_of_another(self) -> None:
-        """Where the run is that of the job that saved the checkpoint, and this one has another id: it gets its own."""
+        """Where the checkpoint is of a job with another id: this one gets a run of its own."""
         assert self._job is not None
         own = metric_key(self._job.job_id)
-        if self._run_id is not None and self._run_of is not None and self._run_of != own:
+        if self._run_of is not None and self._run_of != own:
             if self._job.is_chief:
-                _log(own_run_words(own, self._run_of, self._run_id))
-            self._continues_run, self._run_id, self._n_warnings = self._run_id, None, 0
+                _log(own_run_words(own, self._run_of))
+            self._continues = {"job": self._run_of, "run": self._run_id}
+            self._run_id, self._n_warnings = None, 0
         self._run_of = own
 
     def _forget_unreported(self) -> None:
@@ -380,13 +381,13 @@ class MLflowCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         state = {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
-        state |= {"run_of": self._run_of, "continues_run": self._continues_run}
+        state |= {"run_of": self._run_of, "continues": self._continues}
         return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("run_id"):
-            self._run_id, self._run_of = state["run_id"], state.get("run_of")
-        self._continues_run = state.get("continues_run") or self._continues_run
+        self._run_id = state.get("run_id") or self._run_id
+        self._run_of = state.get("run_of") or self._run_of
+        self._continues = state.get("continues") or self._continues
         self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
         self._best_checkpoint = state.get("best_checkpoint") or self._best_checkpoint

@@ -301,7 +301,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
         tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL", RUN_NAME_TAG: job["run_name"]}
         tags |= {EXPERIMENT_TAG: job["experiment"]}
-        if continues := other.info.run_id if other is not None else job.get("continues_run"):
+        if continues := other.info.run_id if other is not None else _continued(client, experiment_id, job):
             tags[CONTINUES_TAG] = continues
         mine = client.create_run(experiment_id, start_time=job["ms"], tags=tags, run_name=job["run_name"])
         runs = runs_of(client, experiment_id, job["job_id"])
@@ -411,6 +411,15 @@ def runs_of(client: MlflowClient, experiment_id: str, job_id: str) -> list[Run]:
     """Every run tagged with this job, the first one first."""
     runs = client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'")
     return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
+
+
+def _continued(client: MlflowClient, experiment_id: str, job: Mapping[str, Any]) -> str | None:
+    """The run of the job that this one resumes from, if that is another one: a checkpoint may be older than its run."""
+    other = job.get("continues")
+    if not other or other["run"]:
+        return other and str(other["run"])
+    found = runs_of(client, experiment_id, other["job"])
+    return str(found[0].info.run_id) if found else None
 
 
 def _known_run(client: MlflowClient, job: Mapping[str, Any]) -> Run | None:

@@ -278,7 +278,7 @@ class Sender:
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
         if (other := self._run.continues) is not None and self.job["chief"]:  # its checkpoint did not say whose it is
             of = str(other.data.tags.get("gba_hvd.job_id", ""))
-            self._set(note=own_run_words(self.job["job_id"], of, other.info.run_id))
+            self._set(note=own_run_words(self.job["job_id"], of))
         self._compare_names(self._run, self.job)
         return self._run
 

@@ -384,11 +384,11 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     assert {one["url"] for one in saved} == {where["url"]}
 
 
-@pytest.mark.parametrize("names_job", [True, False], ids=["", "older checkpoint"])
+@pytest.mark.parametrize("left_out", ["nothing", "run_of", "run_id"])  # of an older version; saved before the run
 def test_another_job_that_resumes_from_a_checkpoint_has_a_run_of_its_own(
-    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], names_job: bool
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], left_out: str
 ):
-    source, copy = f"source-{names_job}", f"copy-{names_job}"
+    source, copy = f"source-{left_out}", f"copy-{left_out}"
 
     def launch(job_id: str, state: dict[str, Any], steps: range) -> tuple[dict[str, Any], str]:
         callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
@@ -403,9 +403,9 @@ def test_another_job_that_resumes_from_a_checkpoint_has_a_run_of_its_own(
 
     saved, said = launch(source, {}, range(1, 4))
     assert "run of its own" not in said and saved["run_of"] == source
-    if not names_job:
-        del saved["run_of"]
     client(database).set_terminated(saved["run_id"], "KILLED")
+    if left_out != "nothing":
+        del saved[left_out]
     before = only_run(database, source)
     own, said = launch(copy, saved, range(4, 6))
     assert f"the checkpoint is of job {source}, this one is job {copy}: it has a run of its own" in said
