@@ -380,7 +380,11 @@ class MLflowCallback(Callback):
     # These travel with the elastic state.
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
+        state: dict[str, Any] = {
+            "run_id": self._known_run_id(),
+            "logged_step": self._logged_step,
+            "warnings": self._n_warnings,
+        }
         state |= {"run_of": self._run_of, "continues": self._continues}
         return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
