@@ -18,8 +18,10 @@ import torch
 from gba_hvd.callbacks import KEEP_BEST, Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
-from gba_hvd.elastic import endings
+from gba_hvd.elastic import endings, learning_rates
 from gba_hvd.elastic.job_health import health_of
+from gba_hvd.elastic.learning_rates import ReplacedRates
+from gba_hvd.elastic.training_state import Restored
 from gba_hvd.errors import BadInput
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
@@ -35,15 +37,23 @@ from recovery.restore import Report
 
 log = logging.getLogger("gba_hvd")
 
-_TABLES_NAMED = 8
+_TABLES_NAMED = _VALUES_NAMED = 8
+_RATES: tuple[str, ...] = ("dense_lr", "row_optimizer", "own_row_optimizers")  # settings that have learning rates
 MIN_WORKERS = "GBA_HVD_MIN_WORKERS"  # set by `gba-hvd run`: the MIN of -np
 
 
-def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
+def world_formed(
+    engine: Engine,
+    joined: JoinResult,
+    before: int | None,
+    residuals_missing: int = 0,
+    restored: Restored | None = None,
+) -> None:
     """Report to all callbacks this worker's place in the job, and the job's changes.
 
     before: workers in the world that this worker was in, if it was in one.
     residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
+    restored: beside the rows, by a job that resumes, on the rank that read it
     """
     world = engine.world
     job = Job(
@@ -61,7 +71,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
         events = _of_a_change(engine, joined, before, residuals_missing)
     else:
         engine.progress.launched_at, engine.progress.launched_unix_s = engine.progress.step, time.time()
-        events = _of_a_start(engine, joined, residuals_missing)
+        events = _of_a_start(engine, joined, residuals_missing, restored)
     for event in events:
         engine.emit(event)
     engine.rollback.unreported = None
@@ -326,7 +336,8 @@ def _settings(engine: Engine) -> dict[str, Any]:
     """What describes the run. Nothing that changes while it runs: MLflow stores the first value of a parameter."""
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
-    own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
+    row_optimizer, owns = learning_rates.row_optimizers(engine.model)
+    own = {t.name: repr(owns[t.optimizer - 1]) for t in tables.layout.tables if t.optimizer}
     hashed = tables.layout.hashed_settings()
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
@@ -338,7 +349,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
         **({} if engine.model.sync_micro_batch is None else {"sync_micro_batch": engine.model.sync_micro_batch}),
         "optimizer": type(engine.model.optimizer).__name__,
         **_dense_settings(engine.model.optimizer),
-        "row_optimizer": repr(engine.model.tables.optimizer),
+        "row_optimizer": repr(row_optimizer),
         **({"own_row_optimizers": own} if own else {}),
         "row_average": engine.model.row_average,
         "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,
@@ -377,10 +388,25 @@ def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> Iterator[Event]:
+def training_begins(engine: Engine, replaced: ReplacedRates | None) -> None:
+    """Report learning rates that are not the script's, or not the saved ones. When the training function, which may set
+    others, has begun.
+    """
+    if replaced is None:
+        return
+    settings = _settings(engine)
+    rates = {name: settings[name] for name in _RATES if name in settings}
+    for event in learning_rates.events_of(replaced, engine.model.optimizer, rates, engine.progress.step):
+        engine.emit(event)
+
+
+def _of_a_start(
+    engine: Engine, joined: JoinResult, residuals_missing: int, restored: Restored | None
+) -> Iterator[Event]:
     step, n_workers = engine.progress.step, engine.world.size
     text = (
         f"{_place(engine, joined)}, job {engine.job.id}: {_what_is_trained(engine)}{_why_from_step_0(engine, joined)}"
+        f"{_assigned(engine, joined)}"
     )
     checkpoints = checkpoints_of(engine)
     place = "" if checkpoints is None else redacted(checkpoints.callback.url)
@@ -411,7 +437,7 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
-        text += _without_room(report, joined.n_hosts)
+        text += _without_room(report, joined.n_hosts) + _beside_rows(engine, restored)
         skipped = [one.words for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
@@ -424,8 +450,28 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     if joined.taken is not None:
         text = f"resuming at step {step} where the launch before stood: {joined.taken.reason}"
+        text += _beside_rows(engine, restored)
         lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
+
+
+def _beside_rows(engine: Engine, restored: Restored | None) -> str:
+    """`; with them dense values, ..., epoch 2, scheduler; new: streams of random numbers`"""
+    if restored is None:
+        return ""
+    rates = learning_rates.in_words(learning_rates.rates_of(engine.model.optimizer))
+    values = [_named_value(name, value) for name, value in restored.values.items()]
+    more = [f"and {len(values) - _VALUES_NAMED} more values"] * (len(values) > _VALUES_NAMED)
+    found = ["dense values", f"the state of the optimizers, learning rates ({rates})", *values[:_VALUES_NAMED], *more]
+    fresh = [f"{name} (not saved)" for name in restored.not_saved]
+    (found if restored.random else fresh).append("streams of random numbers")
+    text = f"; restored, too: {', '.join(found)}"
+    text += f"; as the script begins: {', '.join(fresh)}" if fresh else ""
+    return text + (f"; saved, and not used: {', '.join(restored.not_used)}" if restored.not_used else "")
+
+
+def _named_value(name: str, value: Any) -> str:
+    return f"{name} {value}" if isinstance(value, bool | int | float) else name
 
 
 def _passed_over(engine: Engine, skipped: Sequence[str], so: str, steps_lost: int | None = None) -> Iterator[Event]:
@@ -497,13 +543,27 @@ def _why_from_step_0(engine: Engine, joined: JoinResult) -> str:
     Where there are some and none can be used, the job does not start.
     """
     checkpoints = checkpoints_of(engine)
-    resumes = joined.resumed is not None or joined.taken is not None  # known to the rank that looked
-    resumes = resumes or (engine.world.rank != joined.source and engine.progress.step > 0)
-    if checkpoints is None or resumes:
+    if checkpoints is None or _resumes(engine, joined):
         return ""
     if not checkpoints.callback.resume:
         return "; resume=False: checkpoints that are there are not read, and training begins at step 0"
     return "; no checkpoint was found there, so training begins at step 0"
+
+
+def _resumes(engine: Engine, joined: JoinResult) -> bool:
+    is_known = joined.resumed is not None or joined.taken is not None  # to the rank that looked
+    return is_known or (engine.world.rank != joined.source and engine.progress.step > 0)
+
+
+def _assigned(engine: Engine, joined: JoinResult) -> str:
+    """What becomes of rows that the script assigned (`tables.assign`); empty where it assigned none."""
+    names = engine.model.tables.initial_rows.assigned
+    if not names:
+        return ""
+    which = f"; rows that the script assigned, of {names_in_words(names)}, "
+    if _resumes(engine, joined):
+        return f"{which}are not used: the job resumes, with the rows that it had"
+    return f"{which}are where training begins: weights alone, their optimizer slots begin at zero"
 
 
 def _changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:

@@ -48,20 +48,21 @@ def gather(world: World) -> list[dict[str, Any]]:
     return [state_codec.decode(one.tobytes()) for one in world.gather_bytes("random", state_codec.encode(capture()))]
 
 
-def restore(states: Sequence[Mapping[str, Any]], step: int, world: World, *, same_step: bool) -> None:
-    """Take over this rank's of those that were saved, or begin a stream of its own.
+def restore(states: Sequence[Mapping[str, Any]], step: int, world: World, *, same_step: bool) -> bool:
+    """Take over this rank's of those that were saved (True), or begin a stream of its own.
 
     same_step: they are as of the step at which the job resumes.
     """
     if same_step and len(states) == world.size:
         _take(states[world.rank])
-        return
+        return True
     saved = state_codec.encode([dict(one) for one in states])
     digest = hashlib.blake2b(saved + f"{step} {world.rank}".encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+    return False
 
 
 def _take(state: Mapping[str, Any]) -> None:

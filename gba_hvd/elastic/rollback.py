@@ -29,6 +29,7 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     forget_residuals(engine)
     engine.model.tables.on_device.forget()
     state.resume(state_codec.decode(back.state))
+    state.restored = None  # of a start only
     progress.account.rolled_back(before)
     progress.restarts = restarts
     engine.reports.pauses.load_state_dict(pauses, with_open=True)

@@ -200,6 +200,7 @@ class TorchState:
         """Sync now if the loop has not (a loop without `elastic.run`). A collective."""
         if not self._synced:
             self.sync()
+        job_events.training_begins(self.engine, self.training_state.take_replaced_rates())
 
     def close(self, status: str = "FINISHED", error: BaseException | None = None) -> None:
         """Report to the callbacks how it ended, and release the memory. May be called twice."""
@@ -384,7 +385,8 @@ class TorchState:
         self._come_to_one_state(joined)
         self._note_synced()
         engine.reports.after_world_forms(before)
-        job_events.world_formed(engine, joined, before, self.training_state.residuals_missing)
+        state = self.training_state
+        job_events.world_formed(engine, joined, before, state.residuals_missing, state.restored)
         job_events.world_was_late(engine, engine.forming.end(), _STOOD_STILL)
         for event in endings.failed_neighbours(engine, neighbours):
             engine.emit(event, only_here=True)

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from torch import nn
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
+from gba_hvd.elastic.learning_rates import ReplacedRates, rates_of
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
@@ -26,18 +28,35 @@ from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
 
+@dataclass
+class Restored:
+    """What a job took over of one that is no more, beside rows. On the rank that read it.
+
+    values: of the script, by name. not_saved: of the script, which the saved state does not have; not_used: the other
+    way round. random: whether the streams of random numbers continue, once that is known
+    """
+
+    rates: ReplacedRates
+    values: Mapping[str, Any]
+    not_saved: tuple[str, ...]
+    not_used: tuple[str, ...]
+    random: bool = False
+
+
 class TrainingState:
     """One worker's. Belongs to the training thread; the thread that meets late joiners reads `snapshot`.
 
     owner, names: the object whose attributes of these names are the user's values.
     snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where no worker
-    would ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
+    would ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers. restored:
+    from it, or from memory; None: nothing was, or by another rank.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, owner: object, names: list[str]) -> None:
         self._engine, self._model, self._owner, self.names = engine, model, owner, names
         self.snapshot = b""
         self.residuals_missing = 0
+        self.restored: Restored | None = None
         self._pauses_in_snapshot: dict[str, Any] | None = None  # None: another worker took it
         self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
 
@@ -122,7 +141,10 @@ class TrainingState:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left, self._engine.progress.n_reported = None, 0
         if left is not None:
-            rng_state.restore(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
+            step = self._engine.progress.step
+            continues = rng_state.restore(left["states"], step, world, same_step=left["same_step"])
+            if self.restored is not None:
+                self.restored.random = continues
 
     def meet_clocks(self, world: World, source: int) -> tuple[float, float | None]:
         """What this host's clock is ahead of that of rank `source`, and when the launch began, by this host's clock.
@@ -166,11 +188,19 @@ class TrainingState:
         refuse_other_optimizer(where, first, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
+        script = rates_of(engine.model.optimizer)
         try:
             self.load_state_dict({**first, "callbacks": kept})
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
             refuse_other_tensors(where, first, self._model)
             raise
+        saved = first["values"]
+        self.restored = Restored(
+            ReplacedRates(script, rates_of(engine.model.optimizer)),
+            {name: getattr(self._owner, name) for name in self.names if name in saved},
+            tuple(name for name in self.names if name not in saved),
+            tuple(name for name in saved if name not in self.names),
+        )
         engine.reports.pauses.resume(first.get("pauses"))
         if "random" in first:
             self._random_left = {"states": first["random"], "same_step": first is state}
@@ -180,3 +210,8 @@ class TrainingState:
             return
         engine.model.load_dense(state["dense"])
         engine.progress.load_wire(msgspec.convert(state["position"], JobPosition))
+
+    def take_replaced_rates(self) -> ReplacedRates | None:
+        """Once, on the rank that resumed: what the script's learning rates were replaced by."""
+        restored, self.restored = self.restored, None
+        return None if restored is None else restored.rates

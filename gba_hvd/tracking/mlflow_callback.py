@@ -27,7 +27,7 @@ from gba_hvd.tracking import gauges, recovery_records
 from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.reach import Reach
-from gba_hvd.tracking.records import PAGE_QUERY, metric_key, metrics_records, params_records
+from gba_hvd.tracking.records import PAGE_QUERY, flatten, metric_key, metrics_records, own_run_words, params_records
 from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
     SpoolStatus,
@@ -130,6 +130,8 @@ class MLflowCallback(Callback):
 
         self._job: Job | None = None
         self._run_id: str | None = None
+        self._run_of: str | None = None  # the job that has this run
+        self._continues: dict[str, str | None] | None = None  # the job whose checkpoint this one resumes from; its run
         self._stamp = ""
         self._writer: SpoolWriter | None = None
         self._sender: SenderProcess | None = None
@@ -169,6 +171,7 @@ class MLflowCallback(Callback):
             self._log_model.check_job(job.settings)
         was_chief = self._job is not None and self._job.is_chief
         self._job = job
+        self._leave_run_of_another()
         self._since = _Interval()
         if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
             self._forget_unreported()
@@ -188,6 +191,7 @@ class MLflowCallback(Callback):
                     "names_experiment": self._names_experiment,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
+                **{"continues": self._continues},
                 **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},
                 **{"user": _user(), "source": sys.argv[0] or "python"},
             }
@@ -211,6 +215,17 @@ class MLflowCallback(Callback):
                 self._write(record)
         self._forget_unreported()
         self._look_after_sender()
+
+    def _leave_run_of_another(self) -> None:
+        """Where the checkpoint is of a job with another id: this one gets a run of its own."""
+        assert self._job is not None
+        own = metric_key(self._job.job_id)
+        if self._run_of is not None and self._run_of != own:
+            if self._job.is_chief:
+                _log(own_run_words(own, self._run_of))
+            self._continues = {"job": self._run_of, "run": self._run_id}
+            self._run_id, self._n_warnings = None, 0
+        self._run_of = own
 
     def _forget_unreported(self) -> None:
         self._unreported.clear()
@@ -278,6 +293,8 @@ class MLflowCallback(Callback):
             return
         if event.kind == "checkpoint":
             self._note_checkpoint(event.data)
+        if event.kind == "learning_rates_set":
+            self._write_settings(event.data["settings"])
         if event.kind == "resumed":
             self._readings.begin(event.data)
         if event.kind == "resumed" and event.step < self._logged_step:  # these steps come again (full recovery)
@@ -287,6 +304,12 @@ class MLflowCallback(Callback):
             self._write_event(event)
         else:
             self._unreported.append(event)
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Those of the job that are others now than when the world formed. The script's own have priority."""
+        own = {**(self._artifacts["config.json"] or {}), **self._params}
+        if self._job is not None and self._job.is_chief:
+            self._write({"kind": "params", "values": flatten({k: v for k, v in settings.items() if k not in own})})
 
     def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
         self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint
@@ -357,11 +380,18 @@ class MLflowCallback(Callback):
     # These travel with the elastic state.
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
+        state: dict[str, Any] = {
+            "run_id": self._known_run_id(),
+            "logged_step": self._logged_step,
+            "warnings": self._n_warnings,
+        }
+        state |= {"run_of": self._run_of, "continues": self._continues}
         return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = state.get("run_id") or self._run_id
+        self._run_of = state.get("run_of") or self._run_of
+        self._continues = state.get("continues") or self._continues
         self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
         self._best_checkpoint = state.get("best_checkpoint") or self._best_checkpoint

@@ -47,6 +47,7 @@ LOGGED_TAG = "gba_hvd.params."  # tags gba_hvd.params.N: names of parameters tha
 EXPERIMENT_TAG = "gba_hvd.experiment"  # the same of the experiment
 RUN_NAME_TAG = "gba_hvd.run_name"  # as the first launch asked for it: a person may rename the run
 _MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
+CONTINUES_TAG = "gba_hvd.continues_run"  # the run of another job, from whose checkpoint this one resumed first
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
 EVENTS_FILE = "events.jsonl"
@@ -73,6 +74,8 @@ class JobRun:
         # Of points that were there before: metric -> step -> times. None in a run of our own.
         self._known: dict[str, dict[int, list[int]]] | None = {} if joined else None
         self._resumes: list[Resume] | None = None
+        self._changed: set[str] = set()  # parameters of which this launch has reported another value
+        self.continues: Run | None = None  # of another job, where this one had its run made now
 
     def asked_experiment(self) -> str:
         """The experiment that its first launch asked for; of a run of an older version, the one that it is in."""
@@ -94,10 +97,12 @@ class JobRun:
         """
         params = {key: text for key, text in batch.params.items() if key not in self._params}
         changed = [key for key, text in batch.params.items() if self._params.get(key, text) != text]
+        again = [key for key in batch.params if key in self._changed and key not in changed]  # as it was at first
         points = [point for point in batch.points if not self._has(point)]
         tags = dict(batch.tags)
-        if changed and self.may_report():
-            tags |= {f"{CHANGED}{key}": batch.params[key] for key in changed}
+        if (changed or again) and self.may_report():
+            tags |= {f"{CHANGED}{key}": batch.params[key] for key in (*changed, *again)}
+            self._changed.update(changed)
         if points or params or tags:
             self._client.log_batch(
                 self.run_id,
@@ -278,11 +283,15 @@ class JobRun:
 def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -> JobRun:
     """Find the job's run by its id, else by the job's id, else create it.
 
+    A run of another job, whose checkpoint this one resumes from, is not written to: its id is a tag of the new run.
     Raises RunNotThere when there is none and `may_create()` says no.
     """
     with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
         client = MlflowClient(tracking_uri=uri)
-        if (known := _known_run(client, job)) is not None:  # also where this launch asks for another experiment
+        known, other = _known_run(client, job), None
+        if known is not None and known.data.tags.get(JOB_TAG, job["job_id"]) != job["job_id"]:
+            known, other = None, known
+        if known is not None:  # also where this launch asks for another experiment
             return JobRun(client, known, job["stamp"], joined=True, uri=uri)
         experiment_id = _experiment(client, job["experiment"], may_create)
         if found := runs_of(client, experiment_id, job["job_id"]):
@@ -292,6 +301,8 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
         tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL", RUN_NAME_TAG: job["run_name"]}
         tags |= {EXPERIMENT_TAG: job["experiment"]}
+        if continues := other.info.run_id if other is not None else _continued(client, experiment_id, job):
+            tags[CONTINUES_TAG] = continues
         mine = client.create_run(experiment_id, start_time=job["ms"], tags=tags, run_name=job["run_name"])
         runs = runs_of(client, experiment_id, job["job_id"])
         if len(runs) > 1 and not (may_create() and runs[0].info.run_id == mine.info.run_id):
@@ -299,7 +310,9 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
             client.delete_run(mine.info.run_id)
             others = [run for run in runs if run.info.run_id != mine.info.run_id]
             return JobRun(client, others[0], job["stamp"], joined=True, uri=uri)
-        return JobRun(client, mine, job["stamp"], joined=False, uri=uri)
+        made = JobRun(client, mine, job["stamp"], joined=False, uri=uri)
+        made.continues = other
+        return made
 
 
 def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | list[str]:
@@ -398,6 +411,15 @@ def runs_of(client: MlflowClient, experiment_id: str, job_id: str) -> list[Run]:
     """Every run tagged with this job, the first one first."""
     runs = client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'")
     return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
+
+
+def _continued(client: MlflowClient, experiment_id: str, job: Mapping[str, Any]) -> str | None:
+    """The run of the job that this one resumes from, if that is another one: a checkpoint may be older than its run."""
+    other = job.get("continues")
+    if not other or other["run"]:
+        return other and str(other["run"])
+    found = runs_of(client, experiment_id, other["job"])
+    return str(found[0].info.run_id) if found else None
 
 
 def _known_run(client: MlflowClient, job: Mapping[str, Any]) -> Run | None:

@@ -35,6 +35,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return entered or by == "membership" or (by == "worker_works" and by_data.get("pid") == data.get("pid"))
     if kind == "leaders_not_connected":  # reported again in a world where it is so
         return by in ("membership", "started")
+    if kind == "learning_rates_kept":  # of one launch
+        return by == "started"
     if kind == "table_full":  # reported again if the table is still full
         return by == "resumed"
     return kind == "world_late" and not data.get("stands") and by in ("membership", "world_late")

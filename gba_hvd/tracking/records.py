@@ -159,6 +159,13 @@ def params_records(values: Mapping[str, Any]) -> list[Record]:
     return [*({"kind": "params", "values": one} for one in parts), {"kind": "settings", "names": [k for k, _ in items]}]
 
 
+def own_run_words(job: str, other: str) -> str:
+    return (
+        f"the checkpoint is of job {other}, this one is job {job}: it has a run of its own, whose tag "
+        f"gba_hvd.continues_run names that of {other}. GBA_HVD_JOB_ID={other} (gba-hvd run --job {other}) continues it"
+    )
+
+
 def metrics_records(step: int, ms: int, values: Mapping[str, float]) -> list[Record]:
     items = [(metric_key(key), value) for key, value in values.items()]
     return [

@@ -31,6 +31,7 @@ _PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", 
 PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 ENDS = ("finished", "not_saved", "failed", "interrupted")
+_LOST = ("lost", "no end")  # ways a launch ended, see `recoveries`
 _OF_A_LAUNCH = ("started", "resumed", "checkpoint", "switch", *ENDS)
 _OF_CHECKPOINT = {
     "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
@@ -79,14 +80,14 @@ def lost_the_job(recovery: Mapping[str, Any]) -> bool | None:
     """Whether the whole job came back in a recovery of `recoveries`; None where the records do not tell."""
     if recovery["kind"] != "resumed" or recovery["strategy"]:
         return False
-    return None if recovery["launch_before"] == "unknown" else bool(recovery["launch_before"] == "lost")
+    return None if recovery["launch_before"] == "unknown" else recovery["launch_before"] in _LOST
 
 
 def is_failure(recovery: Mapping[str, Any]) -> bool:
-    """Whether something was lost, or came back that was. Not so of a launch that follows one that ended well, or that
-    a person interrupted."""
+    """Whether something was lost, or came back that was. Not so of a launch that follows one that ended well, also at a
+    later step, or that a person interrupted."""
     is_of_a_launch = recovery["kind"] == "resumed" and not recovery["strategy"]
-    return not is_of_a_launch or recovery["launch_before"] == "lost" or bool(recovery["rows_lost"])
+    return not is_of_a_launch or recovery["launch_before"] in _LOST or bool(recovery["rows_lost"])
 
 
 def place_of(data: Mapping[str, Any]) -> str:
@@ -214,7 +215,9 @@ def kept_best(events: Iterable[Record]) -> KeptBest | None:
 def recoveries(events: Iterable[Record], applied: Sequence[Point] = ()) -> list[Record]:
     """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
     one, of all so far, expected and tolerable, samples that are trained again; the choice between full and partial,
-    where there was one. launch_before, of a job that resumed: "finished", "interrupted", "lost" or "unknown".
+    where there was one. launch_before, of a job that resumed: "finished", "went further" (finished, at a later step: as
+    after `gba-hvd checkpoint rollback`), "interrupted", "lost" (it failed, or newer checkpoints could not be used),
+    "no end" (none is on record, as of one that was killed) or "unknown".
 
     Of a job that was launched again, age is the number of steps that are made again, and samples_redone their samples,
     by the end that the launch before reported; where it was killed, by its newest point, so it may be a few more.
@@ -227,7 +230,7 @@ def recoveries(events: Iterable[Record], applied: Sequence[Point] = ()) -> list[
         if is_recovery(kind, data):
             facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped", *_LABEL_OF_CHOICE)}
             step = int(event.get("step", 0))
-            before = _launch_before(all_events[:i], step) if kind == "resumed" else None
+            before = _launch_before(all_events[:i], step, data) if kind == "resumed" else None
             if kind == "resumed" and not data.get("strategy"):
                 facts |= _made_again(all_events[:i], event, applied)
             found.append({"kind": kind, "step": step, "launch_before": before, **facts})
@@ -278,11 +281,14 @@ def _last_of_the_launch_before(events: Sequence[Record]) -> Record | None:
     return marks[-1] if marks else None
 
 
-def _launch_before(events: Sequence[Record], step: int) -> str:
-    """How the launch ended before the one that resumed from `step`. events: until then"""
+def _launch_before(events: Sequence[Record], step: int, data: Mapping[str, Any]) -> str:
+    """How the launch ended before the one that resumed from `step`. events: until then; data: of the event `resumed`"""
     mark = _last_of_the_launch_before(events)
     if mark is None:
         return "unknown"
     if mark.get("event") == "interrupted":
         return "interrupted"
-    return "finished" if mark.get("event") == "finished" and int(mark.get("step", 0)) <= step else "lost"
+    if mark.get("event") == "finished":
+        went_further = "lost" if data.get("skipped") else "went further"
+        return "finished" if int(mark.get("step", 0)) <= step else went_further
+    return "lost" if mark.get("event") in ENDS else "no end"

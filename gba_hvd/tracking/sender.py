@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import DeliveryAction, first_line
-from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, pack
+from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, own_run_words, pack
 from gba_hvd.tracking.run_history import DATA_FILE, END_NOT_REPORTED
 from gba_hvd.tracking.spool import all_records, model_path, read_lines, read_status, write_status
 from recovery.redaction import redacted
@@ -276,6 +276,9 @@ class Sender:
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
+        if (other := self._run.continues) is not None and self.job["chief"]:  # its checkpoint did not say whose it is
+            of = str(other.data.tags.get("gba_hvd.job_id", ""))
+            self._set(note=own_run_words(self.job["job_id"], of))
         self._compare_names(self._run, self.job)
         return self._run
 
@@ -296,7 +299,7 @@ class Sender:
             self._own_events.append(self._event(f"{name}_unused", text, "warning", {name: job[name]}))
             self._events_waiting = True
         if texts:
-            self._set(note=". ".join(texts.values()))
+            self._set(note=". ".join(filter(None, (self.status.note, *texts.values()))))
 
     def _may_create(self) -> bool:
         """Only a chief, and not one that a survivor is just replacing."""

@@ -394,6 +394,58 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     assert {one["url"] for one in saved} == {where["url"]}
 
 
+@pytest.mark.parametrize("left_out", ["nothing", "run_of", "run_id"])  # of an older version; saved before the run
+def test_another_job_that_resumes_from_a_checkpoint_has_a_run_of_its_own(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], left_out: str
+):
+    source, copy = f"source-{left_out}", f"copy-{left_out}"
+
+    def launch(job_id: str, state: dict[str, Any], steps: range) -> tuple[dict[str, Any], str]:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+        callback.load_state_dict(state)
+        at_first = callback.state_dict()
+        assert all(at_first[key] == state.get(key) for key in ("run_id", "run_of")), "as others of the job receive it"
+        callback.on_job(job(job_id))
+        for k in steps:
+            callback.on_step(step(k))
+        callback.on_end("FINISHED", None)
+        return callback.state_dict(), capsys.readouterr().err
+
+    saved, said = launch(source, {}, range(1, 4))
+    assert "run of its own" not in said and saved["run_of"] == source
+    client(database).set_terminated(saved["run_id"], "KILLED")
+    if left_out != "nothing":
+        del saved[left_out]
+    before = only_run(database, source)
+    own, said = launch(copy, saved, range(4, 6))
+    assert f"the checkpoint is of job {source}, this one is job {copy}: it has a run of its own" in said
+    after, made = only_run(database, source), only_run(database, copy)
+    assert after.info.status == "KILLED" and after.data.to_dictionary() == before.data.to_dictionary()
+    assert made.data.tags["gba_hvd.continues_run"] == after.info.run_id and own["run_id"] == made.info.run_id
+    assert logged_steps(database, made, "train/loss") == [4, 5]
+    _, said = launch(copy, own, range(6, 7))
+    assert "run of its own" not in said
+    assert logged_steps(database, only_run(database, copy), "train/loss") == [4, 5, 6]
+
+
+def test_a_rate_that_the_script_sets_is_what_the_run_has(database: str, tmp_path: Path):
+    """Also where it is that of the first launch again."""
+
+    def launch(lr: float, now: float | None) -> tuple[str, str | None]:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool")
+        callback.on_job(job("rates", dense_lr=lr))
+        if now is not None:
+            callback.on_event(Event("learning_rates_set", 0, "set", {"settings": {"dense_lr": now}}))
+        callback.on_end("FINISHED", None)
+        run = only_run(database, "rates")
+        return read("rates", database).params["dense_lr"], run.data.tags.get("gba_hvd.now.dense_lr")
+
+    assert launch(0.5, None) == ("0.5", None)
+    assert launch(0.5, 0.1) == ("0.1", "0.1")
+    assert launch(0.1, 0.5) == ("0.5", "0.5")
+    assert launch(0.5, None) == ("0.5", None)
+
+
 def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_it(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

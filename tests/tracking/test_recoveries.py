@@ -319,33 +319,52 @@ def launch(k: int) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("before", "counts", "shown"),
+    ("before", "skipped", "cause", "shown"),
     [
-        ([launch(0), saved(4), Event("finished", 4, "")], False, []),
-        ([launch(0), saved(4), Event("finished", 8, "")], True, ["the whole job"]),
-        ([launch(0), saved(4), Event("failed", 6, "")], True, ["the whole job"]),
-        ([launch(0), saved(4)], True, ["the whole job"]),
+        ([launch(0), saved(4), Event("finished", 4, "")], [], "", []),
+        (
+            [launch(0), saved(4), Event("finished", 8, "")],
+            [],
+            "",
+            ["nothing: the launch before had finished, at a later step"],
+        ),
+        ([launch(0), saved(4), Event("finished", 8, "")], ["m-8: torn"], " after a failure", ["the whole job"]),
+        ([launch(0), saved(4), Event("failed", 6, "")], [], " after a failure", ["the whole job"]),
+        (
+            [launch(0), saved(4)],
+            [],
+            "; the launch before has no end on record",
+            ["the whole job: the launch before has no end on record"],
+        ),
         (
             [launch(0), saved(4), Event("interrupted", 6, "")],
-            False,
+            [],
+            "",
             ["nothing: it was interrupted (Ctrl-C or SIGTERM)"],
         ),
-        ([], False, ["resumed"]),
+        ([], [], "", ["resumed"]),
     ],
 )
-def test_a_launch_that_was_asked_for_is_no_recovery(before: list[Event], counts: bool, shown: list[str]):
-    """Shown as lost only where the records have a launch that did not end well, or went further."""
-    events = tuple(map(record_of, [*before, launch(4), resumed(4)]))
+def test_a_launch_that_was_asked_for_is_no_recovery(
+    before: list[Event], skipped: list[str], cause: str, shown: list[str]
+):
+    """Shown as lost only where the records have a launch that did not end well."""
+    counts, comes_back = bool(cause), resumed(4)
+    comes_back = dataclasses.replace(comes_back, data={**comes_back.data, "skipped": skipped})
+    events = tuple(map(record_of, [*before, launch(4), comes_back]))
     story = RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
     facts = {fact.name: fact.value for fact in what_went_wrong(story)}
     assert facts.get("rows back from a checkpoint") == ("500" if counts else None)
     assert facts.get("recoveries") == ("1" if counts else None)
-    after_interruption = any("interrupted" in what for what in shown)
-    name = "launches after an interruption, not counted as recoveries"
-    assert facts.get(name) == ("1" if after_interruption else None)
+    for words, name in (
+        ("interrupted", "launches after an interruption, not counted as recoveries"),
+        ("at a later step", "launches from an earlier step than was finished, not counted as recoveries"),
+    ):
+        assert facts.get(name) == ("1" if any(words in what for what in shown) else None)
+    assert ("500 rows came back" in headline(story)) == counts
     assert (
-        "500 rows came back from a checkpoint when the job was launched again after a failure." in headline(story)
-    ) == counts
+        f"500 rows came back from a checkpoint when the job was launched again{cause}." in headline(story) or not counts
+    )
     table = timeline.recoveries(story)
     assert [row[1].text for row in (table.rows if table is not None else ())] == shown
     assert "resuming at step 4" in str(timeline.events(story))

@@ -71,12 +71,20 @@ def headline(story: RunHistory) -> str:
 def _came_back(story: RunHistory) -> str:
     """A sentence for rows of lost hosts, one for rows of a job that was lost as a whole; empty without either."""
     text = ""
-    for is_whole, cause in (
-        (False, "after a host was lost"),
-        (True, "when the job was launched again after a failure"),
+    of_hosts = [one for one in story.failures if not lost_the_job(one)]
+    of_the_job = [one for one in story.failures if lost_the_job(one)]
+    for some, cause in (
+        (of_hosts, "after a host was lost"),
+        (
+            [one for one in of_the_job if one["launch_before"] == "lost"],
+            "when the job was launched again after a failure",
+        ),
+        (
+            [one for one in of_the_job if one["launch_before"] != "lost"],
+            "when the job was launched again; the launch before has no end on record",
+        ),
     ):
-        rows = [int(one["rows_restored"] or 0) for one in story.failures if bool(lost_the_job(one)) == is_whole]
-        if n_rows := sum(rows):
+        if n_rows := sum(int(one["rows_restored"] or 0) for one in some):
             text += f" {counted(n_rows, 'row')} came back from a checkpoint {cause}."
     return text
 
@@ -241,6 +249,11 @@ def _recovered(story: RunHistory) -> list[Fact]:
     after_interruptions = [one for one in story.recoveries if one["launch_before"] == "interrupted"]
     if n_continued := sum(not is_failure(one) for one in after_interruptions):
         facts.append(Fact("launches after an interruption, not counted as recoveries", f"{n_continued:,}"))
+    back = [one for one in story.recoveries if one["launch_before"] == "went further" and not is_failure(one)]
+    if back:
+        facts.append(
+            Fact("launches from an earlier step than was finished, not counted as recoveries", f"{len(back):,}")
+        )
     if total["rows_restored"]:
         facts.append(Fact("rows back from a checkpoint", f"{total['rows_restored']:,}"))
     if total["rows_lost"]:

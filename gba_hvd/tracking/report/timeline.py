@@ -97,7 +97,7 @@ def recoveries(story: RunHistory) -> Table | None:
          figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
          str(one["strategy_reason"] or "")]
         for one in story.recoveries
-        if is_failure(one) or lost_the_job(one) is None or one["launch_before"] == "interrupted"
+        if is_failure(one) or lost_the_job(one) is None or one["launch_before"] in _ASKED_FOR
     ]  # fmt: skip
     headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
     headings += ["PLS expected", "target PLS"]
@@ -109,6 +109,9 @@ def recoveries(story: RunHistory) -> Table | None:
     )
 
 
+_ASKED_FOR = ("interrupted", "went further")
+
+
 def _what_was_lost(recovery: Record) -> str:
     """A job whose workers all rolled back lost a host; one that resumed otherwise was lost itself, where that is known.
 
@@ -118,6 +121,10 @@ def _what_was_lost(recovery: Record) -> str:
         return "resumed"
     if recovery["launch_before"] == "interrupted" and not recovery["strategy"] and not recovery["rows_lost"]:
         return "nothing: it was interrupted (Ctrl-C or SIGTERM)"
+    if recovery["launch_before"] == "went further" and not recovery["strategy"] and not recovery["rows_lost"]:
+        return "nothing: the launch before had finished, at a later step"
+    if recovery["launch_before"] == "no end" and not recovery["strategy"]:
+        return "the whole job: the launch before has no end on record"
     return {True: "the whole job", False: "a lost host", None: "resumed"}[lost_the_job(recovery)]
 
 

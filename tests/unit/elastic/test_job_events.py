@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import gba_hvd
 from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from gba_hvd.elastic import job_events
+from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
@@ -48,6 +50,7 @@ def reported(
     rollback: Rollback | None = None,
     hashed: Any = None,
     callbacks: Sequence[Any] = (),
+    assigned: Sequence[str] = (),
     step: int = 7,
     **how: Any,
 ) -> tuple[list[str], list[Event]]:
@@ -62,7 +65,8 @@ def reported(
     tables = SimpleNamespace(layout=SimpleNamespace(
         tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50, hashed_settings=lambda: hashed or {}
     ))  # fmt: skip
-    tables.optimizer = "rows"
+    tables.optimizers = SimpleNamespace(default="rows", own=())
+    tables.initial_rows = SimpleNamespace(assigned=list(assigned))
     engine: Any = SimpleNamespace(
         job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit, faults=None,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),
@@ -118,6 +122,20 @@ def test_a_job_starts() -> None:
         "checkpoints"
     )
     assert "t 50 x 4, checkpoints in memory://place" in reported(STARTED, checkpoints=True)[1][0].message
+
+
+def test_what_becomes_of_assigned_rows_is_reported() -> None:
+    def said(joined: JoinResult, assigned: Sequence[str]) -> str:
+        return reported(joined, assigned=assigned)[1][0].message.partition("no checkpoints")[2]
+
+    assert said(STARTED, []) == ""
+    assert said(STARTED, ["user", "item"]) == (
+        "; rows that the script assigned, of user, item, are where training begins: weights alone, their optimizer "
+        "slots begin at zero"
+    )
+    assert said(replace(STARTED, resumed=RESUMED), ["user"]).endswith(
+        "of user, are not used: the job resumes, with the rows that it had"
+    )
 
 
 def test_a_start_without_a_checkpoint_says_why_training_begins_at_step_0() -> None:
@@ -409,7 +427,7 @@ def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
 def settings_of(switching: GBACallback | None = None, checkpoints: Any = None, **model: Any) -> dict[str, Any]:
     """What MLflow gets as parameters of such a job."""
     layout = SimpleNamespace(tables=[], n_shards=3, hashed_settings=dict)
-    tables = SimpleNamespace(layout=layout, optimizer="rows")
+    tables = SimpleNamespace(layout=layout, optimizers=TableOptimizers(gba_hvd.SGD(lr=9.0)))
     plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "sync_micro_batch": None}
     plain["optimizer"] = torch.optim.Rprop([torch.zeros(1)])
     nothing = {"row_average": "contributors", "compression": None, "row_compression": Compression.none}
