@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     model = subparsers.add_parser(
-        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions"
+        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions, tidy up"
     )
     commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
     export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
@@ -114,6 +114,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--new-option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --new-url"
     )
     diff.set_defaults(run=_with_downloads(run_diff))
+
+    gc = _add(commands, "gc", "objects that no version names, and old versions: list them, or with --yes delete them")
+    gc.add_argument("url", metavar="URL", help="of the model")
+    keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
+    gc.add_argument("--keep-last", type=int, metavar="N", help=keep)
+    gc.add_argument("--yes", action="store_true", help="delete them")
+    gc.set_defaults(run=run_gc)
 
 
 def _add(
@@ -425,6 +432,23 @@ def run_diff(args: argparse.Namespace) -> int:
         print(f"{name}: {text}")
     for line in found.other:
         print(line)
+    return 0
+
+
+def run_gc(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.old_versions import delete_unneeded, unneeded
+
+    store = store_of(args.url, args.option)
+    found = (delete_unneeded if args.yes else unneeded)(store, args.keep_last)
+    if args.json:
+        about = {"url": store.url, "deleted": args.yes, "versions": found.versions, "kept": found.kept}
+        print(json.dumps({**about, "n_bytes": found.n_bytes, "objects": dict(found.objects)}, indent=2))
+        return 0
+    gone = f"versions {', '.join(map(str, found.versions))}, " if found.versions else ""
+    what = f"{gone}{len(found.objects):,} objects that no version names{' then' * bool(gone)}, {found.n_bytes:,} bytes"
+    done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
+    kept = ", ".join(map(str, found.kept))
+    print(f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})")
     return 0
 
 
