@@ -72,8 +72,14 @@ def _value(field: Categorical, encoders: Encoders, number: int) -> str | int:
 
 
 def _number(scaler: Scaler, encoded: float) -> float:
+    """With no more digits than its encoding needs: many near 0, where the mean of a fitted column is."""
     value = encoded * scaler.std + scaler.mean
-    return float(f"{math.expm1(value) if scaler.column.transform == 'log' else value:.6g}")
+    value = math.expm1(value) if scaler.column.transform == "log" else value
+    for digits in (6, 9, 12):
+        short = float(f"{value:.{digits}g}")
+        if abs(float(scaler.encode(np.array([short]))[0]) - encoded) <= 1e-5 * abs(encoded):
+            return short
+    return value
 
 
 def _time(parts: Mapping[Part, int], written: str) -> str | int:

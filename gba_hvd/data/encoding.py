@@ -150,33 +150,45 @@ class VocabularyFit:
 
 
 class Scaler:
-    """One numeric column to float32: missing is 0, transform, then (x - mean) / std where that was fitted."""
+    """One numeric column to float32: transform, then (x - mean) / std where that was fitted.
 
-    def __init__(self, column: Numeric, mean: float = 0.0, std: float = 1.0) -> None:
+    missing_becomes: what a missing value is encoded as: 0, of a fitted column the mean. None: as the value 0 is, which
+    datasets and models have that were made when means counted missing values as 0
+    """
+
+    def __init__(
+        self, column: Numeric, mean: float = 0.0, std: float = 1.0, missing_becomes: float | None = 0.0
+    ) -> None:
         self.column, self.mean, self.std = column, mean, std
+        self.missing_becomes = missing_becomes
+        if missing_becomes is None:
+            self.missing_becomes = float(self._scaled(np.zeros(1))[0])
 
     def transform(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        values = np.nan_to_num(values, nan=0.0)
         return np.log1p(np.maximum(values, 0.0)) if self.column.transform == "log" else values
 
     def encode(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+        return np.where(np.isnan(values), np.float32(self.missing_becomes), self._scaled(values))
+
+    def _scaled(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
         return ((self.transform(values) - self.mean) / self.std).astype(np.float32)
 
     def to_json(self) -> dict[str, Any]:
-        return {"mean": self.mean, "std": self.std, "missing_becomes": float(self.encode(np.array([np.nan]))[0])}
+        return {"mean": self.mean, "std": self.std, "missing_becomes": self.missing_becomes}
 
 
 class ScalerFit:
-    """Mean and standard deviation, merged block by block (Chan, Golub, LeVeque 1979): exact for large counts."""
+    """Mean and standard deviation of the values that are there, merged block by block (Chan, Golub, LeVeque 1979):
+    exact for large counts."""
 
     def __init__(self, column: Numeric) -> None:
         self._scaler = Scaler(column)
         self._n, self._mean, self._squares = 0, 0.0, 0.0
 
     def add(self, values: npt.NDArray[np.float64]) -> None:
-        if not len(values):
+        x = self._scaler.transform(values[~np.isnan(values)])
+        if not len(x):
             return
-        x = self._scaler.transform(values)
         n, mean = len(x), float(x.mean())
         delta, total = mean - self._mean, self._n + n
         self._squares += float(((x - mean) ** 2).sum()) + delta**2 * self._n * n / total

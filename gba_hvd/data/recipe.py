@@ -104,10 +104,10 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Numeric:
-    """A column that becomes one float32 of `dense`. Missing values are 0 before the transform.
+    """A column that becomes one float32 of `dense`, where a missing value is 0.
 
-    `log` is log(1 + max(x, 0)), as usual for Criteo. `standardise` then subtracts the mean and divides by the
-    standard deviation of the train split.
+    `log` is log(1 + max(x, 0)), as usual for Criteo. `standardise` then subtracts the mean and divides by the standard
+    deviation, both of the values of the train split that are there: a missing value becomes the mean.
     """
 
     name: str

@@ -71,7 +71,7 @@ class RowEncoder:
             facts = {
                 "recipe": manifest["recipe"],
                 "rows": {field.get("table", field["name"]): int(field["rows"]) for field in manifest["fields"]},
-                "numeric": {one["name"]: {"mean": one["mean"], "std": one["std"]} for one in manifest["numeric"]},
+                "numeric": {one["name"]: _fitted(one) for one in manifest["numeric"]},
             }
             return cls.of(facts, lambda table: _read_vocabulary(folder, table, facts["rows"][table]))
         except (KeyError, TypeError, ValueError) as error:
@@ -93,14 +93,13 @@ class RowEncoder:
             if encoder.rows != facts["rows"][table]:
                 raise ValueError(f"the vocabulary of {table!r} has {encoder.rows - 1} values")
             tables[table] = encoder
-        fitted = facts["numeric"]
-        numeric = {n.name: Scaler(n, fitted[n.name]["mean"], fitted[n.name]["std"]) for n in recipe.numeric}
+        numeric = {n.name: Scaler(n, **_fitted(facts["numeric"][n.name])) for n in recipe.numeric}
         return cls(recipe, Encoders(tables, numeric, {}))
 
     @property
     def facts(self) -> dict[str, Any]:
         """All but the vocabularies, as plain JSON: what `of` takes."""
-        numeric = {name: {"mean": one.mean, "std": one.std} for name, one in self._encoders.numeric.items()}
+        numeric = {name: one.to_json() for name, one in self._encoders.numeric.items()}
         return {"recipe": self._recipe.to_json(), "rows": self.tables, "numeric": numeric}
 
     @property
@@ -267,6 +266,11 @@ class RowEncoder:
         columns = json_lines.columns_of(rows, {name: name in lists for name in texts}, flaws)
         _refuse(flaws, n)
         return columns | there
+
+
+def _fitted(number: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Scaler.to_json` gave."""
+    return {"mean": number["mean"], "std": number["std"], "missing_becomes": number.get("missing_becomes")}
 
 
 def _read_vocabulary(folder: Path, table: str, n_rows: int) -> pa.Array:

@@ -22,6 +22,7 @@ from gba_hvd.serving.block_index import read_index
 from gba_hvd.serving.builder import Builder
 from gba_hvd.serving.compact_rows import PACKED
 from gba_hvd.serving.frozen_rows import StoredRows
+from gba_hvd.serving.logged_model import is_address
 from gba_hvd.serving.manifest import ModelManifest, read_manifest
 from gba_hvd.serving.module import assemble, freeze, padding_rows_of
 from gba_hvd.serving.outputs import scores_of
@@ -130,6 +131,11 @@ def open_model(
 ) -> OpenModel:
     """Open a saved model: its module, and `predict` for columns. Arguments and errors: as of `load_for_inference`."""
     _check(tables, row_dtype, cache_bytes)
+    if is_address(url):
+        raise BadInput(
+            f"{url} is an address of MLflow, not a URL: mlflow.pyfunc.load_model opens it, and so do the commands of "
+            "`gba-hvd model`; gba_hvd.serving.logged_model.downloaded brings the model into a folder"
+        )
     store = open_store(url, **storage_options)
     folder = _folder_of(store) if tables == "mmap" else None
     manifest = read_manifest(store, version)

@@ -18,12 +18,16 @@ from recovery.storage.store import Store
 
 @dataclass(frozen=True)
 class LoggedModel:
-    """model_uri: `models:/ID`. version: of the registered model; empty where it was not registered"""
+    """model_uri: `models:/ID`. version: of the registered model; empty where it was not registered
+
+    alias_move: what was done to the alias, as "champion: version 1 -> 4"; empty without one
+    """
 
     run_id: str
     model_uri: str
     version: str
     step: int
+    alias_move: str = ""
 
 
 def log_saved_model(
@@ -67,8 +71,10 @@ def log_saved_model(
         with run_of_its_own(uri, experiment, name, run_id) as run_id:
             model_uri = mlflow_model.log_model(uri, run_id, folder)
             facts = mlflow_model.read_facts(folder)
-            registered = mlflow_model.register(uri, model_uri, facts) if registered_model_name else ""
-    return LoggedModel(run_id, model_uri, registered, step)
+            registered, moves = "", list[str]()
+            if registered_model_name:
+                registered = mlflow_model.register(uri, model_uri, facts, moves.append)
+    return LoggedModel(run_id, model_uri, registered, step, *moves)
 
 
 def _source_of(manifest: ModelManifest) -> tuple[int, dict[str, str]]:

@@ -31,6 +31,7 @@ _WITH_ENCODER = 3  # of a model that has an encoder: earlier readers would take 
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
+_DELETES = "versions/deletes-"  # names of objects of `no_new_version` begin so
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -326,10 +327,35 @@ def next_version(store: Store) -> Iterator[int]:
         claims = [name for name in store.names(f"versions/{number:06d}-") if _CLAIM.fullmatch(name)]
         if claims != [claim] or number in versions(store):  # (versions are listed after the claims)
             raise StoreError(f"{store.url}: another process saves version {number} at the same time; save again")
+        if others := sorted(store.names(_DELETES)):
+            raise StoreError(
+                f"{store.url}: `gba-hvd model gc` deletes what no version names; save again when it has ended (if it "
+                f"was killed, delete {others[0]})"
+            )
         yield number
     finally:
         with contextlib.suppress(StoreError):
             store.delete([claim])
+
+
+@contextlib.contextmanager
+def no_new_version(store: Store) -> Iterator[None]:
+    """No save makes a version in this context. Raises StoreError where one is about to.
+
+    Both this and `next_version` write, then list: so at least one sees the other.
+    """
+    mark = f"{_DELETES}{secrets.token_hex(8)}"
+    store.put(mark, [b"claimed"])
+    try:
+        if others := sorted(name for name in store.names("versions/") if _CLAIM.fullmatch(name)):
+            raise StoreError(
+                f"{store.url}: a save completes a version; try again when it has ended (if it was killed, delete "
+                f"{others[0]})"
+            )
+        yield
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete([mark])
 
 
 def _numbered(name: str) -> re.Match[str] | None:

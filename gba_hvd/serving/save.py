@@ -49,9 +49,10 @@ from gba_hvd.serving.row_sources import CheckpointRows, live_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
+from recovery.errors import StoreError
 from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
 from recovery.storage.open import open_store
-from recovery.storage.store import Store
+from recovery.storage.store import Store, is_there
 
 if TYPE_CHECKING:
     from gba_hvd.data.row_encoder import RowEncoder
@@ -287,12 +288,21 @@ def _commit(
             source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program, blocks, onnx,
             stored_encoder,
         )  # fmt: skip
+        _require_all(store, manifest)
         store.put(manifest.name, [to_json(manifest)])
     n_values = 0 if encoder is None else encoder.n_values
     n_bytes = 0 if stored_encoder is None else stored_encoder.n_bytes
     return SavedModel(
         store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes, n_values, n_bytes
     )
+
+
+def _require_all(store: Store, manifest: ModelManifest) -> None:
+    """Raises StoreError where an object was deleted since it was written, or since it was seen."""
+    there = store.names("rows/") | store.names("files/")
+    for one in manifest.objects():
+        if one.name not in there and not is_there(store, one.name, one.n_bytes):
+            raise StoreError(f"{store.url}: {one.name} was deleted while the model was saved: save it again")
 
 
 def _put_programs(store: Store, made: DensePrograms) -> tuple[StoredProgram | None, StoredOnnx | None]:

@@ -531,6 +531,7 @@ class MLflowCallback(Callback):
             if self._job.is_chief:
                 of_step = "" if delivered.model_step is None else f", of step {delivered.model_step:,}"
                 drawn = f"The model is {delivered.served_as}{of_step}. " if delivered.served_as else ""
+                drawn += f"Alias {delivered.alias_move}. " if delivered.alias_move else ""
                 drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
                 drawn += self._outages
                 if not delivered.done and model_path(path).exists():

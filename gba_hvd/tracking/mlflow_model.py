@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,19 @@ def _uncast(schema: Any, is_raw: bool) -> Any:
     )
 
 
-def register(uri: str, model_uri: str, facts: Mapping[str, Any]) -> str:
-    """Register a logged model, unless an attempt before has; returns the version."""
+def register(
+    uri: str, model_uri: str, facts: Mapping[str, Any], on_alias: Callable[[str], object] = lambda move: None
+) -> str:
+    """Register a logged model, unless an attempt before has; returns the version.
+
+    on_alias: called with what was done to the alias, as "champion: version 1 -> 4".
+    """
     mlflow.set_tracking_uri(uri)
-    client, name = MlflowClient(tracking_uri=uri), facts["registered_model_name"]
+    client, name, alias = MlflowClient(tracking_uri=uri), facts["registered_model_name"], facts["alias"]
     there = [one for one in client.search_model_versions(f'name="{name}"') if one.source == model_uri]
     version = (there[0] if there else mlflow.register_model(model_uri, name, tags=facts["tags"])).version
-    if facts["alias"]:
-        client.set_registered_model_alias(name, facts["alias"], version)
+    if alias:
+        before = client.get_registered_model(name).aliases.get(alias)
+        client.set_registered_model_alias(name, alias, version)
+        on_alias(f"{alias}: version {version}" if before is None else f"{alias}: version {before} -> {version}")
     return str(version)

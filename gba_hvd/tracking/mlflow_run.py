@@ -204,10 +204,10 @@ class JobRun:
         """See `mlflow_model`."""
         return mlflow_model.log_model(self._uri, self.run_id, folder)
 
-    def register_model(self, folder: Path, model_uri: str) -> str:
+    def register_model(self, folder: Path, model_uri: str, on_alias: Callable[[str], object]) -> str:
         """Register a logged model, if its folder names a registered one; returns the version, or nothing."""
         facts = mlflow_model.read_facts(folder)
-        return mlflow_model.register(self._uri, model_uri, facts) if facts["registered_model_name"] else ""
+        return mlflow_model.register(self._uri, model_uri, facts, on_alias) if facts["registered_model_name"] else ""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         given = [RunTag(key, text) for key, text in tags.items()]

@@ -31,11 +31,9 @@ _WORDS = {
 _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_RECEIVED)
 # an event reports these, with units; here they would hide what was measured
 # The end of the lines has these; a switch has its reason.
-_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed", ENDED)
-_NOTED = (
-    "memory_not_kept",
-    "auto_stayed",
-)  # of level "info", and the summary has them: they matter once the job has ended
+_NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed", "memory_not_kept", ENDED)
+# Of level "info", and the summary has them: they matter once the job has ended, the second where it is to be resumed.
+_NOTED = ("auto_stayed", "memory_not_kept")
 _BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s", "warnings")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
@@ -244,7 +242,8 @@ class ProgressLine(Callback):
             lines.append(f"age of dense values, which decides what is dropped: {staleness_words(ages)}")
         lines += [warned.words for warned in self._warnings.values()]
         lines += self._other_warnings()
-        lines += [f"note: {_tagged(event)}" for event in self._notes.values()]
+        is_to_be_noted = {"auto_stayed": True, "memory_not_kept": status != "FINISHED"}
+        lines += [f"note: {_tagged(event)}" for kind, event in self._notes.items() if is_to_be_noted[kind]]
         if self._newest is not None:
             lines.append(f"last: {self._newest.name}: {_numbers(self._newest.values)}")
         if self._best is not None and (by := chooser(self._best.values)):

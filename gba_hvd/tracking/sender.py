@@ -216,7 +216,8 @@ class Sender:
                                        "gba_hvd.load_for_inference; the log of the sender has the reason")  # fmt: skip
                     return
                 self._set(model_uri=uri)
-            version = self._call(lambda run: run.register_model(folder, self.status.model_uri))
+            moves: list[str] = []
+            version = self._call(lambda run: run.register_model(folder, self.status.model_uri, moves.append))
         except Blocked as blocked:
             if self.status.model_problem is None:
                 with contextlib.suppress(Blocked, Stopped):
@@ -232,8 +233,9 @@ class Sender:
         facts = read_facts(folder)
         served_as = f"models:/{facts['registered_model_name']}/{version}" if version else uri
         step = int(facts["step"])
-        self._set(model_problem=None, served_as=served_as, model_step=step)
-        as_version = f", version {version}" if version else ""
+        move = moves[-1] if moves else None
+        self._set(model_problem=None, served_as=served_as, model_step=step, alias_move=move)
+        as_version = (f", version {version}" if version else "") + (f"; alias {move}" if move else "")
         name = facts["registered_model_name"] if version else facts["name"]
         self._report_event(
             "model_logged",

@@ -47,6 +47,7 @@ class SpoolStatus:
     model_uri: str | None = None  # of the logged model, which is then to be registered
     served_as: str | None = None  # the URI of its version in the registry; without a registry, that of the logged model
     model_step: int | None = None  # that the logged model is of
+    alias_move: str | None = None  # what was done to the alias of its version: "champion: version 1 -> 4"
     model_problem: str | None = None  # why it was not logged or not registered, and what to do
     keeps_model: bool = False  # it was not taken, and its folder stays
     note: str | None = None  # what is recorded otherwise than the script asked for

@@ -141,7 +141,7 @@ def orphaned_objects(
             continue  # a checkpoint, of a save in flight, or another writer's
         if name not in referred and not (doubtful and name.startswith(doubtful)):
             found[name] = n_bytes
-    reason = f"of epochs before {newest}, the newest, and in no checkpoint"
+    reason = f"written under claims before {newest}, the newest one, and in no checkpoint"
     return OrphanedObjects(found, reason + f"; those of {len(doubtful)} damaged ones stay" * bool(doubtful))
 
 

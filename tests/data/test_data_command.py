@@ -193,9 +193,9 @@ def test_missing_values_are_counted_by_column_and_split(
         assert "genres           no id: a vector of zeros train 53.33%  valid 46.67%" in shown
         assert "city             id 0                     train 20.00%  valid 20.00%" in shown
         price = manifest["numeric"][0]
-        assert price["missing_becomes"] == pytest.approx(-(2**0.5), abs=1e-4)  # 0 among a third zeros, two thirds 1.5
-        assert "price            -1.414 (as 0 does)       train 33.33%" in shown
-        assert ClickLog.open(out).take([0]).dense[0, 0] == pytest.approx(price["missing_becomes"])
+        assert (price["mean"], price["missing_becomes"]) == (1.5, 0)  # of the two thirds that are there
+        assert "price            0 (the mean)             train 33.33%" in shown
+        assert ClickLog.open(out).take([0]).dense[0, 0] == 0
 
 
 def test_where_nothing_is_missing_it_says_so(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:

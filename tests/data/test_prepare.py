@@ -132,6 +132,18 @@ def test_vocabularies_and_statistics_come_from_train_alone(prepared: Prepared, t
     assert ids_of(ClickLog.open(tmp_path / "out", "valid"), "shape") == [0]
 
 
+def test_a_missing_number_is_the_mean_of_those_that_are_there(prepared: Prepared, tmp_path: Path) -> None:
+    numeric = (Numeric("size", "none", standardise=True),)
+    recipe = Recipe(format="csv", label="label", categorical=COLOURS.categorical, numeric=numeric)
+    train = "1,2,red,round\n0,,red,square\n1,6,blue,round\n0,,red,square\n"
+    manifest = prepared(HEADER + train, HEADER + "1,,green,round\n0,0,red,round\n", recipe=recipe)
+    assert [manifest["numeric"][0][fact] for fact in ("mean", "std", "missing_becomes")] == [4, 2, 0]
+    dense = [everything(ClickLog.open(tmp_path / "out", split)).dense[:, 0].tolist() for split in ("train", "valid")]
+    assert dense == [[-1, 0, 1, 0], [0, -2]]
+    none = prepared(HEADER + "1,,red,round\n" * 3, HEADER + "1,5,red,round\n", recipe=recipe, overwrite=True)
+    assert [none["numeric"][0][fact] for fact in ("mean", "std")] == [0, 1]
+
+
 def test_random_splits_of_one_file_are_fitted_on_their_train_rows_alone(tmp_path: Path, write: Write) -> None:
     path = write("in/all.csv", HEADER + "".join(f"{i % 2},{i},colour{i},round\n" for i in range(500)))
     source = SplitShares([path], {"train": 0.6, "valid": 0.4}, by="random", seed=3)

@@ -287,3 +287,23 @@ def test_ids_that_pandas_makes_floats_of_are_whole_numbers(tmp_path: Path) -> No
             BadInput, match=r"column 'user': ids are floats, which have changed whole numbers from 2\*\*53 on"
         ):
             its.columns(pd.DataFrame({"user": [changed, None]}))
+
+
+def test_a_missing_number_of_an_older_dataset_or_model_is_encoded_as_it_was(tmp_path: Path) -> None:
+    path = written(tmp_path, "jsonl", raw_rows())
+    prepare(recipe_of("jsonl"), SplitShares([path], {"train": 0.8, "valid": 0.2}, by="order"), tmp_path / "out")
+    row = raw_rows()[0] | {"age": None}
+    new = RowEncoder.open(tmp_path / "out")
+    assert float(new.batch(row).dense[0, 1]) == 0
+    facts = json.loads(json.dumps(new.facts))
+    again = RowEncoder.of(facts, new.vocabularies.__getitem__)
+    assert float(again.batch(row).dense[0, 1]) == 0
+    fitted = facts["numeric"]["age"]
+    del fitted["missing_becomes"]  # models had only the other two
+    old = RowEncoder.of(facts, new.vocabularies.__getitem__)
+    as_0 = -fitted["mean"] / fitted["std"]
+    assert float(old.batch(row).dense[0, 1]) == pytest.approx(as_0)
+    manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    manifest["numeric"][1]["missing_becomes"] = as_0
+    (tmp_path / "out" / "dataset.json").write_text(json.dumps(manifest))
+    assert float(RowEncoder.open(tmp_path / "out").batch(row).dense[0, 1]) == pytest.approx(as_0)

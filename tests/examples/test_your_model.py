@@ -36,6 +36,10 @@ def test_the_script_of_the_page_trains_and_its_model_can_be_exported(tmp_path: P
     assert float(aucs[-1][2]) > 0.9, said
     assert "40,000 applied + 0 dropped + 0 lost = 40,000" in said
 
+    said = run(sys.executable, "train.py")
+    again = re.findall(r"^epoch (\d): step (\d+), AUC (0\.\d+)$", said, re.MULTILINE)
+    assert again == aucs[-1:] and "[nothing trained]" in said, said
+
     tool = [sys.executable, "-m", "gba_hvd_tools.cli", "checkpoint", "export"]
     run(*tool, "checkpoints", "--out", "model.pt", "--weights-only")
     tensors = torch.load(tmp_path / "model.pt", weights_only=True)

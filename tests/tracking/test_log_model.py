@@ -7,13 +7,15 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ def test_the_model_is_logged_registered_and_predicts_without_horovod(
     run_job(callback, model, "logs")
     run = only_run(database, "logs")
     assert run.info.status == "FINISHED"
-    assert "The model is models:/ctr/1, of step 3. " in capsys.readouterr().out
+    assert "The model is models:/ctr/1, of step 3. Alias champion: version 1. " in capsys.readouterr().out
     registered = client(database).get_model_version_by_alias("ctr", "champion")
     assert registered.tags["gba_hvd.checkpoint_checksum"] == SAVED["checksum"]
     assert registered.tags["gba_hvd.checkpoint"] == f"{SAVED['url']}/{SAVED['manifest']}"
@@ -522,6 +524,117 @@ def test_a_saved_model_is_logged_with_the_run_of_its_job(
     assert np.array_equal(
         predicted(database, "models:/exported@champion", one, tmp_path), evaluated(model, one).numpy()
     )
+
+
+def test_a_job_that_moves_an_alias_says_which_version_had_it(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client(database).create_registered_model("moved")
+    client(database).create_model_version("moved", (tmp_path / "other").as_uri())
+    client(database).set_registered_model_alias("moved", "champion", "1")
+    logs = log_model(registered_model_name="moved", alias="champion")
+    run_job(patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=logs), trained(), "moves")
+    assert "Alias champion: version 1 -> 2. " in capsys.readouterr().out
+    events = artifact(database, only_run(database, "moves"), "events.jsonl", tmp_path / "a")
+    assert "version 2; alias champion: version 1 -> 2" in events
+
+
+@pytest.fixture
+def two_registered(
+    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The second one, and its addresses. The folders that they were logged from are gone."""
+    model, name = trained(), tmp_path.name
+    gba_hvd.save_model(trained(users=51), tmp_path / "m", build=CODE, arguments={"users": 51}, input_example=batch(2))
+    gba_hvd.save_model(model, tmp_path / "n", build=CODE, input_example=batch(2))
+    names = ["--name", "ctr", "--registered-model-name", name, "--alias", "champion", "--tracking-uri", database]
+    for folder, move in (("m", "champion: version 1\n"), ("n", "champion: version 1 -> 2\n")):
+        assert cli.main(["model", "log", str(tmp_path / folder), *names]) == 0
+        assert capsys.readouterr().out.endswith(f"models:/{name}@champion\n{move}")
+        shutil.rmtree(tmp_path / folder)
+    (logged,) = [one for one in client(database).search_model_versions(f"name='{name}'") if str(one.version) == "2"]
+    addresses = (f"models:/{name}/2", f"models:/{name}@champion", logged.source, f"runs:/{logged.run_id}/ctr")
+    return model, addresses
+
+
+@pytest.mark.usefixtures("no_folders_left")
+def test_registered_models_are_read_by_their_addresses(
+    two_registered: Any, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, addresses = two_registered
+    first, one = f"models:/{tmp_path.name}/1", batch(20)
+    frame_of(one).to_parquet(tmp_path / "in.parquet")
+    predict = ["--tracking-uri", database, "--out", str(tmp_path / "out.parquet")]
+    for address, tables in zip(addresses, ("memory", "mmap", "remote", "memory"), strict=True):
+        how = ["model", "predict", address, str(tmp_path / "in.parquet"), "--tables", tables, *predict]
+        assert cli.main(how) == 0, address
+        found = pd.read_parquet(tmp_path / "out.parquet")["score"].to_numpy()
+        assert np.array_equal(found, evaluated(model, one).numpy()), address
+    assert cli.main(["model", "verify", addresses[1], "--tracking-uri", database]) == 0
+    capsys.readouterr()
+    diff = ["model", "diff", first, "--new-url", addresses[1], "--tracking-uri", database]
+    assert cli.main(diff) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"version 1 to 1 of {addresses[1]}\n") and "builder" in out
+
+
+def test_the_page_promotes_a_model_and_rolls_back(
+    two_registered: Any, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    name = tmp_path.name
+    client(database).set_registered_model_alias(name, "champion", "1")
+    client(database).set_registered_model_alias(name, "challenger", "2")
+    for alias, scores in (("champion", [0.1, 0.2, 0.3, 0.4]), ("challenger", [0.1, 0.3, 0.2, 0.4])):
+        pd.DataFrame({"label": [0, 1, 0, 1], "score": scores}).to_parquet(tmp_path / f"{alias}.parquet")
+    page = (Path(__file__).parents[2] / "docs" / "SERVING.md").read_text().partition("### Promote a model")[2]
+    block = page.partition("```python\n")[2].partition("```")[0].replace('"ctr"', repr(name))
+    promotes, rolls_back = block.split("client.set_registered_model_alias")[:2], block.splitlines()[-1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec("client.set_registered_model_alias".join(promotes), names)
+    assert capsys.readouterr().out.splitlines() == ["champion 0.75", "challenger 1.0"]
+    assert str(client(database).get_model_version_by_alias(name, "champion").version) == "2"
+    exec(rolls_back, names)
+    assert str(client(database).get_model_version_by_alias(name, "champion").version) == "1"
+
+
+@pytest.fixture
+def no_folders_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is in the folder for temporary ones at the end."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    yield
+    assert not list((tmp_path / "tmp").glob("gba-hvd-*"))
+
+
+def test_addresses_that_cannot_be_read_are_one_line(
+    two_registered: Any, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, name = ["--tracking-uri", database], tmp_path.name
+    first, other = f"models:/{name}/1", f"models:/{name}.other/1"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "MLmodel").write_text("flavors: {}")
+    client(database).create_registered_model(f"{name}.other")
+    client(database).create_model_version(f"{name}.other", (tmp_path / "other").as_uri())
+    capsys.readouterr()
+    for how, words in (
+        (["verify", f"models:/{name}/7", *where], "gba-hvd: MLflow: "),
+        (["verify", f"models:/{name}@nobody", *where], "gba-hvd: MLflow: "),
+        (["verify", other, *where], f"{other} was logged by other means than LogModel"),
+        (["verify", first, *where, "--option", "a=b"], "--option a=b is for the store of a model"),
+        (["verify", str(tmp_path), *where], "--tracking-uri is for an address in MLflow"),
+        (["log", first, "--name", "again", *where], f"{first} is in MLflow already"),
+        (["export", first, str(tmp_path / "e"), "--build", CODE], f"{first} is a model, and export"),
+        (["diff", str(tmp_path)], "which version is the old one?"),
+    ):
+        assert cli.main(["model", *how]) == 1, how
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert words in last, how
+    with pytest.raises(BadInput, match=r"gba_hvd\.serving\.logged_model\.downloaded"):
+        gba_hvd.load_for_inference(first)
 
 
 def test_a_saved_model_is_logged_with_a_run_of_its_own(

@@ -360,18 +360,16 @@ def test_a_warning_that_is_over_is_named_in_the_summary_only() -> None:
     ]
 
 
-def test_a_note_on_what_a_restart_will_lack_is_in_the_summary() -> None:
+@pytest.mark.parametrize(("status", "n_notes"), [("FINISHED", 0), ("KILLED", 1), ("FAILED", 1), ("NOT_SAVED", 1)])
+def test_what_a_restart_will_lack_is_one_note_where_there_is_something_to_resume(status: str, n_notes: int) -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=lambda: 0.0)
     line.on_event(Event("memory_not_kept", 21, "it takes 0.4 ms of a step's 4 ms"))
     line.on_event(Event("traffic", 22, "3 MB"))
-    line.on_end("FINISHED", None)
+    line.on_end(status, None)
     said = [text for text in lines_of(out) if "memory not kept" in text or "traffic" in text]
-    assert said == [
-        "[memory not kept] step 21: it takes 0.4 ms of a step's 4 ms",
-        "[traffic] step 22: 3 MB",
-        "note: [memory not kept] step 21: it takes 0.4 ms of a step's 4 ms",
-    ]
+    note = "note: [memory not kept] step 21: it takes 0.4 ms of a step's 4 ms"
+    assert said == ["[traffic] step 22: 3 MB", *[note] * n_notes]
 
 
 def test_of_several_scores_the_summary_says_which_chose_and_how_to_choose() -> None:

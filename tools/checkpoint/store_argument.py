@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from recovery.errors import BadInput
@@ -29,6 +30,22 @@ def store_of(url: str, options: Sequence[str]) -> Store:
         is_name = "/" not in url
         existing_folder(behind.folder, f"{advice} {_NO_NAME}" if is_name else advice)
     return store
+
+
+def checkpoints_at(url: str, options: Sequence[str]) -> Store:
+    """As `store_of`. Raises BadInput also for a folder without checkpoints that has folders with some."""
+    store = store_of(url, options)
+    behind = getattr(store, "store", store)
+    if isinstance(behind, LocalStore) and not _has_checkpoints(behind.folder):
+        inner = sorted(str(one) for one in behind.folder.iterdir() if one.is_dir() and _has_checkpoints(one))
+        if inner:
+            named = ", ".join(inner[:5]) + f" and {len(inner) - 5} more" * (len(inner) > 5)
+            raise BadInput(f"there is no checkpoint in {behind.folder}, but in: {named}")
+    return store
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any(next((folder / inside).glob("*"), None) for inside in ("manifests", "claims"))
 
 
 def options_of(options: Sequence[str]) -> dict[str, Any]:

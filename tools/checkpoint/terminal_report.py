@@ -112,6 +112,17 @@ def print_rollback(found: Mapping[str, Any]) -> None:
     )
 
 
+def print_deletion(found: Mapping[str, Any]) -> None:
+    n, n_objects = len(found["checkpoints"]), found["objects"]
+    what = f"{found['url']}: {n} checkpoint{'s' * (n != 1)}, {n_objects:,} objects, {found['n_bytes']:,} bytes"
+    if not n and not n_objects:
+        print(f"{found['url']}: no checkpoints")
+    elif found["deleted"]:
+        print(f"{what} deleted. Saved models stay")
+    else:
+        print(f"{what}, to be deleted: add --yes to do it")
+
+
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (), title: str | None = None
 ) -> None:

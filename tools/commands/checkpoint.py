@@ -20,8 +20,16 @@ from recovery.errors import BadInput, Damaged
 from recovery.rows import FILTER
 from recovery.storage.store import Store
 
-from ..checkpoint.store_argument import store_of
-from ..checkpoint.terminal_report import print_diff, print_list, print_one, print_rollback, progress, short
+from ..checkpoint.store_argument import checkpoints_at
+from ..checkpoint.terminal_report import (
+    print_deletion,
+    print_diff,
+    print_list,
+    print_one,
+    print_rollback,
+    progress,
+    short,
+)
 
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped
@@ -33,7 +41,7 @@ _COMPARED_BYTES = 256 << 20
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     checkpoint = subparsers.add_parser(
-        "checkpoint", help="list, verify, compare, export checkpoints; remove orphaned objects"
+        "checkpoint", help="list, verify, compare, export, delete checkpoints; remove orphaned objects"
     )
     commands = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -61,6 +69,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     rollback.add_argument("name", metavar="NAME", help="of `gba-hvd checkpoint ls`; newest: the newest that is whole")
     rollback.add_argument("--yes", action="store_true", help="do it, after every byte of the checkpoint was checked")
     rollback.set_defaults(run=run_rollback)
+    delete = _add(commands, "delete", "all checkpoints of a job that is over: what would go, or with --yes delete them")
+    delete.description = (
+        "Delete all checkpoints of a location, with the claims of its jobs; what else is there stays. Refused while a "
+        "job uses the location. Without --yes nothing is changed."
+    )
+    delete.add_argument("--yes", action="store_true", help="delete them")
+    delete.set_defaults(run=run_delete)
     export = _add(commands, "export", "write one checkpoint as a file of plain tensors")
     _add_name(export)
     export.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -91,7 +106,7 @@ def run_ls(args: argparse.Namespace) -> int:
     from recovery.catalog.best import best_chain
     from recovery.catalog.chains import Skipped, chains
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     listed: list[dict[str, Any]] = []
     found_here = list(chains(store))
     try:
@@ -111,7 +126,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    chain = _chain(store_of(args.url, args.option), args.name)
+    chain = _chain(checkpoints_at(args.url, args.option), args.name)
     manifest = chain.newest
     sections = [section for blob in manifest.blobs for section in blob.sections]
     tables = []
@@ -145,7 +160,7 @@ def run_verify(args: argparse.Namespace) -> int:
     from recovery.format.manifest import from_json
     from recovery.restore.inspect import verify
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     names = sorted(store.names("manifests/"), reverse=True)
     manifests: list[Manifest] = []
     flaws: dict[str, list[str]] = {}
@@ -179,7 +194,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     from recovery.format.manifest import difference
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     old, new = _chain(store, args.old), _chain(store, args.new)
     if differences := difference(old.newest.schema, new.newest.schema):
         raise BadInput(f"they are of different models: {'; '.join(differences)}")
@@ -206,7 +221,7 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_gc(args: argparse.Namespace) -> int:
     from recovery.catalog.retention import gc
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     found = gc(store, really=args.yes)
     if args.json:
         about = {"deleted": args.yes, "n_bytes": found.n_bytes, "reason": found.reason}
@@ -222,7 +237,7 @@ def run_gc(args: argparse.Namespace) -> int:
 def run_rollback(args: argparse.Namespace) -> int:
     from recovery.catalog.rollback import plan_rollback, roll_back
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     plan = plan_rollback(store, _chain(store, args.name).newest.name)
     known = {one.name: one for one in plan.manifests}
     gone = [{"name": name, "step": known[name].step if name in known else None} for name in plan.later]
@@ -231,6 +246,16 @@ def run_rollback(args: argparse.Namespace) -> int:
         _require_whole(store, plan.to)
         found["newest"] = roll_back(store, plan).name
     return _print_result(args, found, print_rollback)
+
+
+def run_delete(args: argparse.Namespace) -> int:
+    from recovery.catalog.deletion import delete_all, plan_deletion
+
+    store = checkpoints_at(args.url, args.option)
+    found = delete_all(store) if args.yes else plan_deletion(store)
+    shown = {"url": store.url, "deleted": args.yes, "checkpoints": list(found.manifests)}
+    shown |= {"objects": len(found.objects), "n_bytes": found.n_bytes}
+    return _print_result(args, shown, print_deletion)
 
 
 def _require_whole(store: Store, chain: Chain) -> None:
@@ -247,7 +272,7 @@ def _require_whole(store: Store, chain: Chain) -> None:
 def run_export(args: argparse.Namespace) -> int:
     from ..checkpoint.export import export
 
-    store = store_of(args.url, args.option)
+    store = checkpoints_at(args.url, args.option)
     chain = _chain(store, args.name)
     form = args.format or ("safetensors" if args.out.suffix == ".safetensors" else "state_dict")
     with progress("exporting", sum(manifest.n_bytes for manifest in chain.manifests)) as on_bytes:

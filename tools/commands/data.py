@@ -109,7 +109,11 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="values of this field are integers already; the id is value - OFFSET (default 0)",
     )
     encoding.add_argument("--transform", choices=("log", "none"), default="log", help="numeric: log(1+x) or as it is")
-    encoding.add_argument("--standardise", action="store_true", help="numeric: to mean 0 and deviation 1 on train")
+    encoding.add_argument(
+        "--standardise",
+        action="store_true",
+        help="numeric: to mean 0 and deviation 1 of the values on train; a missing one is 0, the mean",
+    )
 
     splits = parser.add_argument_group("splits")
     for split in SPLITS:

@@ -77,7 +77,9 @@ def _print_missing(manifest: dict[str, Any]) -> None:
 
 def _stands_for_missing(column: dict[str, Any]) -> str:
     if "missing_becomes" in column:
-        return f"{column['missing_becomes']:.4g}" + (" (as 0 does)" if column["missing_becomes"] else "")
+        is_fitted = (column.get("mean", 0), column.get("std", 1)) != (0, 1)
+        what = " (as 0 does)" if column["missing_becomes"] else " (the mean)" if is_fitted else ""
+        return f"{column['missing_becomes']:.4g}{what}"
     return "no id: a vector of zeros" if column["multi_valued"] else "id 0"
 
 

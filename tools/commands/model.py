@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     model = subparsers.add_parser(
-        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions"
+        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions, tidy up"
     )
     commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
     export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
     predict = _add(commands, "predict", "write the scores of the samples in a file")
-    predict.add_argument("url", metavar="URL", help="of the model")
+    _add_url(predict)
     files = "FILE.parquet, FILE.csv, FILE.tsv or FILE.jsonl (JSON lines); all but the first also .gz, .zst"
     predict.add_argument("input", type=Path, metavar="INPUT", help=files)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
@@ -72,9 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
     _add_rows(predict)
     _add_version(predict)
-    predict.set_defaults(run=run_predict)
+    predict.set_defaults(run=_with_downloads(run_predict))
     serve = _add(commands, "serve", "answer requests over HTTP as `mlflow models serve` does, until SIGTERM")
-    serve.add_argument("url", metavar="URL", help="of the model")
+    _add_url(serve)
     serve.add_argument("--host", default="127.0.0.1", help="to listen on; default: 127.0.0.1, this machine alone")
     serve.add_argument("--port", type=int, default=5001, metavar="N", help="0: a free one; default: 5001")
     follow = "checkpoints of the job that trains the model: each new one is taken over between two requests"
@@ -84,7 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_hashed(serve)
     _add_rows(serve)
     _add_version(serve)
-    serve.set_defaults(run=run_serve)
+    serve.set_defaults(run=_with_downloads(run_serve))
     log = _add(commands, "log", "log a saved model in MLflow, with the run of its job or a new one, and register it")
     log.add_argument("url", metavar="URL", help="of the model")
     log.add_argument("--name", required=True, help="of the logged model")
@@ -101,18 +101,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_version(log)
     log.set_defaults(run=run_log)
     verify = _add(commands, "verify", "read every byte of a version and compare checksums; names all that is damaged")
-    verify.add_argument("url", metavar="URL")
+    _add_url(verify)
     _add_version(verify)
-    verify.set_defaults(run=run_verify)
+    verify.set_defaults(run=_with_downloads(run_verify))
     diff = _add(commands, "diff", "which rows and tensors differ between two versions")
-    diff.add_argument("url", metavar="URL")
-    diff.add_argument("old", type=int, metavar="OLD", help="number of a version")
+    _add_url(diff)
+    old = "number of a version; may be left out for an address of MLflow, which has one version"
+    diff.add_argument("old", type=int, metavar="OLD", nargs="?", help=old)
     diff.add_argument("new", type=int, metavar="NEW", nargs="?", help="default: the newest")
-    diff.add_argument("--new-url", metavar="URL", help="where the new version is; default: the same URL")
+    diff.add_argument("--new-url", metavar="URL", help="where the new version is, as URL; default: the same")
     diff.add_argument(
         "--new-option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --new-url"
     )
-    diff.set_defaults(run=run_diff)
+    diff.set_defaults(run=_with_downloads(run_diff))
+
+    gc = _add(commands, "gc", "objects that no version names, and old versions: list them, or with --yes delete them")
+    gc.add_argument("url", metavar="URL", help="of the model")
+    keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
+    gc.add_argument("--keep-last", type=int, metavar="N", help=keep)
+    gc.add_argument("--yes", action="store_true", help="delete them")
+    gc.set_defaults(run=run_gc)
 
 
 def _add(
@@ -123,6 +131,54 @@ def _add(
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    what = (
+        "of the model, or its address in MLflow: models:/NAME/VERSION, models:/NAME@ALIAS, models:/ID, runs:/RUN/NAME"
+    )
+    parser.add_argument("url", metavar="URL", help=what)
+    where = "of an address in MLflow; default: MLflow's own (MLFLOW_TRACKING_URI)"
+    parser.add_argument("--tracking-uri", metavar="URI", help=where)
+
+
+def _with_downloads(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`run` with a folder in place of each address of MLflow. asked: the URLs as they were given, in their order."""
+
+    def downloading(args: argparse.Namespace) -> int:
+        with contextlib.ExitStack() as stack:
+            args.asked = [url for url in (args.url, getattr(args, "new_url", None)) if url is not None]
+            _check_addresses(args)
+            args.url = _local(args.url, args.tracking_uri, stack)
+            if getattr(args, "new_url", None) is not None:
+                args.new_url = _local(args.new_url, args.tracking_uri, stack)
+            return run(args)
+
+    return downloading
+
+
+def _check_addresses(args: argparse.Namespace) -> None:
+    """Raises BadInput for options that an address, or a URL, has no use for."""
+    from gba_hvd.errors import BadInput
+    from gba_hvd.serving.logged_model import is_address
+
+    if args.tracking_uri is not None and not any(is_address(url) for url in args.asked):
+        raise BadInput("--tracking-uri is for an address in MLflow (models:/... or runs:/...), and none is given")
+    for url, options in zip(args.asked, (args.option, getattr(args, "new_option", [])), strict=False):
+        if is_address(url) and options:
+            raise BadInput(
+                f"--option {options[0]} is for the store of a model, and MLflow downloads {url}: leave it out"
+            )
+
+
+def _local(url: str, tracking_uri: str | None, stack: contextlib.ExitStack) -> str:
+    """A folder with the model of an address, for as long as `stack` is open; any other URL as it is."""
+    from gba_hvd.serving.logged_model import downloaded, is_address
+
+    if not is_address(url):
+        return url
+    with _mlflow_in_one_line():
+        return str(stack.enter_context(downloaded(url, tracking_uri)))
 
 
 def _add_hashed(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +321,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"url": address, "version": model.manifest.version}), flush=True)
         else:
-            print(f"version {model.manifest.version} of {args.url}: POST {address}/invocations", flush=True)
+            print(f"version {model.manifest.version} of {args.asked[0]}: POST {address}/invocations", flush=True)
         with contextlib.suppress(KeyboardInterrupt):  # of the signal that ended it
             serve(app, listening)
     return 0
@@ -283,9 +339,12 @@ def _show_update(update: Update) -> None:
 def run_log(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
     from gba_hvd.serving.log_saved import log_saved_model
+    from gba_hvd.serving.logged_model import is_address
 
     if args.run_name is not None and args.experiment is not None:
         raise BadInput("--experiment is of a new run, and --run names one: leave out one of the two")
+    if is_address(args.url):
+        raise BadInput(f"{args.url} is in MLflow already: mlflow.register_model gives it another name there")
     experiment = args.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
     _, manifest = _opened(args, _version(args))
     with _mlflow_in_one_line(), progress("copying", manifest.n_bytes) as on_bytes:
@@ -300,6 +359,8 @@ def run_log(args: argparse.Namespace) -> int:
     served = f"models:/{args.registered_model_name}/{logged.version}" if logged.version else logged.model_uri
     alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
     print(f"run {logged.run_id}: version {manifest.version} of step {logged.step:,} is {served}{alias}")
+    if logged.alias_move:
+        print(logged.alias_move)
     return 0
 
 
@@ -338,11 +399,14 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
     from gba_hvd.serving.compare import diff_models
+    from gba_hvd.serving.logged_model import is_address
     from gba_hvd.serving.manifest import read_manifest
 
     if args.new_option and args.new_url is None:
         raise BadInput("--new-option is for the store of --new-url, which is not given")
-    store, old = _opened(args, args.old)
+    if args.old is None and not is_address(args.asked[0]):
+        raise BadInput("which version is the old one? gba-hvd model diff URL OLD [NEW]")
+    store, old = _opened(args, "newest" if args.old is None else args.old)
     new_store = store if args.new_url is None else store_of(args.new_url, args.new_option)
     new = read_manifest(new_store, "newest" if args.new is None else args.new)
     found = diff_models(store, old, new, new_store)
@@ -351,7 +415,7 @@ def run_diff(args: argparse.Namespace) -> int:
         about: dict[str, Any] = {"from": old.version, "to": new.version, "tables": tables}
         print(json.dumps({**about, "tensors": found.tensors, "other": list(found.other)}, indent=2))
         return 0
-    print(f"version {old.version} to {new.version}" + (f" of {new_store.url}" if args.new_url else ""))
+    print(f"version {old.version} to {new.version}" + (f" of {args.asked[1]}" if args.new_url else ""))
     rows = [
         (
             t.table,
@@ -368,6 +432,23 @@ def run_diff(args: argparse.Namespace) -> int:
         print(f"{name}: {text}")
     for line in found.other:
         print(line)
+    return 0
+
+
+def run_gc(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.old_versions import delete_unneeded, unneeded
+
+    store = store_of(args.url, args.option)
+    found = (delete_unneeded if args.yes else unneeded)(store, args.keep_last)
+    if args.json:
+        about = {"url": store.url, "deleted": args.yes, "versions": found.versions, "kept": found.kept}
+        print(json.dumps({**about, "n_bytes": found.n_bytes, "objects": dict(found.objects)}, indent=2))
+        return 0
+    gone = f"versions {', '.join(map(str, found.versions))}, " if found.versions else ""
+    what = f"{gone}{len(found.objects):,} objects that no version names{' then' * bool(gone)}, {found.n_bytes:,} bytes"
+    done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
+    kept = ", ".join(map(str, found.kept))
+    print(f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})")
     return 0
 
 
@@ -394,7 +475,10 @@ def _opened(args: argparse.Namespace, version: int | str) -> tuple[Store, ModelM
 def _checkpoints_of(source: str, tracking_uri: str | None) -> str:
     """The URL of checkpoints, or that where a run saved its newest one."""
     from gba_hvd.errors import BadInput
+    from gba_hvd.serving.logged_model import is_address
 
+    if is_address(source):
+        raise BadInput(f"{source} is a model, and export makes one of checkpoints: give their URL, or the job's run")
     if "://" in source or "/" in source or Path(source).exists():
         return source
     from gba_hvd.tracking.find_run import read

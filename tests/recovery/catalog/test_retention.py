@@ -212,7 +212,7 @@ def test_orphaned_objects_of_dead_epochs_are_found_and_those_of_the_newest_left_
     found = gc(ram)
     assert found.objects == {"blobs/000001-00000001/0000": 16, **old_claims}
     assert found.n_bytes == 16 + sum(old_claims.values())
-    assert found.reason == "of epochs before 2, the newest, and in no checkpoint"
+    assert found.reason == "written under claims before 2, the newest one, and in no checkpoint"
     assert "blobs/000001-00000001/0000" in ram.objects, "nothing is deleted unless it is asked to"
     gc(ram, really=True)
     assert not set(found.objects) & set(ram.objects)

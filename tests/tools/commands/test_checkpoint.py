@@ -275,6 +275,30 @@ def test_a_rollback_to_a_damaged_one_is_refused(saved: Saved, capsys: pytest.Cap
     assert open_store(saved.url).names("") == before
 
 
+def test_delete_deletes_all_only_when_asked(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(saved.url)
+    before = store.names("")
+    n_bytes = sum(n for name, n in before.items() if not name.startswith("claims/"))
+    shown = said(capsys, "delete", saved.url)
+    assert shown.startswith(f"{saved.url}: 2 checkpoints, ")
+    assert shown.endswith(f" objects, {n_bytes:,} bytes, to be deleted: add --yes to do it\n")
+    assert store.names("") == before
+    done = as_json(capsys, "delete", saved.url, "--yes")
+    assert (done["deleted"], done["n_bytes"], done["checkpoints"][0]) == (True, n_bytes, saved.newest)
+    assert not store.names("")
+    assert said(capsys, "delete", saved.url, "--yes") == f"{saved.url}: no checkpoints\n"
+
+
+def test_a_folder_of_the_locations_of_several_jobs_is_refused_and_names_them(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    for command in (["gc", "--yes"], ["ls"], ["delete", "--yes"]):
+        assert main(["checkpoint", command[0], str(tmp_path), *command[1:]]) == 1
+        assert capsys.readouterr().err == f"gba-hvd: there is no checkpoint in {tmp_path}, but in: {saved.url}\n"
+    assert "every byte" in said(capsys, "verify", saved.url)
+
+
 # --- export ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ TABLES = {"user": (20, 4), "item": (7, 3), "shop": (50, 4), "word": gba_hvd.Tabl
 
 
 @pytest.mark.parametrize("shows_progress", [False, True])
-def test_the_start_and_notes_are_one_line_of_the_log_or_of_the_progress(
+def test_the_start_and_notes_are_one_line_of_the_log_or_of_the_progress_and_its_summary(
     training: Any, caplog: pytest.LogCaptureFixture, shows_progress: bool
 ) -> None:
     job, shown = training(), io.StringIO()
@@ -28,6 +28,8 @@ def test_the_start_and_notes_are_one_line_of_the_log_or_of_the_progress(
         job.state.sync()
         job.state.engine.emit(gba_hvd.Event("memory_not_kept", 21, "it takes 0.4 ms"))
         job.state.engine.emit(gba_hvd.Event("decision", 21, "xyzzy"))
+        for callback in job.state.engine.callbacks:
+            callback.on_end("KILLED", None)
     said = f"{caplog.text}{shown.getvalue()}"
     assert said.count("[started] step 0: 1 worker on 1 host") == 1
     assert said.count("[memory not kept] step 21: it takes 0.4 ms") == 1
