@@ -574,6 +574,77 @@ def test_another_experiment_in_a_later_launch_of_the_job_is_warned_of(
     assert "is not used" not in launch(None)
 
 
+def test_a_trial_of_a_sweep_has_the_tags_and_the_parent_that_the_script_names(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    experiment_id = client(database).create_experiment("sweep of a test")
+    parent = client(database).create_run(experiment_id).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", parent)
+    args = argparse.Namespace(mode="fast", lr=0.1, data=Path("/data"))
+    callback = patient(
+        "sweep of a test", tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False,
+        params=vars(args), tags={"sweep": "one", "trial": 3}, parent_run_id=parent,
+    )  # fmt: skip
+    assert callback.run_id is None
+    callback.on_job(job("trial-3", mode="gba", lr=0.1))
+    run_id = wait_until("MLflow has made the run", lambda: callback.run_id)
+    callback.on_step(step(1))
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "trial-3")
+    assert run.info.run_id == run_id == callback.run_id
+    named = {name: run.data.tags[name] for name in ("sweep", "trial", "mlflow.parentRunId")}
+    assert named == {"sweep": "one", "trial": "3", "mlflow.parentRunId": parent}
+    assert run.data.params == {"mode": "gba", "script.mode": "fast", "lr": "0.1", "data": "/data"}
+    assert "warning: parameters of the script that the job has with another value: mode. " in capsys.readouterr().err
+
+
+def test_only_rank_0_names_the_run():
+    callback = patient(tracking_uri="http://127.0.0.1:9", system_metrics=False)
+    callback.load_state_dict({"run_id": "r1"})
+    callback.on_job(job("ranks", rank=1, size=2, is_host_leader=False))
+    assert callback.run_id is None
+
+
+def test_a_parent_that_is_not_there_is_warned_of(database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    callback = patient(
+        tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False, parent_run_id="0" * 32
+    )
+    callback.on_job(job("orphan"))
+    callback.on_step(step(1))
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "orphan")
+    assert run.info.status == "FINISHED" and "mlflow.parentRunId" not in run.data.tags
+    assert f"parent_run_id={'0' * 32!r} is not used: {database} has no run with this id" in capsys.readouterr().err
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("parent_run_id_unused", "warning")]
+
+
+@pytest.mark.parametrize("parent", [None, "b"])
+def test_a_run_that_the_environment_names_is_refused_unless_it_is_the_parent(
+    parent: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "a")
+    with pytest.raises(BadInput, match=r"MLFLOW_RUN_ID=a is set, .* Unset it, or name that run as the parent: "):
+        MLflowCallback(parent_run_id=parent)
+    MLflowCallback(parent_run_id="a")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mlflow.runName", "is the argument run_name"),
+        ("mlflow.parentRunId", "is the argument parent_run_id"),
+        ("gba_hvd.mode", "begins with gba_hvd., as the job's own do"),
+        ("a(b)", "'a\\(b\\)' is no name of a tag"),
+        ("", "'' is no name of a tag"),
+    ],
+)
+def test_tags_that_mlflow_or_the_run_has_no_place_for_are_refused(name: str, words: str):
+    with pytest.raises(BadInput, match=words):
+        MLflowCallback(tags={name: 1})
+
+
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
