@@ -45,10 +45,10 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     before: workers in the world that this worker was in, if it was in one.
     residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
     """
-    world = engine.world
+    world, switching = engine.world, switching_of(engine)
     job = Job(
         engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.is_host_leader, _settings(engine),
-        engine.job.name,
+        engine.job.name, () if switching is None else sorted(switching.idle_settings),
     )  # fmt: skip
     for callback in engine.callbacks:
         callback.on_job(job)

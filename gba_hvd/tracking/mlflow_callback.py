@@ -30,6 +30,7 @@ from gba_hvd.tracking.reach import Reach
 from gba_hvd.tracking.records import (
     PAGE_QUERY,
     SCRIPT,
+    flatten,
     job_params,
     metric_key,
     metrics_records,
@@ -228,7 +229,8 @@ class MLflowCallback(Callback):
             config = self._artifacts["config.json"] or {}
             for record in tags_records(self._tags):
                 self._write(record)
-            params, renamed = job_params(job.settings, {**config, **self._params})
+            in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
+            params, renamed = job_params(in_use, {**config, **self._params})
             if renamed:
                 _log(_renamed_words(renamed))
             for record in params_records(params):
@@ -428,10 +430,19 @@ class MLflowCallback(Callback):
                 self._write(record)
         for record in metrics_records(step, recovery_records.ms_of(values), found):
             self._write(record)
+        if event.kind == "switch":
+            self._write_first_used(event.data.get("settings_first_used", ()))
         if event.kind == "checkpoint":
             self._write(
                 {"kind": "tags", "values": {recovery_records.CHECKPOINT_TAG: recovery_records.place_of(event.data)}}
             )
+
+    def _write_first_used(self, names: Sequence[str]) -> None:
+        """An operator has requested a mode that uses these settings."""
+        assert self._job is not None
+        values = {name: self._job.settings[name] for name in names if name in self._job.settings}
+        if values:
+            self._write({"kind": "params", "values": flatten(values)})
 
     def _known_run_id(self) -> str | None:
         if self._run_id is None and self._writer is not None:

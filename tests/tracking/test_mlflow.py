@@ -645,6 +645,19 @@ def test_tags_that_mlflow_or_the_run_has_no_place_for_are_refused(name: str, wor
         MLflowCallback(tags={name: 1})
 
 
+def test_settings_that_no_mode_uses_are_parameters_once_a_mode_that_uses_them_is_entered(database: str, tmp_path: Path):
+    settings = {"mode": "allreduce", "slack": 1, "tolerance": 4}
+    callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+    callback.on_job(dataclasses.replace(job("idle", **settings), idle_settings=("slack", "tolerance")))
+    wait_until("MLflow has made the run", lambda: callback.run_id)
+    wait_until_delivered(callback)
+    assert only_run(database, "idle").data.params == {"mode": "allreduce"}
+    switch = {"from": "allreduce", "to": "gba", "settings_first_used": ["rule_reason", "tolerance"]}
+    callback.on_event(Event("switch", 1, "allreduce -> gba: requested", switch))
+    callback.on_end("FINISHED", None)
+    assert only_run(database, "idle").data.params == {"mode": "allreduce", "tolerance": "4"}
+
+
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
