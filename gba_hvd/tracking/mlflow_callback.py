@@ -24,6 +24,7 @@ from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
+from gba_hvd.tracking.best_metrics import BestMetrics
 from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.reach import Reach
@@ -169,6 +170,7 @@ class MLflowCallback(Callback):
         self._ended = False
         self._reported_left_behind = False
         self._n_warnings = 0
+        self._best = BestMetrics()
         self._epoch: int | None = None
         self._lr: float | None = None  # the newest learning rate that is on record
         self._script_logs_lr = False
@@ -300,6 +302,7 @@ class MLflowCallback(Callback):
                     _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
+        values |= self._best.add(step, self._epoch, values)
         for record in metrics_records(step, _now_ms(), values):
             if self._job.is_chief:
                 self._write(record)
@@ -336,6 +339,8 @@ class MLflowCallback(Callback):
         self._ended = True
         if self._since.last is not None:  # the steps after the last multiple of `log_every_steps`
             self._write_point(self._since.last)
+        if self._job.is_chief:
+            self._repeat_best()
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
@@ -347,6 +352,14 @@ class MLflowCallback(Callback):
         self._writer.close()
         self._wait_for_sender(status)
         self._report(of_the_run)
+
+    def _repeat_best(self) -> None:
+        """MLflow takes the value of the highest step for the newest. That is the best epoch's also where steps above it
+        were lost, with a score of theirs."""
+        last = max(self._step, self._logged_step)
+        if self._best.step is not None and self._best.step < last:
+            for record in metrics_records(last, _now_ms(), self._best.values):
+                self._write(record)
 
     def _write_model(self) -> bool:
         """Write the model that the sender logs; whether it could be written."""
@@ -391,7 +404,13 @@ class MLflowCallback(Callback):
     # These travel with the elastic state.
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
+        state: dict[str, Any] = {
+            "run_id": self._known_run_id(),
+            "logged_step": self._logged_step,
+            "warnings": self._n_warnings,
+        }
+        best = self._best.state_dict()
+        state |= {"best_metrics": best} if best else {}
         return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,6 +418,7 @@ class MLflowCallback(Callback):
         self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
         self._best_checkpoint = state.get("best_checkpoint") or self._best_checkpoint
+        self._best.load_state_dict(state.get("best_metrics", {}))
 
     @property
     def spool(self) -> Path | None:

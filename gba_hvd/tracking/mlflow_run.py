@@ -199,6 +199,11 @@ class JobRun:
             inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
         self._client.log_inputs(self.run_id, inputs)
 
+    def put_summary(self, values: Mapping[str, float], step: int, ms: int) -> None:
+        """Numbers of the whole job: another launch replaces them, also where it ends at the same step."""
+        points = [Metric(name, value, ms, step) for name, value in values.items()]
+        self._client.log_batch(self.run_id, metrics=points, synchronous=True)
+
     def put_report(self, story: RunHistory, html: str) -> None:
         """The report as an artifact, and its first part as the run's description, unless a person has written one."""
         self.put_text(REPORT_FILE, html)

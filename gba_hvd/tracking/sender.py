@@ -328,8 +328,22 @@ class Sender:
         assert self.job is not None
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"], ended_ms))
+        self._put_summary()
         self._set(recorded=True)
         self._put_report(with_plots=True, model_awaited=model_awaited)
+
+    def _put_summary(self) -> None:
+        from gba_hvd.tracking.run_summary import NEEDED, summary_of
+
+        story = self._call(lambda run: run.story(lambda key: key in NEEDED, self._put_events()))
+        try:
+            values = {} if story is None else summary_of(story)
+        except Exception as error:  # any error, as of the report
+            say(f"no summary: {first_line(error)}")
+            return
+        if values:
+            ended_ms = story.launches[-1][1]
+            self._call(lambda run: run.put_summary(values, story.n_steps, ended_ms))
 
     def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
         """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""

@@ -119,6 +119,14 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
     callback.on_end("FINISHED", None)
 
     run = only_run(database, "reported")
+    summary = {
+        name: run.data.metrics[name] for name in ("seconds_in_allreduce", "seconds_in_gba", "samples_per_s_mean")
+    }
+    assert min(summary.values()) > 0
+    training_s = run.data.metrics["seconds_of_training"]
+    assert training_s == pytest.approx(summary["seconds_in_allreduce"] + summary["seconds_in_gba"])
+    assert training_s == read("reported", database).seconds
+    assert logged_steps(database, run, "samples_per_s_mean") == [400]
     assert artifact_names(database, run) >= {"workers.png", "staleness.png", "throughput.png"}
     assert run.data.tags["gba_hvd.event.switch"].startswith("step 300: gba -> allreduce: ")
     for name in (run.info.run_id, "reported", "slow w2"):
@@ -643,6 +651,24 @@ def test_a_run_that_the_environment_names_is_refused_unless_it_is_the_parent(
 def test_tags_that_mlflow_or_the_run_has_no_place_for_are_refused(name: str, words: str):
     with pytest.raises(BadInput, match=words):
         MLflowCallback(tags={name: 1})
+
+
+def test_a_run_has_the_scores_of_its_best_epoch_whatever_comes_after_it(database: str, tmp_path: Path):
+    callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+    callback.on_job(job("best"))
+    for k, (valid, test) in enumerate([(0.7, 0.71), (0.8, 0.79), (0.75, 0.83)]):
+        callback.on_step(dataclasses.replace(step(10 * k + 10), epoch=k))
+        callback.on_epoch(k)
+        callback.on_metrics(10 * k + 10, {"valid_auc": valid})
+        callback.on_metrics(10 * k + 10, {"test_auc": test, "seconds": 3.0})
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "best")
+    best = {name: value for name, value in run.data.metrics.items() if name.startswith("best_")}
+    assert best == {"best_valid_auc": 0.8, "best_test_auc": 0.79, "best_epoch": 1, "best_step": 20}
+    assert run.data.metrics["valid_auc"] == 0.75
+    assert sorted({*logged_steps(database, run, "best_valid_auc")}) == [10, 20, 30], "kept up to date"
+    story = read("best", database)
+    assert [sorted(one.values) for one in story.measured] == 3 * [["test_auc", "valid_auc"]]
 
 
 def test_settings_that_no_mode_uses_are_parameters_once_a_mode_that_uses_them_is_entered(database: str, tmp_path: Path):
