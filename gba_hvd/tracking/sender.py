@@ -335,15 +335,13 @@ class Sender:
     def _put_summary(self) -> None:
         from gba_hvd.tracking.run_summary import NEEDED, summary_of
 
-        story = self._call(lambda run: run.story(lambda key: key in NEEDED, self._put_events()))
-        try:
-            values = {} if story is None else summary_of(story)
-        except Exception as error:  # any error, as of the report
-            say(f"no summary: {first_line(error)}")
-            return
-        if values:
-            ended_ms = story.launches[-1][1]
-            self._call(lambda run: run.put_summary(values, story.n_steps, ended_ms))
+        def put(run: JobRun) -> None:
+            story = run.story(lambda key: key in NEEDED, events)
+            if values := summary_of(story):
+                run.put_summary(values, story.n_steps, ms=story.launches[-1][1])
+
+        events = self._put_events()
+        self._call(put, artifact="the summary of the run")
 
     def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
         """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""
