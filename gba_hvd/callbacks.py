@@ -7,7 +7,7 @@ MLflow tracking, the progress line, mode switching and checkpoints are callbacks
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ class Job:
     """Where this process stands in the job. Callbacks receive it at the start and after every change of membership.
 
     `job_id` is the same on every worker and through every restart. `settings` are plain values that describe the run.
-    `name` is what people call the job.
+    `name` is what people call the job. `idle_settings` names those of `settings` that no mode uses which the job names.
     """
 
     job_id: str
@@ -33,6 +33,7 @@ class Job:
     is_host_leader: bool  # exactly one worker per host
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    idle_settings: Sequence[str] = ()
 
     @property
     def is_chief(self) -> bool:

@@ -20,6 +20,7 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings, learning_rates
 from gba_hvd.elastic.job_health import health_of
+from gba_hvd.elastic.launcher_start import launcher_started_s
 from gba_hvd.elastic.learning_rates import ReplacedRates
 from gba_hvd.elastic.training_state import Restored
 from gba_hvd.errors import BadInput
@@ -29,6 +30,7 @@ from gba_hvd.shm.job_board import Board
 from gba_hvd.shm.layout import TableSpec
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching.requests import ModeRequests, switching_of
+from gba_hvd.tracking.recovery_records import LAUNCHER_STARTED
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
 from recovery.callback import CheckpointCallback
@@ -55,10 +57,10 @@ def world_formed(
     residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
     restored: beside the rows, by a job that resumes, on the rank that read it
     """
-    world = engine.world
+    world, switching = engine.world, switching_of(engine)
     job = Job(
         engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.is_host_leader, _settings(engine),
-        engine.job.name,
+        engine.job.name, () if switching is None else sorted(switching.idle_settings),
     )  # fmt: skip
     for callback in engine.callbacks:
         callback.on_job(job)
@@ -410,7 +412,8 @@ def _of_a_start(
     )
     checkpoints = checkpoints_of(engine)
     place = "" if checkpoints is None else redacted(checkpoints.callback.url)
-    yield Event("started", step, text, {"workers": n_workers, "checkpoints": place})
+    data = {"workers": n_workers, "checkpoints": place, LAUNCHER_STARTED: launcher_started_s()}
+    yield Event("started", step, text, data)
     if engine.faults is not None and (lasting := engine.faults.lasting):
         text = f"on purpose, as the FaultSchedule says: {'; '.join(fault.words for fault in lasting)}"
         yield Event("faults_lasting", step, text, {"faults": [fault.entry() for fault in lasting]})

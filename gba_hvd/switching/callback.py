@@ -21,7 +21,7 @@ from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
 from gba_hvd.ps.messages import WIRES, Wire
 from gba_hvd.switching.decision_reports import DecisionReports
-from gba_hvd.switching.idle_options import idle
+from gba_hvd.switching.idle_options import idle, idle_settings
 from gba_hvd.switching.measurements import (
     N_NEWEST,
     N_RECENT,
@@ -329,6 +329,16 @@ class GBACallback(Callback):
         """Options that were given, and that none of these modes uses; of each, what would use it."""
         parameters = signature(GBACallback).parameters
         return idle(modes, self._arguments, {name: parameters[name].default for name in self._arguments})
+
+    @property
+    def idle_settings(self) -> set[str]:
+        """Names of the settings that no mode uses which it was made with."""
+        return idle_settings([self._asked_for, *self.switch_at.values()], self._arguments)
+
+    def settings_first_used_in(self, mode: str) -> list[str]:
+        """Of those, what this mode uses, which is entered on an operator's request."""
+        entered = {mode, self.mode} if self.mode == "auto" else {mode}
+        return sorted(self.idle_settings - idle_settings(entered, self._arguments))
 
     def _refuse_idle_options(self) -> None:
         """Of a job that names no asynchronous mode, any may be meant for what an operator requests: auto, or a mode."""

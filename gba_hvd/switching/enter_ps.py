@@ -115,6 +115,8 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     rule = switching.rule_in(mode)
     data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
     data |= {"rule": rule.rule, "rule_reason": rule.reason}
+    if first_used := switching.settings_first_used_in(mode):
+        data["settings_first_used"] = first_used
     engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}; update {rule}", data))
     if (idle := row_average_idle(mode, engine.model.row_average, engine.progress.step)) is not None:
         engine.reports.once(idle)

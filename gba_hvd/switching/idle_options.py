@@ -27,6 +27,8 @@ _USED = {
     "ma": {"every", *_OF_REPLICAS},
     "bmuf": {"every", "block_rate", *_OF_REPLICAS},
 }
+_OF_SERVERS = {"rule", "rule_reason", "rule_settings", "servers_per_host", "wire", "wait_s", "required"}
+_OF_A_MODE = set[str]().union(*_USED.values()) | _OF_SERVERS
 _NO_TOLERANCE = ("inverse", "none", "gap_aware")
 
 
@@ -40,6 +42,16 @@ def used_in(mode: str, options: Mapping[str, Any]) -> set[str]:
     if mode == "shadow" and options["sync"] == "bmuf":
         used.add("block_rate")
     return used
+
+
+def idle_settings(modes: Iterable[str], options: Mapping[str, Any]) -> set[str]:
+    """Names of the settings, given or not, that none of these modes uses.
+
+    Modes of replicas use no rule, and report that.
+    """
+    named = set(modes)
+    used = set[str]().union(*(used_in(mode, options) for mode in named))
+    return _OF_A_MODE - used - (_OF_SERVERS if named - {"allreduce"} else set())
 
 
 def idle(modes: Iterable[str], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EPOCH = "epoch"  # metric: of the loop; with metrics of quality, the one that they are of
+BEST = "best_"  # begins the names of metrics that repeat the scores of the best epoch, see `best_metrics`
 _VALIDATION = re.compile(r"(valid|validation|val|dev|eval)[_./ -](.+)", re.IGNORECASE)
 _QUALITY = re.compile(r"(valid|validation|val|dev|eval|test|holdout)[_./ -].+|(.+_)?auc", re.IGNORECASE)
 _HIGHER = ("auc", "gauc", "acc", "f1", "ndcg", "recall", "precision", "map", "hit")
@@ -49,8 +50,8 @@ class MeasuredTogether:
 
 
 def is_quality(name: str) -> bool:
-    """Whether a metric scores the model, by its name: `valid_auc`, `test/logloss`, `auc`."""
-    return bool(_QUALITY.fullmatch(name))
+    """Whether a metric scores the model, by its name: `valid_auc`, `test/logloss`, `auc`; not `best_valid_auc`."""
+    return not name.startswith(BEST) and bool(_QUALITY.fullmatch(name))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +24,21 @@ from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
+from gba_hvd.tracking.best_metrics import BestMetrics
 from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.reach import Reach
-from gba_hvd.tracking.records import PAGE_QUERY, flatten, metric_key, metrics_records, own_run_words, params_records
+from gba_hvd.tracking.records import (
+    PAGE_QUERY,
+    SCRIPT,
+    flatten,
+    job_params,
+    metric_key,
+    metrics_records,
+    own_run_words,
+    params_records,
+    tags_records,
+)
 from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
     SpoolStatus,
@@ -49,6 +60,7 @@ WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
 _MODEL_BYTES_S = 8 << 20  # the least that a model is expected to be logged with, while the end waits
 _MODEL_S = 120.0  # beyond that, for what MLflow imports and checks; in seconds, or in a minute where others compute
 _STATUS = {"NOT_SAVED": "FAILED"}  # what a run can be of what a job can be; the reason says more
+_ARGUMENT_OF_TAG = {"mlflow.runName": "run_name", "mlflow.parentRunId": "parent_run_id"}
 _numbers = itertools.count()
 
 
@@ -76,16 +88,22 @@ class MLflowCallback(Callback):
         first launch; another one in a later launch of the job is warned of (`run_name_unused`).
     experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd". As `run_name`: `experiment_unused`.
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
-    params: nested values, logged as parameters together with the job's settings and `config`.
+    params: nested values, such as `vars(args)`, logged as parameters together with the job's settings and `config`.
+        Where the job has a setting of that name with another value, the script's is `script.` and the name.
     config, data: the model's configuration and the data's description, kept as config.json and data.json; the
         values of config are parameters too. Each mapping in data is a dataset of the run, under its key ("train", ...)
         and at the URI in its entry "dir"; without mappings, data is one dataset.
+    tags: tags of the run, of the newest launch.
+    parent_run_id: the run, of the same tracking server, that this one is nested under: MLflow's tag
+        `mlflow.parentRunId`. One that is not there is warned of (`parent_run_id_unused`).
     log_every_steps: a point per so many steps; its loss and throughput are means over them.
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
     spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
     flush_timeout_s: how long the end of training may wait for the last records to be sent. A model that is logged has
         longer, while MLflow answers: a second for each 8 MiB, then two minutes. 0: it has no more than the former.
     log_model: a `gba_hvd.LogModel`: log the trained model with the run, and register it.
+
+    Raises BadInput where $MLFLOW_RUN_ID names another run than `parent_run_id`: a job has a run of its own.
     """
 
     def __init__(
@@ -97,6 +115,8 @@ class MLflowCallback(Callback):
         params: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
+        tags: Mapping[str, Any] | None = None,
+        parent_run_id: str | None = None,
         log_every_steps: int = 10,
         system_metrics: bool = True,
         system_every_s: float = 10.0,
@@ -109,6 +129,9 @@ class MLflowCallback(Callback):
             raise BadInput(f"MLflowCallback: log_every_steps must be at least 1, not {log_every_steps}")
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError("MLflowCallback needs mlflow: pip install 'mlflow>=3.7'", name="mlflow")
+        _refuse_foreign_run(os.environ.get("MLFLOW_RUN_ID"), parent_run_id)
+        self._tags = _checked_tags(tags or {})
+        self._parent_run_id = parent_run_id
         self._names_experiment = bool(experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME"))
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
         self._tracking_uri = tracking_uri
@@ -150,9 +173,16 @@ class MLflowCallback(Callback):
         self._ended = False
         self._reported_left_behind = False
         self._n_warnings = 0
+        self._best = BestMetrics()
         self._epoch: int | None = None
         self._lr: float | None = None  # the newest learning rate that is on record
         self._script_logs_lr = False
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the job's run, on rank 0; None on the others, and until MLflow has made the run, seconds after the
+        start."""
+        return self._known_run_id() if self._job is not None and self._job.is_chief else None
 
     @property
     def uses_last_checkpoint(self) -> bool:  # type: ignore[override]
@@ -189,6 +219,7 @@ class MLflowCallback(Callback):
                     "run_name": self._run_name or job.name or job_name(),
                     "names_run": self._run_name is not None,
                     "names_experiment": self._names_experiment,
+                    "parent_run_id": self._parent_run_id,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
                 **{"continues": self._continues},
@@ -203,7 +234,13 @@ class MLflowCallback(Callback):
             if self._lr is None:
                 self._lr = job.settings.get(DENSE_LR)
             config = self._artifacts["config.json"] or {}
-            for record in params_records({**job.settings, **config, **self._params}):
+            for record in tags_records(self._tags):
+                self._write(record)
+            in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
+            params, renamed = job_params(in_use, {**config, **self._params})
+            if renamed:
+                _log(_renamed_words(renamed))
+            for record in params_records(params):
                 self._write(record)
             for path, values in self._artifacts.items():
                 if values is not None:
@@ -281,6 +318,7 @@ class MLflowCallback(Callback):
                     _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
+        values |= self._best.add(step, self._epoch, values)
         for record in metrics_records(step, _now_ms(), values):
             if self._job.is_chief:
                 self._write(record)
@@ -325,6 +363,8 @@ class MLflowCallback(Callback):
         self._ended = True
         if self._since.last is not None:  # the steps after the last multiple of `log_every_steps`
             self._write_point(self._since.last)
+        if self._job.is_chief:
+            self._repeat_best()
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         of_the_run = _STATUS.get(status, status)
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
@@ -336,6 +376,14 @@ class MLflowCallback(Callback):
         self._writer.close()
         self._wait_for_sender(status)
         self._report(of_the_run)
+
+    def _repeat_best(self) -> None:
+        """MLflow takes the value of the highest step for the newest. That is the best epoch's also where steps above it
+        were lost, with a score of theirs."""
+        last = max(self._step, self._logged_step)
+        if self._best.step is not None and self._best.step < last:
+            for record in metrics_records(last, _now_ms(), self._best.values):
+                self._write(record)
 
     def _write_model(self) -> bool:
         """Write the model that the sender logs; whether it could be written."""
@@ -386,6 +434,8 @@ class MLflowCallback(Callback):
             "warnings": self._n_warnings,
         }
         state |= {"run_of": self._run_of, "continues": self._continues}
+        best = self._best.state_dict()
+        state |= {"best_metrics": best} if best else {}
         return state | ({} if self._best_checkpoint is None else {"best_checkpoint": dict(self._best_checkpoint)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -395,6 +445,7 @@ class MLflowCallback(Callback):
         self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
         self._best_checkpoint = state.get("best_checkpoint") or self._best_checkpoint
+        self._best.load_state_dict(state.get("best_metrics", {}))
 
     @property
     def spool(self) -> Path | None:
@@ -426,10 +477,19 @@ class MLflowCallback(Callback):
                 self._write(record)
         for record in metrics_records(step, recovery_records.ms_of(values), found):
             self._write(record)
+        if event.kind == "switch":
+            self._write_first_used(event.data.get("settings_first_used", ()))
         if event.kind == "checkpoint":
             self._write(
                 {"kind": "tags", "values": {recovery_records.CHECKPOINT_TAG: recovery_records.place_of(event.data)}}
             )
+
+    def _write_first_used(self, names: Sequence[str]) -> None:
+        """An operator has requested a mode that uses these settings."""
+        assert self._job is not None
+        values = {name: self._job.settings[name] for name in names if name in self._job.settings}
+        if values:
+            self._write({"kind": "params", "values": flatten(values)})
 
     def _known_run_id(self) -> str | None:
         if self._run_id is None and self._writer is not None:
@@ -621,6 +681,40 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str:
     """What a job without a name of its own is called: $GBA_HVD_JOB_NAME, else the script without folder and suffix."""
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-", "-c", "-m") else ""
     return environ.get("GBA_HVD_JOB_NAME") or script or "python"
+
+
+def _refuse_foreign_run(run_id: str | None, parent_run_id: str | None) -> None:
+    """run_id: by MLflow's convention, the run that a process is to report to"""
+    if run_id and run_id != parent_run_id:
+        raise BadInput(
+            f"MLFLOW_RUN_ID={run_id} is set, and MLflowCallback reports to no run that others have made: a job has "
+            "one of its own, through all launches. Unset it, or name that run as the parent: "
+            "MLflowCallback(parent_run_id=os.environ['MLFLOW_RUN_ID'])"
+        )
+
+
+def _checked_tags(tags: Mapping[str, Any]) -> dict[str, str]:
+    """As text. Raises BadInput for names that MLflow, or the run, has no place for."""
+    for name in tags:
+        instead = _ARGUMENT_OF_TAG.get(name)
+        if instead is not None:
+            raise BadInput(f"MLflowCallback: the tag {name!r} is the argument {instead}")
+        if not isinstance(name, str) or not name or metric_key(name) != name:
+            raise BadInput(
+                f"MLflowCallback: {name!r} is no name of a tag: MLflow takes up to 250 letters, digits and _-.:/ and "
+                "spaces"
+            )
+        if name.startswith("gba_hvd."):
+            raise BadInput(f"MLflowCallback: the tag {name!r} begins with gba_hvd., as the job's own do: rename it")
+    return {name: str(value) for name, value in tags.items()}
+
+
+def _renamed_words(names: Sequence[str]) -> str:
+    theirs = ", ".join(f"{SCRIPT}{name}" for name in names)
+    return (
+        f"warning: parameters of the script that the job has with another value: {', '.join(names)}. The job's own "
+        f"values stay; the script's are {theirs}"
+    )
 
 
 def _is_in_trouble(spool: Path) -> bool:

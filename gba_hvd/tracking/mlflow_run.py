@@ -49,6 +49,8 @@ RUN_NAME_TAG = "gba_hvd.run_name"  # as the first launch asked for it: a person 
 _MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
 CONTINUES_TAG = "gba_hvd.continues_run"  # the run of another job, from whose checkpoint this one resumed first
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
+PARENT_TAG = "mlflow.parentRunId"  # MLflow's own
+_NO_SUCH_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter where it cannot be an id
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
 EVENTS_FILE = "events.jsonl"
 REPORT_FILE = "report.html"
@@ -113,6 +115,19 @@ class JobRun:
             )
         self._params |= params
         return changed
+
+    def nest_under(self, parent_run_id: str) -> bool:
+        """Make it a child of that run; False where there is none."""
+        try:
+            parent = self._client.get_run(parent_run_id)
+        except MlflowException as error:
+            if error.error_code not in _NO_SUCH_RUN:
+                raise
+            return False
+        if parent.info.lifecycle_stage != "active":
+            return False
+        self.set_tags({PARENT_TAG: parent_run_id})
+        return True
 
     def note_settings(self, names: Sequence[str]) -> None:
         """This launch has parameters of these names: others that the job logged are tags `CHANGED` with `NOT_SET`.
@@ -188,6 +203,11 @@ class JobRun:
             dataset = Dataset(name, digest, "local", source, profile=about[:16_000])
             inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", name)]))
         self._client.log_inputs(self.run_id, inputs)
+
+    def put_summary(self, values: Mapping[str, float], step: int, ms: int) -> None:
+        """Numbers of the whole job: another launch replaces them, also where it ends at the same step."""
+        points = [Metric(name, value, ms, step) for name, value in values.items()]
+        self._client.log_batch(self.run_id, metrics=points, synchronous=True)
 
     def put_report(self, story: RunHistory, html: str) -> None:
         """The report as an artifact, and its first part as the run's description, unless a person has written one."""
@@ -385,7 +405,7 @@ def _run_called(client: MlflowClient, name: str) -> Run | None:
     try:
         return client.get_run(name)
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if error.error_code not in _NO_SUCH_RUN:
             raise
     experiments = _experiments(client)
     quoted = _quotable(name)

@@ -15,6 +15,7 @@ from typing import Any
 from gba_hvd.extras import extra
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges
+from gba_hvd.tracking.epochs import BEST
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import events_in_force, pointers
 
@@ -62,7 +63,7 @@ class ModeSpan:
 
 
 def _is_quality(key: str) -> bool:
-    return "auc" in key.lower() and not key.startswith("system/")
+    return "auc" in key.lower() and not key.startswith(("system/", BEST))
 
 
 def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSpan]:

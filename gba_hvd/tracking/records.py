@@ -30,6 +30,7 @@ MAX_METRICS = 900
 MAX_PARAMS = 100
 MAX_TAGS = 90
 MAX_TOTAL = 1000
+SCRIPT = "script."  # before the name of a parameter that the script gives another value than the job has
 PAGE_QUERY = "?workflowType=machine_learning"  # without it MLflow opens its pages for language models
 _MAX_KEY = 250
 _MAX_TEXT = 4000
@@ -147,14 +148,36 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{name}.")
         else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[metric_key(name)] = text[:_MAX_TEXT]
+            flat[metric_key(name)] = _as_text(value)[:_MAX_TEXT]
     return flat
 
 
-def params_records(values: Mapping[str, Any]) -> list[Record]:
-    """The parameters of a launch, and their names."""
-    items = list(flatten(values).items())
+def _as_text(value: Any) -> str:
+    """Numbers and lists as JSON; a path, a date or a function as its own text."""
+    if isinstance(value, str):
+        return value
+    if callable(value) and hasattr(value, "__qualname__"):  # its `str` may have an address, another one in each launch
+        return str(value.__qualname__)
+    try:
+        return json.dumps(value, default=str) if isinstance(value, list | tuple) else json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def job_params(settings: Mapping[str, Any], of_script: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The parameters of a launch, flat, and the names that the script gives another value than the job has.
+
+    The job's own stay; the script's are there under `SCRIPT` and the name.
+    """
+    own, given = flatten(settings), flatten(of_script)
+    renamed = sorted(name for name, text in given.items() if own.get(name, text) != text)
+    moved = {metric_key(f"{SCRIPT}{name}"): given[name] for name in renamed}
+    return {**given, **own, **moved}, renamed
+
+
+def params_records(values: Mapping[str, str]) -> list[Record]:
+    """The parameters of a launch, flat, and their names."""
+    items = list(values.items())
     parts = [dict(items[i : i + MAX_PARAMS]) for i in range(0, len(items), MAX_PARAMS)]
     return [*({"kind": "params", "values": one} for one in parts), {"kind": "settings", "names": [k for k, _ in items]}]
 
@@ -164,6 +187,11 @@ def own_run_words(job: str, other: str) -> str:
         f"the checkpoint is of job {other}, this one is job {job}: it has a run of its own, whose tag "
         f"gba_hvd.continues_run names that of {other}. GBA_HVD_JOB_ID={other} (gba-hvd run --job {other}) continues it"
     )
+
+
+def tags_records(tags: Mapping[str, str]) -> list[Record]:
+    items = list(tags.items())
+    return [{"kind": "tags", "values": dict(items[i : i + MAX_TAGS])} for i in range(0, len(items), MAX_TAGS)]
 
 
 def metrics_records(step: int, ms: int, values: Mapping[str, float]) -> list[Record]:

@@ -29,6 +29,7 @@ PAUSES = (CONTINUES, ENDED)
 PAUSED = "paused_s"  # metric: by all pauses of the job so far
 _PAUSES = {"loss": "pause_after_loss_s", "joined": "pause_to_let_workers_in_s", "left": "pause_after_leave_s"}
 PAUSE_WORDS = {"loss": "after a loss of workers", "joined": "to let workers in", "left": "since workers left"}
+LAUNCHER_STARTED = "launcher_unix_s"  # in the data of the event `started`
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 ENDS = ("finished", "not_saved", "failed", "interrupted")
 _LOST = ("lost", "no end")  # ways a launch ended, see `recoveries`

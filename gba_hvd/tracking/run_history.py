@@ -339,18 +339,22 @@ class InMode:
     samples_per_s: float | None
 
 
-def by_mode(story: RunHistory) -> list[InMode]:
-    """In the order in which the modes first came."""
+def steps_of_rates(story: RunHistory) -> list[tuple[Point, int]]:
+    """The points of the throughput, each with the number of steps that it is of."""
     rates = [point for point in story.history.get(THROUGHPUT, ()) if point.value > 0]
     spans = story.spans
     begins = [spans[0].first if spans else 0, *(point.step for point in rates)]
-    n_steps = {point.step: max(1, point.step - begin) for begin, point in zip(begins, rates, strict=False)}
+    return [(point, max(1, point.step - begin)) for begin, point in zip(begins, rates, strict=False)]
+
+
+def by_mode(story: RunHistory) -> list[InMode]:
+    """In the order in which the modes first came."""
+    rates, spans = steps_of_rates(story), story.spans
     found = []
     for mode in dict.fromkeys(span.mode for span in spans):
         own = [span for span in spans if span.mode == mode]
-        within = [point for point in rates if any(span.first < point.step <= span.last for span in own)]
-        weights = [n_steps[point.step] for point in within]
-        mean = harmonic_mean([point.value for point in within], weights) if within else None
+        within = [(point, n) for point, n in rates if any(span.first < point.step <= span.last for span in own)]
+        mean = harmonic_mean([point.value for point, _ in within], [n for _, n in within]) if within else None
         found.append(InMode(mode, sum(span.last - span.first for span in own), len(own), mean))
     return found
 

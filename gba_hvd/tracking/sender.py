@@ -272,20 +272,24 @@ class Sender:
         uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
         self._set(tracking_uri=uri)
         try:
-            self._run = open_run(uri, self.job, self._may_create)
+            run = open_run(uri, self.job, self._may_create)
+            parent = self.job.get("parent_run_id") if self.job["chief"] else None
+            has_parent = not parent or run.nest_under(parent)
         except RunNotThere as error:
             raise Blocked(str(error)) from error
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
-        self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
-        if (other := self._run.continues) is not None and self.job["chief"]:  # its checkpoint did not say whose it is
+        self._run = run
+        self._set(run_id=run.run_id, experiment_id=run.experiment_id)
+        if (other := run.continues) is not None and self.job["chief"]:  # its checkpoint did not say whose it is
             of = str(other.data.tags.get("gba_hvd.job_id", ""))
             self._set(note=own_run_words(self.job["job_id"], of))
-        self._compare_names(self._run, self.job)
-        return self._run
+        self._report_unused(run, self.job, has_parent)
+        return run
 
-    def _compare_names(self, run: JobRun, job: Record) -> None:
-        """Warn where this launch asks for another name or experiment than the first one, which the run has."""
+    def _report_unused(self, run: JobRun, job: Record, has_parent: bool) -> None:
+        """Warn of another name or experiment than the first launch asked for, which the run has, and of a parent that
+        is not there."""
         if not job["chief"]:
             return
         why, is_first = dict[str, str](), "all launches of a job are one run, which its first launch"
@@ -296,6 +300,8 @@ class Sender:
                 f"{is_first} put into the experiment {put_into!r}. For a run of its own give the job another name "
                 "(GBA_HVD_JOB_NAME) and place for checkpoints, else leave experiment out"
             )
+        if not has_parent:
+            why["parent_run_id"] = f"{redacted(self.status.tracking_uri or '')} has no run with this id"
         texts = {name: f"{name}={job[name]!r} is not used: {text}" for name, text in why.items()}
         for name, text in texts.items():
             self._own_events.append(self._event(f"{name}_unused", text, "warning", {name: job[name]}))
@@ -327,8 +333,20 @@ class Sender:
         assert self.job is not None
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"], ended_ms))
+        self._put_summary()
         self._set(recorded=True)
         self._put_report(with_plots=True, model_awaited=model_awaited)
+
+    def _put_summary(self) -> None:
+        from gba_hvd.tracking.run_summary import NEEDED, summary_of
+
+        def put(run: JobRun) -> None:
+            story = run.story(lambda key: key in NEEDED, events)
+            if values := summary_of(story):
+                run.put_summary(values, story.n_steps, ms=story.launches[-1][1])
+
+        events = self._put_events()
+        self._call(put, artifact="the summary of the run")
 
     def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
         """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""

@@ -119,6 +119,14 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
     callback.on_end("FINISHED", None)
 
     run = only_run(database, "reported")
+    summary = {
+        name: run.data.metrics[name] for name in ("seconds_in_allreduce", "seconds_in_gba", "samples_per_s_mean")
+    }
+    assert min(summary.values()) > 0
+    training_s = run.data.metrics["seconds_of_training"]
+    assert training_s == pytest.approx(summary["seconds_in_allreduce"] + summary["seconds_in_gba"])
+    assert training_s == read("reported", database).seconds
+    assert logged_steps(database, run, "samples_per_s_mean") == [400]
     assert artifact_names(database, run) >= {"workers.png", "staleness.png", "throughput.png"}
     assert run.data.tags["gba_hvd.event.switch"].startswith("step 300: gba -> allreduce: ")
     for name in (run.info.run_id, "reported", "slow w2"):
@@ -634,6 +642,108 @@ def test_another_experiment_in_a_later_launch_of_the_job_is_warned_of(
     client(database).rename_experiment(run.info.experiment_id, "a better name")
     assert "is not used" not in launch("first"), "a person has renamed it"
     assert "is not used" not in launch(None)
+
+
+def test_a_trial_of_a_sweep_has_the_tags_and_the_parent_that_the_script_names(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    experiment_id = client(database).create_experiment("sweep of a test")
+    parent = client(database).create_run(experiment_id).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", parent)
+    args = argparse.Namespace(mode="fast", lr=0.1, data=Path("/data"))
+    callback = patient(
+        "sweep of a test", tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False,
+        params=vars(args), tags={"sweep": "one", "trial": 3}, parent_run_id=parent,
+    )  # fmt: skip
+    assert callback.run_id is None
+    callback.on_job(job("trial-3", mode="gba", lr=0.1))
+    run_id = wait_until("MLflow has made the run", lambda: callback.run_id)
+    callback.on_step(step(1))
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "trial-3")
+    assert run.info.run_id == run_id == callback.run_id
+    named = {name: run.data.tags[name] for name in ("sweep", "trial", "mlflow.parentRunId")}
+    assert named == {"sweep": "one", "trial": "3", "mlflow.parentRunId": parent}
+    assert run.data.params == {"mode": "gba", "script.mode": "fast", "lr": "0.1", "data": "/data"}
+    assert "warning: parameters of the script that the job has with another value: mode. " in capsys.readouterr().err
+
+
+def test_only_rank_0_names_the_run():
+    callback = patient(tracking_uri="http://127.0.0.1:9", system_metrics=False)
+    callback.load_state_dict({"run_id": "r1"})
+    callback.on_job(job("ranks", rank=1, size=2, is_host_leader=False))
+    assert callback.run_id is None
+
+
+def test_a_parent_that_is_not_there_is_warned_of(database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    callback = patient(
+        tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False, parent_run_id="0" * 32
+    )
+    callback.on_job(job("orphan"))
+    callback.on_step(step(1))
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "orphan")
+    assert run.info.status == "FINISHED" and "mlflow.parentRunId" not in run.data.tags
+    assert f"parent_run_id={'0' * 32!r} is not used: {database} has no run with this id" in capsys.readouterr().err
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("parent_run_id_unused", "warning")]
+
+
+@pytest.mark.parametrize("parent", [None, "b"])
+def test_a_run_that_the_environment_names_is_refused_unless_it_is_the_parent(
+    parent: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "a")
+    with pytest.raises(BadInput, match=r"MLFLOW_RUN_ID=a is set, .* Unset it, or name that run as the parent: "):
+        MLflowCallback(parent_run_id=parent)
+    MLflowCallback(parent_run_id="a")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mlflow.runName", "is the argument run_name"),
+        ("mlflow.parentRunId", "is the argument parent_run_id"),
+        ("gba_hvd.mode", "begins with gba_hvd., as the job's own do"),
+        ("a(b)", "'a\\(b\\)' is no name of a tag"),
+        ("", "'' is no name of a tag"),
+    ],
+)
+def test_tags_that_mlflow_or_the_run_has_no_place_for_are_refused(name: str, words: str):
+    with pytest.raises(BadInput, match=words):
+        MLflowCallback(tags={name: 1})
+
+
+def test_a_run_has_the_scores_of_its_best_epoch_whatever_comes_after_it(database: str, tmp_path: Path):
+    callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+    callback.on_job(job("best"))
+    for k, (valid, test) in enumerate([(0.7, 0.71), (0.8, 0.79), (0.75, 0.83)]):
+        callback.on_step(dataclasses.replace(step(10 * k + 10), epoch=k))
+        callback.on_epoch(k)
+        callback.on_metrics(10 * k + 10, {"valid_auc": valid})
+        callback.on_metrics(10 * k + 10, {"test_auc": test, "seconds": 3.0})
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "best")
+    best = {name: value for name, value in run.data.metrics.items() if name.startswith("best_")}
+    assert best == {"best_valid_auc": 0.8, "best_test_auc": 0.79, "best_epoch": 1, "best_step": 20}
+    assert run.data.metrics["valid_auc"] == 0.75
+    assert sorted({*logged_steps(database, run, "best_valid_auc")}) == [10, 20, 30], "kept up to date"
+    story = read("best", database)
+    assert [sorted(one.values) for one in story.measured] == 3 * [["test_auc", "valid_auc"]]
+
+
+def test_settings_that_no_mode_uses_are_parameters_once_a_mode_that_uses_them_is_entered(database: str, tmp_path: Path):
+    settings = {"mode": "allreduce", "slack": 1, "tolerance": 4}
+    callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+    callback.on_job(dataclasses.replace(job("idle", **settings), idle_settings=("slack", "tolerance")))
+    wait_until("MLflow has made the run", lambda: callback.run_id)
+    wait_until_delivered(callback)
+    assert only_run(database, "idle").data.params == {"mode": "allreduce"}
+    switch = {"from": "allreduce", "to": "gba", "settings_first_used": ["rule_reason", "tolerance"]}
+    callback.on_event(Event("switch", 1, "allreduce -> gba: requested", switch))
+    callback.on_end("FINISHED", None)
+    assert only_run(database, "idle").data.params == {"mode": "allreduce", "tolerance": "4"}
 
 
 def test_one_parameter_mlflow_refuses_does_not_stop_the_others(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from gba_hvd.tracking.records import (
     SpoolLine,
     flatten,
     halves,
+    job_params,
     merge_events,
     metrics_records,
     pack,
@@ -50,7 +53,7 @@ def test_a_record_with_more_values_than_a_batch_takes_is_written_as_several():
     records = metrics_records(7, 0, {f"m{i}": 1.0 for i in range(2000)})
     assert sum(len(record["values"]) for record in records) == 2000
     assert all(len(record["values"]) <= MAX_METRICS for record in records)
-    *params, settings = params_records({str(i): i for i in range(250)})
+    *params, settings = params_records({str(i): str(i) for i in range(250)})
     assert [len(record["values"]) for record in params] == [100, 100, 50]
     assert settings == {"kind": "settings", "names": [str(i) for i in range(250)]}
 
@@ -96,6 +99,23 @@ def test_nested_settings_become_dotted_parameters_with_names_mlflow_accepts():
         "lr": "0.001",
         "a_b_": "x",
     }
+
+
+def test_what_argparse_makes_of_a_command_line_is_readable_parameters():
+    args = argparse.Namespace(data=Path("/data"), run=flatten, lr=0.1, out=None, dims=[8], when={(1, 2)})
+    assert flatten(vars(args)) == {
+        "data": "/data", "run": "flatten", "lr": "0.1", "out": "null", "dims": "[8]", "when": "{(1, 2)}"
+    }  # fmt: skip
+
+
+def test_the_scripts_parameters_do_not_overwrite_the_jobs_own():
+    own = {"mode": "gba", "global_batch": 512, "tables": {"user": [8, 4]}}
+    params, renamed = job_params(own, {"mode": "fast", "global_batch": 512, "tables": {"user": 1}, "seed": 3})
+    assert renamed == ["mode", "tables.user"]
+    assert params == {
+        "mode": "gba", "global_batch": "512", "tables.user": "[8, 4]", "seed": "3",
+        "script.mode": "fast", "script.tables.user": "1",
+    }  # fmt: skip
 
 
 def test_the_same_event_reported_by_two_workers_is_kept_once_in_order_of_time():

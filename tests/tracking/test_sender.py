@@ -11,6 +11,7 @@ import pytest
 
 from gba_hvd.tracking import mlflow_run
 from gba_hvd.tracking.records import LogBatch, metrics_records, pack
+from gba_hvd.tracking.run_history import RunHistory
 from gba_hvd.tracking.sender import Sender
 from gba_hvd.tracking.sender_process import locked, send_left_behind
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
@@ -37,6 +38,8 @@ class FaultyRun:
         self.files: dict[str, str] = {}
         self.active: bool | None = True
         self.status: str | None = None
+        self.summary: tuple[dict[str, float], int, int] | None = None
+        self.unread = 0  # so many times its history cannot be read
 
     def send(self, batch: LogBatch) -> list[str]:
         self.calls.append("send")
@@ -75,6 +78,15 @@ class FaultyRun:
     def finish(self, status: str, reason: str, job_id: str, ended_ms: int | None = None) -> None:
         self.status = status
 
+    def story(self, wanted: Callable[[str], bool], events: list[Any]) -> RunHistory:
+        self.unread -= 1
+        if self.unread >= 0:
+            raise ValueError("a history that cannot be read")
+        return RunHistory("t", "s", "j", str(self.status), "", 1000, 3500, events=events)
+
+    def put_summary(self, values: dict[str, float], step: int, ms: int) -> None:
+        self.summary = (values, step, ms)
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> FaultyRun:
@@ -106,7 +118,20 @@ def test_everything_is_delivered_in_order_and_the_run_is_ended_last(run: FaultyR
     sender.turn(0.0)
     assert run.points == [("loss", 1), ("loss", 2), ("loss", 3)]
     assert (run.files, run.status) == ({"a.json": "{}"}, "FINISHED")
+    assert run.summary == ({"seconds_of_training": 2.5, "seconds_of_launches": 2.5}, 0, 3500)
     assert read_status(spool).done
+
+
+def test_a_summary_that_cannot_be_made_is_dropped_and_counted_and_the_run_ends(run: FaultyRun, spool: Path):
+    run.unread = 3
+    write(spool, JOB, *points(1), END)
+    sender = Sender(spool)
+    for now in (0.0, 100.0):
+        sender.turn(now)
+        assert not read_status(spool).done and "ValueError" in str(sender.status.problem)
+    sender.turn(200.0)
+    status = read_status(spool)
+    assert (run.status, run.summary, status.done, status.dropped) == ("FINISHED", None, True, 1)
 
 
 def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):

@@ -19,6 +19,7 @@ from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
 from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, is_failure, lost_the_job
 from gba_hvd.tracking.report.tables import Table, counted, duration, table, time_of_day
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
+from gba_hvd.tracking.run_summary import mean_rate, mode_seconds
 from recovery.units import size
 
 if TYPE_CHECKING:
@@ -279,6 +280,10 @@ def cost(story: RunHistory) -> list[Fact]:
     rates = sorted(point.value for point in story.history.get(THROUGHPUT, ()) if math.isfinite(point.value))
     if rates:
         facts.append(Fact("samples/s, median", f"{rates[len(rates) // 2]:,.0f}"))
+    if (mean := mean_rate(story)) is not None:
+        facts.append(Fact("samples/s, mean of all steps", f"{mean:,.0f}"))
+    if len(in_modes := mode_seconds(story)) > 1:
+        facts.append(Fact("time in each mode", ", ".join(f"{duration(s)} in {mode}" for mode, s in in_modes.items())))
     by_kind = traffic_summary.bytes_by_mode(story.events).values()
     if by_kind:
         facts.append(Fact("sent by all workers", size(sum(one["sent"] for one in by_kind))))

@@ -18,6 +18,7 @@ from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from gba_hvd.elastic import job_events
+from gba_hvd.elastic.launcher_start import launcher_started_s
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
@@ -116,7 +117,9 @@ def test_a_job_that_cannot_be_shown_says_so() -> None:
 def test_a_job_starts() -> None:
     received, (started,) = reported(STARTED)
     assert received == ["job j of 2", "started"]
-    assert (started.step, started.data) == (7, {"workers": 2, "checkpoints": ""})
+    data = dict(started.data)
+    assert data.pop("launcher_unix_s") == launcher_started_s()
+    assert (started.step, data) == (7, {"workers": 2, "checkpoints": ""})
     assert started.message == (
         "2 workers on 1 host, job j: mode allreduce, global batch 16 in micro-batches of 4, tables t 50 x 4, no "
         "checkpoints"

@@ -347,6 +347,43 @@ def test_an_option_that_some_mode_of_the_job_uses_is_taken(settings: dict[str, A
     GBACallback(**settings)
 
 
+_OF_GBA = {"staleness", "tolerance", "staleness_of", "lookahead", "curvature"}
+_OF_ROUNDS = {"sync", "elasticity", "mixing", "every", "pause_s", "block_rate"}
+_OF_BACKUPS = {"slack", "backups"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({"mode": "allreduce"}, set()),
+        ({"mode": "gba"}, {"rule", "rule_reason", "wire", *_OF_GBA}),
+        ({"mode": "gba", "staleness": "none"}, {"rule", "wire", *_OF_GBA} - {"tolerance"}),
+        ({"mode": "ma"}, {"rule", "wire", "every", "elasticity", "mixing"}),
+        ({"mode": "allreduce", "switch_at": {9: "hop_bs"}}, {"rule", "wire", "slack", "curvature"}),
+        ({"mode": "auto"}, {"rule", "wire", "enter_gain", "min_stay", *_OF_GBA}),
+    ],
+    ids=str,
+)
+def test_settings_that_no_mode_of_the_job_uses_are_known(settings: dict[str, Any], used: set[str]) -> None:
+    of_modes = {*_OF_GBA, *_OF_ROUNDS, *_OF_BACKUPS, "rule", "wire", "enter_gain", "min_stay"}
+    callback = GBACallback(**settings)
+    assert (of_modes | used) - callback.idle_settings == used
+    assert not callback.idle_settings & {"mode", "switch_at"}
+    assert callback.idle_settings <= {*callback.describe(), "rule_reason"}
+
+
+def test_a_mode_that_an_operator_requests_has_settings_that_were_of_no_use_before() -> None:
+    callback = GBACallback(mode="allreduce", tolerance=2)
+    callback.pin("gba")
+    first_used = set(callback.settings_first_used_in("gba"))
+    assert first_used >= {"rule", "rule_settings", "wire", *_OF_GBA} and "enter_gain" not in first_used
+    callback.pin("auto")
+    assert {"enter_gain", *_OF_GBA} <= set(callback.settings_first_used_in("gba"))
+    assert GBACallback(mode="gba").settings_first_used_in("gba") == []
+    assert GBACallback(mode="gba").settings_first_used_in("bsp") == []
+    assert GBACallback(mode="gba").settings_first_used_in("hop_bs") == ["slack"]
+
+
 def test_what_an_operators_mode_does_not_use_is_said_when_it_is_entered() -> None:
     callback = GBACallback(mode="gba", tolerance=2, lookahead=3)
     assert options_idle(callback, "gba", 9) is None
