@@ -136,6 +136,9 @@ class LogModel:
             source = open_checkpoint(
                 str(checkpoint["url"]), "best" if self.of == "best" else "newest", **self.checkpoint_options
             )
+            if (best := source.best) is not None:
+                which = f"{best.words}; {best.ahead}" if best.ahead else best.words
+                print(f"MLflow: the logged model is the best one that is saved: {which}", file=sys.stderr, flush=True)
             step = source.step
             tags = tags_of(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
             saved = export_model(source, folder / "model", **how)
