@@ -128,7 +128,7 @@ class WorkerSaves:
         while (found := self._look_for_the_best(began_s)) == "wait":
             time.sleep(_LOOK_S)
         if found == "save":
-            self._save()
+            self._save(of_one_step=True)
 
     def _look_for_the_best(self, began_s: float) -> Literal["none", "wait", "save"]:
         """What to do about the best model now; the same on all workers. A collective."""
@@ -206,10 +206,11 @@ class WorkerSaves:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
-    def _save(self, again: bool = True) -> bool:
+    def _save(self, again: bool = True, of_one_step: bool = False) -> bool:
         """A collective. Returns whether a checkpoint is being made.
 
-        again: also if there is one of this step. Else it may be the last, so it leaves out no change.
+        again: also if there is one of this step. Else it may be the last, so it leaves out no change. of_one_step: wait
+        until the rows are read, as all saves do that are strict
         """
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
@@ -221,7 +222,7 @@ class WorkerSaves:
         if plan is not None:
             state = self._whole_state()
             checkpoints.save(plan, self._host_server, *self._part, state)
-            if checkpoints.is_strict:
+            if of_one_step or checkpoints.is_strict:
                 checkpoints.schedule.await_read(self._host_server, plan.number)
                 engine.world.gather("checkpoint read", np.zeros(1, dtype=np.int64))
             checkpoints.schedule.record_stall(time.perf_counter() - started)

@@ -138,7 +138,8 @@ class LogModel:
             )
             if (best := source.best) is not None:
                 which = f"{best.words}; {best.ahead}" if best.ahead else best.words
-                print(f"MLflow: the logged model is the best one that is saved: {which}", file=sys.stderr, flush=True)
+                that = "the best one" if best.unsaved is None else "the best one that is saved"
+                print(f"MLflow: the logged model is {that}: {which}", file=sys.stderr, flush=True)
             step = source.step
             tags = tags_of(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
             saved = export_model(source, folder / "model", **how)

@@ -18,7 +18,7 @@ from typing import Any
 
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
-from recovery.catalog.best_step import Saved, UnsavedBest, ahead_words, best_words, kept_of, unsaved_of
+from recovery.catalog.best_step import Saved, UnsavedBest, best_words, kept_of, unsaved_of
 
 APPLIED = "samples_applied"  # metric: so far in the job
 RESUMED_FROM = "resumed_from_step"
@@ -201,11 +201,6 @@ class KeptBest:
     @property
     def words(self) -> str:
         return best_words(self.metric, self.value, self.best_step)
-
-    @property
-    def ahead(self) -> str:
-        """How many steps the checkpoint is ahead of the model that was measured, in words; empty: none."""
-        return ahead_words(self.saved_step - self.best_step)
 
 
 def kept_best(events: Iterable[Record]) -> KeptBest | None:

@@ -38,8 +38,14 @@ class BestCheckpoint:
 
     @property
     def ahead(self) -> str:
-        """How many steps the checkpoint is ahead of the model that was measured, in words; empty: none."""
-        return ahead_words(self.manifest.step - self.step)
+        """How many steps some of its rows are ahead of the model that was measured, in words; empty: none."""
+        return ahead_words(self.n_ahead)
+
+    @property
+    def n_ahead(self) -> int:
+        """The rows of a shard are of the checkpoint's step or a later one."""
+        of_rows = (section.step for blob in self.manifest.blobs for section in blob.sections)
+        return max(self.manifest.step, *of_rows, self.step) - self.step
 
 
 def best_checkpoint(manifests: Collection[Manifest]) -> BestCheckpoint | None:

@@ -104,7 +104,7 @@ class BestSoFar:
     def done(self, step: int) -> None:
         """The newest checkpoint, complete or restored, has this step."""
         self._saved_step = step
-        if self.best is not None and step >= self.best.step:
+        if self.best is not None and self.best.step <= step < (self.best.until or math.inf):
             self.best, self.is_due = replace(self.best, is_begun=True, is_saved=True), False
 
     def failed(self, why: str) -> None:

@@ -94,5 +94,5 @@ def best_words(metric: str, value: float | None, step: int) -> str:
 
 
 def ahead_words(n_steps: int) -> str:
-    """How far the rows of a checkpoint are ahead of the model that was measured; empty: they are of its step."""
-    return f"{n_steps:,} step{'s' * (n_steps > 1)} ahead of the measured model" if n_steps else ""
+    """How far rows of a checkpoint are ahead of the model that was measured; empty: they are of its step."""
+    return f"rows up to {n_steps:,} step{'s' * (n_steps > 1)} ahead of the measured model" if n_steps else ""

@@ -48,6 +48,7 @@ def test_the_best_model_of_a_short_first_epoch_is_saved_as_it_was_measured(tmp_p
         job.run(lambda: job.start_elastic(NAMES[:2]))
         best = best_of(url)
         assert (best.value, best.step, best.manifest.step, best.unsaved) == (0.9, STEPS, STEPS, None)
+        assert not best.n_ahead, "no row is of a later step"
         assert dense_at(job, 0) == {fingerprint(url)} != dense_at(job, 2)
         assert not [line for line in job.notes("event") if line["event"] == "best_not_saved"]
     newest = next(iter(chains(open_store(url))))

@@ -162,6 +162,17 @@ def test_a_save_of_the_best_model_that_fails_makes_it_unsaved_and_another_failur
     assert saved.unsaved_best is None and saved.best["best_step"] == 10
 
 
+def test_a_checkpoint_after_a_worse_evaluation_does_not_make_the_best_model_saved() -> None:
+    callback = keeps_best()
+    callback.on_metrics(10, {"auc": 0.8})
+    callback.began(11, 1.0)
+    callback.on_metrics(20, {"auc": 0.7})
+    callback.done(25)  # the one of step 11 was never reported
+    callback.began(30, 1.0)
+    callback.failed("the disk is full")
+    assert callback.unsaved_best is not None and callback.unsaved_best.step == 10
+
+
 def test_what_is_saved_and_what_was_missed_outlives_a_launch() -> None:
     before = keeps_best()
     reports(before, (10, 0.6))

@@ -104,7 +104,7 @@ def run_ls(args: argparse.Namespace) -> int:
             continue
         listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
         if best is not None and best.manifest.name == found.newest.name:
-            ahead = {"best_ahead": best.manifest.step - best.step}
+            ahead = {"best_ahead": best.n_ahead}
             listed[-1] |= {"best": best.words, "best_metric": best.metric, "best_value": best.value, **ahead}
     unsaved = unsaved_best([found.newest for found in found_here if not isinstance(found, Skipped)])
     shown = {"url": store.url, "checkpoints": listed, "best_unsaved": None if unsaved is None else vars(unsaved)}

@@ -116,9 +116,8 @@ def how_well(story: RunHistory) -> list[Fact]:
     kept = story.kept_best
     where = []
     if kept is not None:
-        ahead = f" ({kept.ahead})" if kept.ahead else ""
         name = "best checkpoint" if kept.unsaved is None else "best checkpoint that is saved"
-        where = [Fact(name, f"{kept.words}, saved at step {kept.saved_step:,}{ahead}: {kept.place}")]
+        where = [Fact(name, f"{kept.words}, saved at step {kept.saved_step:,}: {kept.place}")]
     return [Fact("best epoch", f"{best.name}, by {by.words}"), *values, *where]
 
 

@@ -79,7 +79,7 @@ def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytes
         saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.75})
     lines = said(capsys, "ls", str(tmp_path)).splitlines()
     assert [line.split("ok")[1].strip() for line in lines if " ok" in line] == [
-        "", ", the best model: valid_auc 0.7500 of step 3 (1 step ahead of the measured model)", ""
+        "", ", the best model: valid_auc 0.7500 of step 3 (rows up to 1 step ahead of the measured model)", ""
     ]  # fmt: skip
     listed = as_json(capsys, "ls", str(tmp_path))["checkpoints"]
     assert [(one["step"], one.get("best_metric"), one.get("best_value")) for one in listed] == [

@@ -66,7 +66,7 @@ def test_an_export_of_the_best_model_is_of_the_checkpoint_that_is_kept_for_it(
     checkpoint(model, model.tables, place, 2, {"best_step": 4})
     text = said(capsys, *export, "--best")
     assert "(step 5)" in text
-    ahead = "1 step ahead of the measured model"
+    ahead = "rows up to 1 step ahead of the measured model"
     assert f"the best model: best of step 4; {ahead}\n" in text
     missed = {"best_unsaved_step": 3, "best_unsaved_value": 0.8, "best_unsaved_why": "no server", "best_metric": "auc"}
     checkpoint(model, model.tables, place, 3, {"best_step": 7, "best_value": 0.7, **missed})
