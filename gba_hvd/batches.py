@@ -265,6 +265,7 @@ def _run(
     if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
         _warn_of_few_groups(engine, dataset.n_groups, cut.n_micro, how.settings.num_workers)
     if engine.mode.steps_together and first < cut.n_steps:
+        state.saving.save_the_best()
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
     if finished and segment == 0 and not engine.n_begun:

@@ -10,9 +10,12 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from inspect import signature
 from typing import Any
 
+from recovery.catalog.best_so_far import Best, BestSoFar
+from recovery.catalog.best_step import UnsavedBest
 from recovery.config import Config
 from recovery.errors import BadInput, refuse_unknown
 from recovery.old_names import accepts
@@ -128,8 +131,8 @@ class CheckpointCallback:
             raise BadInput(
                 f"keep_best is the name of a metric, such as 'valid_auc' or '-valid_logloss', got {keep_best!r}"
             )
-        self.best_step: int | None = None  # of the best value so far
-        self._best, self._is_best_due, self._is_chief = -math.inf, False, True
+        self.best_so_far = None if keep_best is None else BestSoFar(keep_best)
+        self._is_chief = True
         self._of_another: list[Any] | None = None  # best, of the metric that the launch before has named
         goals = (mtbf_h, target_pls, longest_s, one_host, recovery)
         self.given = Goals(self.config.policy, self.config.row_fraction, *goals)
@@ -170,12 +173,25 @@ class CheckpointCallback:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best value so far, as a checkpoint has it: best_step, best_metric, best_value; empty: none so far."""
-        if self.keep_best is None or self.best_step is None:
-            return {}
-        value = -self._best if self.keep_best.startswith("-") else self._best
-        metric = self.keep_best.removeprefix("-")
-        return {"best_step": self.best_step, "best_metric": metric, "best_value": value}
+        """The best value so far, as a checkpoint has it: best_step, best_metric, best_value, and best_until where an
+        evaluation since was not better; best_unsaved_step, ..._value and ..._why of a better one that was not saved.
+        Empty: none so far."""
+        return {} if self.best_so_far is None else self.best_so_far.about
+
+    @property
+    def best_step(self) -> int | None:
+        """Of the best value so far."""
+        best = None if self.best_so_far is None else self.best_so_far.best
+        return None if best is None else best.step
+
+    @property
+    def unsaved_best(self) -> UnsavedBest | None:
+        """A model that was better than each that is saved, and cannot be saved any more."""
+        return None if self.best_so_far is None else self.best_so_far.unsaved
+
+    def best_is_due(self, step: int) -> bool:
+        """Whether a checkpoint of `step`, where the job is, should be made for the best model."""
+        return self.best_so_far is not None and self.best_so_far.is_due and step > self._last_step
 
     def given_interval_s(self, step_s: float) -> float | None:
         """The interval that the user gave, in seconds, for steps of `step_s`; None: it is planned."""
@@ -189,7 +205,7 @@ class CheckpointCallback:
             return False
         by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
         every_s = self.planned_s if self.is_planned else self.every_s
-        return self._is_best_due or by_steps or (every_s is not None and now_s - self._last_s >= every_s)
+        return self.best_is_due(step) or by_steps or (every_s is not None and now_s - self._last_s >= every_s)
 
     def intervals(self, age_steps: int, age_s: float) -> float:
         """How many intervals between checkpoints have passed since one that is so old; the first to come counts."""
@@ -200,24 +216,36 @@ class CheckpointCallback:
     def count_from(self, step: int, now_s: float) -> None:
         """The job starts at `step`: its first checkpoint is due an interval later, unless it resumed from one."""
         if math.isnan(self._last_s):
-            is_best_due = self._is_best_due  # measured while another worker, which is gone, was to save it
-            self.began(step, now_s)
-            self._is_best_due = is_best_due
+            self._last_step, self._last_s = step, now_s
 
     def began(self, step: int, now_s: float) -> None:
-        """A checkpoint of `step` was begun, or restored."""
-        self._last_step, self._last_s, self._is_best_due = step, now_s, False
+        """A checkpoint of `step` was begun."""
+        self._last_step, self._last_s = step, now_s
+        if self.best_so_far is not None:
+            self.best_so_far.begun(step)
+
+    def restored(self, step: int, now_s: float) -> None:
+        """The job is as in a checkpoint of `step`."""
+        self.began(step, now_s)
+        self.done(step)
 
     def done(self, step: int) -> None:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
-        if self.best_step is not None and step >= self.best_step:
-            self._is_best_due = False
+        if self.best_so_far is not None:
+            self.best_so_far.done(step)
+
+    def failed(self, why: str) -> None:
+        """The checkpoint that was begun last was not saved."""
+        if self.best_so_far is not None:
+            self.best_so_far.failed(why)
 
     # The hooks of a callback of a training loop; this one only answers calls.
 
     def on_job(self, job: Any) -> None:
         self._is_chief = job.is_chief
+        if self.best_so_far is not None:
+            self.best_so_far.is_chief = job.is_chief
 
     def on_step(self, record: Any) -> None:
         pass
@@ -226,11 +254,8 @@ class CheckpointCallback:
         pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.keep_best is None or (value := metrics.get(self.keep_best.removeprefix("-"))) is None:
-            return
-        value = -float(value) if self.keep_best.startswith("-") else float(value)
-        if math.isfinite(value) and value > self._best:  # (of equals the earlier stays)
-            self._best, self.best_step, self._is_best_due = value, step, step > self._last_step
+        if self.best_so_far is not None and (value := metrics.get(self.best_so_far.metric)) is not None:
+            self.best_so_far.measured(step, float(value))
 
     def on_event(self, event: Any) -> None:
         pass
@@ -246,13 +271,18 @@ class CheckpointCallback:
             return {"best": self._of_another}
         if self.keep_best is None:
             return {}
-        return {"best": [self.keep_best, 0.0 if self.best_step is None else self._best, self.best_step]}
+        assert self.best_so_far is not None
+        best = self.best_so_far.best
+        named = [self.keep_best, 0.0 if best is None else best.value, self.best_step]
+        return {"best": named, "best_so_far": self.best_so_far.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         name, value, step = state.get("best") or (None, 0.0, None)
         self._of_another = None
         if name == self.keep_best:
-            self._best, self.best_step = -math.inf if step is None else value, step
+            if self.best_so_far is not None:  # (versions before had the best value only)
+                best = None if step is None else asdict(Best(value, step, is_begun=True, is_saved=True))
+                self.best_so_far.load(state.get("best_so_far") or {"best": best})
         elif step is not None:
             self._of_another = [name, value, step]
             reported = f"until a value of {self.keep_best!r} is reported"

@@ -59,6 +59,7 @@ class SaveSchedule:
         self._late, self._age_reported_s = Patience(), 0.0
         self._failures, self._failed_s = FailuresInARow(), -math.inf
         self._awaited_step = -1  # of the newest checkpoint whose wait was reported
+        self._unsaved_step = -1  # of the newest best model of which it was reported that it is not saved
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
@@ -67,7 +68,7 @@ class SaveSchedule:
 
     def resume(self, step: int, measured: JobMeasurements) -> None:
         """The job resumes from a checkpoint of this step, or from memory."""
-        self.callback.began(step, time.monotonic())
+        self.callback.restored(step, time.monotonic())
         self._measured = measured
 
     def load_measured(self, measured: JobMeasurements) -> None:
@@ -111,7 +112,7 @@ class SaveSchedule:
         self._asked_s, self._asked_number, self._asked_step, self._leave_step = None, -1, -1, None
         self.saved_step, self._good_step = step, min(step, self._good_step)
         self.newest, self._chain = None, planner.ChainSize()
-        self.callback.began(step, time.monotonic())
+        self.callback.restored(step, time.monotonic())
 
     def in_force(self, saved: SaveStatus | None) -> SaveStatus | None:
         """The status of a save; None where it is of training that the job has rolled back."""
@@ -201,9 +202,12 @@ class SaveSchedule:
     # --- what is due -------------------------------------------------------------------------------------------------
 
     def is_due_at(self, step: int) -> bool:
-        now = time.monotonic()
-        is_in_flight = self._asked_s is not None and now - max(self._asked_s, self._running_s) < _FORGET_S
-        return not is_in_flight and self.callback.due(step, now)
+        return not self.is_in_flight and self.callback.due(step, time.monotonic())
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a checkpoint was asked for that may still be saved."""
+        return self._asked_s is not None and time.monotonic() - max(self._asked_s, self._running_s) < _FORGET_S
 
     def is_due_before_a_leave(self, mode: PsWorker) -> bool:
         """Whether a checkpoint is due because a worker is being preempted."""
@@ -303,14 +307,35 @@ class SaveSchedule:
 
     def _report_wait(self, began_s: float, limit_s: float) -> None:
         """That training stands until a checkpoint is saved: once for each. On the chief."""
-        step, now = self._asked_step, time.monotonic()
-        if self._engine.world.rank or now - began_s < _SILENT_S or step == self._awaited_step:
+        text = f"waiting for the checkpoint of step {self._asked_step}, for {limit_s:.0f} s at most"
+        text += f"; the one before was not saved: {self._failures.why}" if self._failures.why else ""
+        self._report_standing(text, self._asked_step, began_s, limit_s)
+
+    def report_wait_for_best(self, why: str, began_s: float, limit_s: float) -> None:
+        """That training stands until the checkpoint of the best model can be begun: once for each. On the chief."""
+        step = self._engine.progress.step
+        text = f"waiting to save the best model, of step {step}, for {limit_s:.0f} s at most: {why}"
+        self._report_standing(text, step, began_s, limit_s)
+
+    def _report_standing(self, text: str, step: int, began_s: float, limit_s: float) -> None:
+        if self._engine.world.rank or time.monotonic() - began_s < _SILENT_S or step == self._awaited_step:
             return
         self._awaited_step = step
-        text = f"waiting for the checkpoint of step {step}, for {limit_s:.0f} s at most"
-        text += f"; the one before was not saved: {self._failures.why}" if self._failures.why else ""
         data = {"of_step": step, "limit_s": limit_s}
         self._engine.emit(Event("checkpoint_awaited", self._engine.progress.step, text, data))
+
+    def report_unsaved_best(self) -> None:
+        """Once for each model that was the best one and cannot be saved any more. On the chief."""
+        unsaved = self.callback.unsaved_best
+        if unsaved is None or unsaved.step == self._unsaved_step or self._engine.world.rank:
+            return
+        self._unsaved_step = unsaved.step
+        text = (
+            f"{unsaved.words}. The best one that is saved counts in its place: `gba-hvd checkpoint ls` marks it. Where "
+            "that one is needed, train again up to there, with checkpoints that can be saved"
+        )
+        data = {"best_step": unsaved.step, "metric": unsaved.metric, "value": unsaved.value, "why": unsaved.why}
+        self._engine.emit(Event("best_not_saved", self._engine.progress.step, text, data, level="warning"))
 
     def poll(self, saved: SaveStatus | None) -> None:
         """Report the result of a checkpoint to the callbacks. On the chief."""
@@ -327,6 +352,7 @@ class SaveSchedule:
         self._reported, self._asked_s, self._running_s, self._trouble = saved, None, 0.0, ""
         if saved.state == "failed":
             self._failed_s = time.monotonic()
+            self.callback.failed(saved.facts.why)
             if text := self._failures.text(step, saved.facts.why):
                 self.report_failure(text, saved.facts.why)
             self._chain = planner.ChainSize(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
@@ -355,6 +381,7 @@ class SaveSchedule:
 
         why_not_ready: what is wrong with the server of this host, if anything.
         """
+        self.report_unsaved_best()
         now, engine = time.monotonic(), self._engine
         age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
         if now - self._age_reported_s >= _AGE_EVERY_S:

@@ -36,6 +36,7 @@ from recovery import state_codec
 
 _SAVE_LAST_TIMEOUT_S = 600.0
 _PREEMPTION_S, _LOOK_S = 30.0, 0.05
+_BEST_S = 60.0
 _NEXT_CHIEF_S = 90.0  # for so long another worker may take to be the chief, where the chief died
 
 
@@ -49,6 +50,7 @@ class WorkerSaves:
         self._keeper: StateRetainer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self._folder_reported = False
+        self._best_patience_s = _BEST_S  # for so long the best model waits for servers
         self._not_kept_reported = set[Absence]()  # after a change of workers it is tried again
         # Take over the world that formed beside an asynchronous mode, if one did; set by the state.
         self.report_worlds: Callable[[], None] = lambda: None
@@ -124,6 +126,49 @@ class WorkerSaves:
         elif checkpoints.is_due:
             self._save()
 
+    def save_the_best(self) -> None:
+        """Where an epoch begins: if an evaluation since the last step found the best model so far, have a checkpoint
+        made of these very rows. A collective.
+
+        Waits for the servers, and for a checkpoint in flight, for a limited time; then it is due with the next commits.
+        """
+        checkpoints = checkpoints_of(self._engine)
+        if checkpoints is None or checkpoints.callback.keep_best is None:
+            return
+        began_s = time.monotonic()
+        while (found := self._look_for_the_best(began_s)) == "wait":
+            time.sleep(_LOOK_S)
+        if found == "save":
+            self._save(of_one_step=True)
+
+    def _look_for_the_best(self, began_s: float) -> Literal["none", "wait", "save"]:
+        """What to do about the best model now; the same on all workers. A collective."""
+        engine, line, checkpoints = self._engine, self._host_server, checkpoints_of(self._engine)
+        assert checkpoints is not None
+        schedule, best = checkpoints.schedule, checkpoints.callback.best_so_far
+        is_chief, limit_s = engine.world.rank == 0, self._best_patience_s
+        if is_chief and line is not None:
+            schedule.poll(line.saved)
+        is_due = is_chief and checkpoints.callback.best_is_due(engine.progress.step)
+        is_missing, never = line is not None and not line.is_ready(), line is not None and bool(line.why_not_started())
+        is_late = time.monotonic() - began_s > limit_s
+        row = [is_due, is_chief and schedule.is_in_flight, is_missing, never, is_chief and is_late]
+        due, busy, missing, hopeless, late = engine.world.gather("best", np.array(row, dtype=np.int64)).sum(axis=0)
+        if not due:
+            return "none"
+        if not busy and not missing:
+            self._best_patience_s = _BEST_S
+            return "save"
+        why = "" if line is None else line.why_not_ready()
+        why = why or ("a server of another host is not up" if missing else "the checkpoint before is still being saved")
+        if hopeless or late:
+            self._best_patience_s = 0.0 if missing else _BEST_S  # what was not up for so long is not awaited again
+            if best is not None:
+                best.why_not = why
+            return "none"
+        schedule.report_wait_for_best(why, began_s, limit_s)
+        return "wait"
+
     def _report_lost_folder(self) -> None:
         """Once, on the host leader."""
         line = self._host_server
@@ -179,10 +224,11 @@ class WorkerSaves:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
-    def _save(self, again: bool = True) -> bool:
+    def _save(self, again: bool = True, of_one_step: bool = False) -> bool:
         """A collective. Returns whether a checkpoint is being made.
 
-        again: also if there is one of this step. Else it may be the last, so it leaves out no change.
+        again: also if there is one of this step. Else it may be the last, so it leaves out no change. of_one_step: wait
+        until the rows are read, as all saves do that are strict
         """
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
@@ -194,7 +240,7 @@ class WorkerSaves:
         if plan is not None:
             state = self._whole_state()
             checkpoints.save(plan, self._host_server, *self._part, state)
-            if checkpoints.is_strict:
+            if of_one_step or checkpoints.is_strict:
                 checkpoints.schedule.await_read(self._host_server, plan.number)
                 engine.world.gather("checkpoint read", np.zeros(1, dtype=np.int64))
             checkpoints.schedule.record_stall(time.perf_counter() - started)
@@ -332,6 +378,8 @@ class WorkerSaves:
         """
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         why = self._save_last(_SAVE_LAST_TIMEOUT_S, may_spare=True)
+        if checkpoints is not None:
+            checkpoints.schedule.report_unsaved_best()
         if why and checkpoints is not None:
             saved_step = checkpoints.schedule.saved_step
             newest = f"the newest checkpoint is of step {saved_step}" if saved_step >= 0 else ""

@@ -530,7 +530,8 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
     torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. best_step: see
-    `recovery.catalog.retention.BEST_STEP`; best_metric, best_value: by which it was the best
+    `recovery.catalog.retention.BEST_STEP`; best_metric, best_value: by which it was the best; best_until: the step of
+    the next evaluation; best_unsaved_step, best_unsaved_value, best_unsaved_why: of a better one that was not saved
     """
 
     why: str = ""
@@ -550,6 +551,10 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     best_step: int | None = None
     best_metric: str = ""
     best_value: float | None = None
+    best_until: int | None = None
+    best_unsaved_step: int | None = None
+    best_unsaved_value: float | None = None
+    best_unsaved_why: str = ""
 
     @property
     def is_compressed(self) -> bool:

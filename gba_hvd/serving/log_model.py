@@ -137,6 +137,10 @@ class LogModel:
             source = open_checkpoint(
                 str(checkpoint["url"]), "best" if self.of == "best" else "newest", **self.checkpoint_options
             )
+            if (best := source.best) is not None:
+                which = f"{best.words}; {best.ahead}" if best.ahead else best.words
+                that = "the best one" if best.unsaved is None else "the best one that is saved"
+                print(f"MLflow: the logged model is {that}: {which}", file=sys.stderr, flush=True)
             step = source.step
             tags = tags_of(step, f"{source.url.rstrip('/')}/{source.name}", source.checksum, step)
             saved = export_model(source, folder / "model", **how)

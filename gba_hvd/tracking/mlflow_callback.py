@@ -148,6 +148,7 @@ class MLflowCallback(Callback):
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
+        self._resumed_step = -1
         self._best_checkpoint: Mapping[str, Any] | None = None  # the same of the first one of the best model
         self._step = 0
 
@@ -329,6 +330,8 @@ class MLflowCallback(Callback):
         if event.kind == gauges.EVENT:  # reported with the next point
             self._since.read(self._readings.take(event.data))
             return
+        if event.kind == "resumed":
+            self._resumed_step = event.step
         if event.kind == "checkpoint":
             self._note_checkpoint(event.data)
         if event.kind == "learning_rates_set":
@@ -351,9 +354,14 @@ class MLflowCallback(Callback):
 
     def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
         self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint
-        if best_step is None or int(data.get("saved_step", 0)) < best_step:
+        saved_step, until = int(data.get("saved_step", 0)), data.get("best_until")
+        if best_step is None or saved_step < best_step:
             self._best_checkpoint = None
         elif known is None or known["best_step"] != best_step:
+            if best_step <= self._resumed_step:  # the checkpoint has it that the job resumed from, or one before
+                data = {**data, "saved_step": min(saved_step, self._resumed_step)}
+            elif until is not None and saved_step >= until:
+                return
             self._best_checkpoint = data
 
     def on_end(self, status: str, error: BaseException | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.records import Point, Record
-from recovery.catalog.best_step import Saved, best_words, kept_of
+from recovery.catalog.best_step import Saved, UnsavedBest, best_words, kept_of, unsaved_of
 
 APPLIED = "samples_applied"  # metric: so far in the job
 RESUMED_FROM = "resumed_from_step"
@@ -184,7 +184,7 @@ def pointers(events: Iterable[Record]) -> list[Record]:
 class KeptBest:
     """The checkpoint that `keep_best` keeps. best_step: at which `value` of `metric` was measured; saved_step: its own.
 
-    place: its address
+    place: its address. unsaved: a model that was better still, and was not saved
     """
 
     metric: str
@@ -192,12 +192,13 @@ class KeptBest:
     best_step: int
     saved_step: int
     place: str
+    unsaved: UnsavedBest | None = None
 
     @classmethod
-    def of(cls, kept: Mapping[str, Any], namer: Mapping[str, Any]) -> KeptBest:
+    def of(cls, kept: Mapping[str, Any], namer: Mapping[str, Any], unsaved: UnsavedBest | None = None) -> KeptBest:
         """Of the data of two events `checkpoint`. namer: of the one that names the best step"""
         metric, value, step = str(namer.get("best_metric", "")), namer.get("best_value"), int(namer["best_step"])
-        return cls(metric, value, step, int(kept["saved_step"]), place_of(kept))
+        return cls(metric, value, step, int(kept["saved_step"]), place_of(kept), unsaved)
 
     @property
     def words(self) -> str:
@@ -205,12 +206,22 @@ class KeptBest:
 
 
 def kept_best(events: Iterable[Record]) -> KeptBest | None:
-    """None where the records name none. The manifests themselves may tell more: `recovery.catalog.best`."""
-    found = kept_of([
-        Saved(e["data"], int(e["data"]["saved_step"]), e["data"].get("best_step"))
-        for e in events_in_force(events) if e.get("event") == "checkpoint" and "saved_step" in e.get("data", {})
-    ])  # fmt: skip
-    return None if found is None else KeptBest.of(*found)
+    """None where the records name none, or it is of a job that these records are not of. The manifests themselves may
+    tell more: `recovery.catalog.best`."""
+    saved, resumed_step = list[Saved[Mapping[str, Any]]](), -1
+    for event in events_in_force(events):
+        data = event.get("data", {})
+        if event.get("event") == "resumed":
+            resumed_step = int(event.get("step", 0))
+        elif event.get("event") == "checkpoint" and "saved_step" in data:
+            step, best_step = int(data["saved_step"]), data.get("best_step")
+            is_later = best_step is not None and best_step <= resumed_step < step
+            about = {"until": data.get("best_until"), "metric": str(data.get("best_metric", ""))}
+            saved.append(Saved(data, step, best_step, is_later=is_later, **about))
+    if (found := kept_of(saved)) is None:
+        return None
+    namer = next(one.what for one in reversed(saved) if one.best_step is not None)
+    return KeptBest.of(*found, unsaved_of(dict(namer), dict(found[1])))
 
 
 def recoveries(events: Iterable[Record], applied: Sequence[Point] = ()) -> list[Record]:

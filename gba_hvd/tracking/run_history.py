@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -484,7 +484,7 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "row_density": traffic_summary.row_density(story.events),
         "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
-        "kept_best": None if story.kept_best is None else vars(story.kept_best),
+        "kept_best": None if story.kept_best is None else asdict(story.kept_best),
         "model": None if story.logged_model is None else dict(story.logged_model),
         "data": dict(story.data),
         "params": dict(story.params),

@@ -95,7 +95,11 @@ def best_kept(own: Sequence[Manifest]) -> tuple[Manifest, Manifest] | None:
     """By `best_step.kept_of`: the checkpoint of the best model, and the one that names its step. own: of one run,
     oldest first."""
     return kept_of([
-        Saved(one, one.step, one.about.get(BEST_STEP), is_final=bool(one.about.get("last_gasp"))) for one in own
+        Saved(
+            one, one.step, one.about.get(BEST_STEP), is_final=bool(one.about.get("last_gasp")),
+            until=one.about.get("best_until"), metric=str(one.about.get("best_metric", "")),
+        )
+        for one in own
     ])  # fmt: skip
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from recovery import state_codec
-from recovery.catalog.best import best_chain
+from recovery.catalog.best import BestCheckpoint, best_chain, unsaved_best
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import BadInput, Damaged, NotFound
-from recovery.format.manifest import Manifest, to_json
+from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
 from recovery.hashed_ids import ids_of, keys_of_ids, newest_rows, shared_rows_of
 from recovery.restore.inspect import read_rows, read_state, verify
@@ -59,12 +59,14 @@ class OpenCheckpoint:
     """One checkpoint, open for reading. Made by `open_checkpoint`. Rows are read when they are asked for.
 
     name, step, samples, n_shards: of the checkpoint. tables: by name. skipped: newer ones that were passed over, and
-    why. checksum: of its manifest, which has the checksums of all that it consists of; a job reports the same one.
+    why. best: where it was opened as that of the best model: what was measured, and a better one that was not saved.
+    checksum: of its manifest, which has the checksums of all that it consists of; a job reports the same one.
     """
 
     def __init__(self, store: Store, chain: Chain, state: bytes | None, skipped: tuple[Skipped, ...]) -> None:
         self._store, self._chain, self._state = store, chain, state
         self.skipped = skipped
+        self.best: BestCheckpoint | None = None
         self.name, self.step, self.samples = chain.newest.name, chain.newest.step, chain.newest.samples
         self.checksum = checksum([to_json(chain.newest)])
         self._number = {table.name: number for number, table in enumerate(chain.newest.schema.tables)}
@@ -285,7 +287,7 @@ def open_checkpoint(
         raise BadInput(f"step must be a number, 'newest' or 'best', got {step!r}")
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
     best = _best(store) if step == "best" else None
-    wanted = step if best is None else best.name
+    wanted = step if best is None else best.manifest.name
     found = _find(store, wanted, check)
     for _ in range(_LISTINGS):
         if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
@@ -294,27 +296,36 @@ def open_checkpoint(
     if isinstance(found, OpenCheckpoint):
         for one in found.skipped:
             log.warning("%s: a checkpoint is passed over: %s", store.url, one.words)
+        if best is not None and best.unsaved is not None:
+            log.warning("%s: %s. This is the best one that is saved: %s", store.url, best.unsaved.words, best.words)
+        found.best = best
         return found
     flaws = "; ".join(one.why for one in found.skipped)
     if step != "newest" and (found.steps or not found.skipped):
         there = f"it has steps {', '.join(map(str, found.steps))}" if found.steps else "it has none"
         kind = Damaged if found.skipped else BadInput
-        which = f"step {step}" if best is None else f"the best model, of step {best.step}"
+        which = f"step {step}" if best is None else f"the best model, of step {best.manifest.step}"
         raise kind(f"{store.url} has no whole checkpoint of {which}: {there}{'; passed over: ' * bool(flaws)}{flaws}")
     if found.skipped:
         raise Damaged(f"{store.url} has no checkpoint that is whole: {flaws}")
     raise BadInput(f"{store.url} has no checkpoints: is it the `url` of the job's CheckpointCallback?")
 
 
-def _best(store: Store) -> Manifest:
-    """That of the checkpoint of the best model; another one may be of the same step."""
-    best = best_chain(list(chains(store)))
+def _best(store: Store) -> BestCheckpoint:
+    """The checkpoint of the best model; another one may be of the same step."""
+    found = list(chains(store))
+    best = best_chain(found)
+    if best is None and (unsaved := unsaved_best([one.newest for one in found if isinstance(one, Chain)])) is not None:
+        raise BadInput(
+            f"{store.url} has no checkpoint of the best model: {unsaved.words}. Take the newest one, or one by its "
+            "step, that `gba-hvd checkpoint ls` lists"
+        )
     if best is None:
         raise BadInput(
             f"{store.url} has no checkpoint of the best model: CheckpointCallback(keep_best=METRIC) keeps it, once the "
             "script reports this metric"
         )
-    return best.manifest
+    return best
 
 
 @dataclass(frozen=True)

@@ -547,7 +547,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         scores = gba_hvd.evaluate(model, training.dataset, state, batch=64, **late)
         note(auc=scores.auc)
         state.aucs = [*state.aucs, scores.auc]
-        state.report(auc=scores.auc)
+        state.report(auc=PLAN["scores"][state.epoch] if "scores" in PLAN else scores.auc)
         if PLAN.get("evaluates_more"):
             note(
                 evaluation=evaluated(training, **PLAN.get("evaluation_reading", {})),

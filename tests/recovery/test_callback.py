@@ -15,11 +15,13 @@ def test_the_best_step_is_that_of_the_largest_value_and_of_equals_the_first() ->
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="valid_auc")
     for step, value in ((10, 0.7), (20, math.nan), (25, math.inf), (30, 0.8), (40, 0.8), (50, 0.6)):
         callback.on_metrics(step, {"valid_auc": value, "loss": 9.0})
+        callback.began(step, 1.0)
     assert callback.best_step == 30
     callback = CheckpointCallback("memory://x", every_steps=100, keep_best="-valid_logloss")
     for step, value in ((10, 0.7), (20, 0.5), (30, 0.6)):
         callback.on_metrics(step, {"valid_logloss": value})
-    assert callback.best == {"best_step": 20, "best_metric": "valid_logloss", "best_value": 0.5}
+        callback.began(step, 1.0)
+    assert callback.best == {"best_step": 20, "best_metric": "valid_logloss", "best_value": 0.5, "best_until": 30}
     assert CheckpointCallback("memory://x", keep_best="valid_auc").best == {}
 
 
@@ -51,6 +53,7 @@ def test_a_job_that_resumes_knows_the_best_so_far_unless_it_asks_for_another_met
 ) -> None:
     before = CheckpointCallback("memory://x", keep_best="valid_auc")
     before.on_metrics(10, {"valid_auc": 0.7})
+    before.began(10, 1.0)
     after = CheckpointCallback("memory://x", keep_best="valid_auc")
     after.load_state_dict(before.state_dict())
     after.on_metrics(20, {"valid_auc": 0.6})
@@ -98,3 +101,102 @@ def test_a_metric_that_nobody_reports_is_a_warning_of_rank_0(caplog: pytest.LogC
 def test_a_metric_without_a_name_is_refused() -> None:
     with pytest.raises(BadInput, match="keep_best is the name of a metric"):
         CheckpointCallback("memory://x", keep_best="-")
+
+
+def keeps_best(metric: str = "auc") -> CheckpointCallback:
+    return CheckpointCallback("memory://x", every_steps=1000, keep_best=metric)
+
+
+def reports(callback: CheckpointCallback, *scores: tuple[int, float], saves: bool = True) -> None:
+    for step, value in scores:
+        callback.on_metrics(step, {"auc": value})
+        if saves and callback.best_is_due(step):
+            callback.began(step, 1.0)
+            callback.done(step)
+
+
+def test_a_best_model_that_was_not_saved_before_a_worse_one_is_named_and_no_later_checkpoint_bears_its_score() -> None:
+    callback = keeps_best()
+    reports(callback, (10, 0.6))
+    reports(callback, (20, 0.9), saves=False)
+    assert callback.best["best_step"] == 20 and callback.unsaved_best is None, "the next save may still be of it"
+    assert callback.best_so_far is not None
+    callback.best_so_far.why_not = "server 0 is not up"
+    reports(callback, (30, 0.7))
+    assert callback.unsaved_best is not None
+    assert callback.unsaved_best.words == "the best model, auc 0.9000 of step 20, was not saved: server 0 is not up"
+    assert callback.best == {
+        "best_step": 30, "best_value": 0.7, "best_metric": "auc",
+        "best_unsaved_step": 20, "best_unsaved_value": 0.9, "best_unsaved_why": "server 0 is not up",
+    }  # fmt: skip
+    reports(callback, (40, 0.65))
+    assert callback.best["best_step"] == 30 and callback.best["best_until"] == 40
+    reports(callback, (50, 0.9))
+    assert callback.best == {"best_step": 50, "best_value": 0.9, "best_metric": "auc"}, "it is saved now, as good"
+
+
+def test_the_best_one_before_counts_again_where_a_better_one_was_not_saved() -> None:
+    callback = keeps_best("-auc")
+    reports(callback, (10, 0.6))
+    reports(callback, (20, 0.1), (30, 0.7), saves=False)
+    assert callback.best["best_step"] == 10 and callback.best["best_value"] == 0.6
+    assert callback.best["best_unsaved_value"] == 0.1
+
+
+def test_a_save_of_the_best_model_that_fails_makes_it_unsaved_and_another_failure_does_not() -> None:
+    for fails_late in (False, True):
+        callback = keeps_best()
+        callback.on_metrics(10, {"auc": 0.8})
+        callback.began(10, 1.0)
+        if not fails_late:
+            callback.failed("the disk is full")
+        callback.on_metrics(20, {"auc": 0.7})
+        if fails_late:
+            callback.failed("the disk is full")
+        assert callback.unsaved_best is not None and callback.unsaved_best.why == "the disk is full"
+    saved = keeps_best()
+    reports(saved, (10, 0.8))
+    saved.began(15, 1.0)
+    saved.failed("the disk is full")
+    reports(saved, (20, 0.7))
+    assert saved.unsaved_best is None and saved.best["best_step"] == 10
+
+
+def test_a_checkpoint_after_a_worse_evaluation_does_not_make_the_best_model_saved() -> None:
+    callback = keeps_best()
+    callback.on_metrics(10, {"auc": 0.8})
+    callback.began(11, 1.0)
+    callback.on_metrics(20, {"auc": 0.7})
+    callback.done(25)  # the one of step 11 was never reported
+    callback.began(30, 1.0)
+    callback.failed("the disk is full")
+    assert callback.unsaved_best is not None and callback.unsaved_best.step == 10
+
+
+def test_what_is_saved_and_what_was_missed_outlives_a_launch() -> None:
+    before = keeps_best()
+    reports(before, (10, 0.6))
+    reports(before, (20, 0.9), (30, 0.5), saves=False)
+    after = keeps_best()
+    after.load_state_dict(before.state_dict())
+    after.restored(30, 1.0)
+    assert after.best == before.best and after.unsaved_best == before.unsaved_best
+    reports(after, (40, 0.55))
+    assert after.best["best_step"] == 10
+
+
+def test_a_checkpoint_has_the_best_model_that_its_own_state_calls_yet_to_be_saved() -> None:
+    before = keeps_best()
+    before.on_metrics(10, {"auc": 0.6})
+    after = keeps_best()
+    after.load_state_dict(before.state_dict())
+    after.restored(10, 1.0)
+    after.on_metrics(20, {"auc": 0.5})
+    assert after.best["best_step"] == 10 and after.unsaved_best is None
+
+
+def test_only_rank_0_which_knows_what_is_saved_takes_a_model_for_unsaved() -> None:
+    callback = keeps_best()
+    callback.on_job(SimpleNamespace(is_chief=False))
+    reports(callback, (10, 0.6), (20, 0.5), saves=False)
+    assert callback.best["best_until"] == 20 and callback.unsaved_best is None

@@ -448,6 +448,21 @@ def test_the_best_model_comes_from_the_checkpoint_that_is_kept_for_it(trained: T
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "w" / "model")(one), expected)
 
 
+def test_where_the_best_model_was_not_saved_the_best_one_that_is_says_so_with_its_value(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, best = trained(), log_model(of="best")
+    missed = {"best_unsaved_step": 3, "best_unsaved_value": 0.8, "best_unsaved_why": "no server", "best_metric": "auc"}
+    checkpoint(model, model.tables, tmp_path / "c", 1, missed)
+    (tmp_path / "w").mkdir()
+    with pytest.raises(BadInput, match=r"the best model, auc 0\.8000 of step 3, was not saved: no server"):
+        best.write(model, tmp_path / "w", 6, {"url": str(tmp_path / "c"), "saved_step": 5})
+    checkpoint(model, model.tables, tmp_path / "c", 2, {"best_step": 6, "best_value": 0.7, **missed})
+    best.write(model, tmp_path / "w", 6, {"url": str(tmp_path / "c"), "saved_step": 6})
+    assert "the logged model is the best one that is saved: auc 0.7000 of step 6" in capsys.readouterr().err
+    assert "auc 0.8000 of step 3, was not saved: no server. This is the best one that is saved: auc 0.7" in caplog.text
+
+
 def test_the_best_model_is_refused_at_the_start_where_none_is_kept(trained: Trained, tmp_path: Path) -> None:
     callback = patient(spool_dir=tmp_path, log_model=log_model(of="best"))
     with pytest.raises(BadInput, match="of='best' is the model of the checkpoint that keep_best keeps"):

@@ -533,6 +533,32 @@ def test_a_logged_model_that_is_not_the_best_one_is_named_with_the_checkpoint_of
     assert story_of(logged, history=scored(0.6, 0.7, 0.8)).better_than_logged == "", "no score since"
 
 
+def checkpoint_of(k: int, **best: Any) -> dict[str, Any]:
+    about = {"best_metric": "valid_auc", **best}
+    return {**SAVED, "step": k, "data": {**SAVED["data"], "saved_step": k, "manifest": f"m{k}", **about}}
+
+
+def test_a_best_model_that_was_not_saved_is_a_warning_that_holds_and_the_best_one_that_is_has_its_own_value():
+    missed = {"best_unsaved_step": 10, "best_unsaved_value": 0.8, "best_unsaved_why": "no server"}
+    text = "the best model, valid_auc 0.8000 of step 10, was not saved: no server"
+    warned = {"event": "best_not_saved", "step": 20, "level": "warning", "message": text, "data": {"best_step": 10}}
+    saved = [checkpoint_of(k, best_step=20, best_value=0.7, **missed) for k in (20, 40)]
+    story = story_of(warned, *saved, history=scored(0.8, 0.7, 0.6, 0.5))
+    facts = {fact.name: fact.value for fact in how_well(story)}
+    assert facts["best checkpoint that is saved"] == "valid_auc 0.7000 of step 20, saved at step 20: s3://b/job/m20"
+    assert "best checkpoint" not in facts
+    assert text in page(story) and "Nothing went wrong that still holds" not in page(story)
+    assert as_json(story)["kept_best"]["unsaved"]["step"] == 10
+
+
+def test_a_checkpoint_after_a_resume_is_not_that_of_a_best_model_from_before_it():
+    resumed = {"event": "resumed", "step": 20, "data": {}}
+    later = checkpoint_of(40, best_step=10, best_value=0.8)
+    assert story_of(resumed, later).kept_best is None
+    kept = story_of(checkpoint_of(12, best_step=10, best_value=0.8), resumed, later).kept_best
+    assert kept is not None and kept.saved_step == 12
+
+
 def test_failures_are_counted_with_their_pls():
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(story_of(BACK, BACK | {"step": 20}))))
     assert facts["recoveries"] == "2"

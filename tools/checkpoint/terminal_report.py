@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from recovery.catalog.best_step import ahead_words
 from recovery.units import size
 
 
@@ -43,8 +44,11 @@ def progress(doing: str, total: int | None, of: str = "bytes") -> Iterator[Calla
         yield done
 
 
-def print_list(url: str, listed: Sequence[Mapping[str, Any]]) -> None:
-    """One line for each checkpoint, newest first; what is wrong with the damaged ones below."""
+def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "") -> None:
+    """One line for each checkpoint, newest first; what is wrong with the damaged ones below.
+
+    unsaved: in words, the best model, where no checkpoint has it
+    """
     if not listed:
         print(f"{url}: no checkpoints")
         return
@@ -57,7 +61,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]]) -> None:
             _size(one.get("n_bytes")),
             _age(one.get("age_s")),
             _count(one.get("chain")),
-            ("ok" + (f", the best model: {one['best']}" if "best" in one else "")) if one["ok"] else "DAMAGED",
+            "ok" + _best(one, unsaved) if one["ok"] else "DAMAGED",
         )
         for one in listed
     ]
@@ -65,6 +69,15 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]]) -> None:
     for one in listed:
         if not one["ok"]:
             print(one["why"])
+    if unsaved:
+        print(unsaved)
+
+
+def _best(one: Mapping[str, Any], unsaved: str) -> str:
+    if "best" not in one:
+        return ""
+    ahead = ahead_words(one["best_ahead"])
+    return f", the best model{' that is saved' * bool(unsaved)}: {one['best']}" + f" ({ahead})" * bool(ahead)
 
 
 def print_one(shown: Mapping[str, Any]) -> None:

@@ -103,7 +103,7 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from recovery.catalog.best import best_chain
+    from recovery.catalog.best import best_chain, unsaved_best
     from recovery.catalog.chains import Skipped, chains
 
     store = checkpoints_at(args.url, args.option)
@@ -119,10 +119,12 @@ def run_ls(args: argparse.Namespace) -> int:
             continue
         listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
         if best is not None and best.manifest.name == found.newest.name:
-            listed[-1] |= {"best": best.words, "best_metric": best.metric, "best_value": best.value}
-    return _print_result(
-        args, {"url": store.url, "checkpoints": listed}, lambda found: print_list(found["url"], listed)
-    )
+            ahead = {"best_ahead": best.n_ahead}
+            listed[-1] |= {"best": best.words, "best_metric": best.metric, "best_value": best.value, **ahead}
+    unsaved = unsaved_best([found.newest for found in found_here if not isinstance(found, Skipped)])
+    shown = {"url": store.url, "checkpoints": listed, "best_unsaved": None if unsaved is None else vars(unsaved)}
+    words = "" if unsaved is None else unsaved.words
+    return _print_result(args, shown, lambda found: print_list(found["url"], listed, words))
 
 
 def run_show(args: argparse.Namespace) -> int:

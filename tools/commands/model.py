@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gba_hvd.serving.follower import Update
     from gba_hvd.serving.load import OpenModel
     from gba_hvd.serving.manifest import ModelManifest
+    from recovery.restore.open_checkpoint import OpenCheckpoint
     from recovery.storage.store import Store
 
 
@@ -235,15 +236,30 @@ def run_export(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.json:
-        print(json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step}, indent=2))
+        print(
+            json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step, **_best_facts(opened)}, indent=2)
+        )
         return 0
     print(
         f"{saved.url}: version {saved.version} of {opened.name} (step {opened.step:,}), {saved.n_rows:,} rows, "
         f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
     )
+    if (best := opened.best) is not None:
+        print(
+            f"the best model{' that is saved' * bool(best.unsaved)}: {best.words}"
+            + f"; {best.ahead}" * bool(best.ahead)
+        )
     if args.encoder is not None:
         print(described_vocabularies(saved))
     return 0
+
+
+def _best_facts(opened: OpenCheckpoint) -> dict[str, Any]:
+    best = opened.best
+    if best is None:
+        return {}
+    facts = {"best_metric": best.metric, "best_value": best.value, "best_step": best.step}
+    return {**facts, "best_unsaved": None if best.unsaved is None else vars(best.unsaved)}
 
 
 def _example(named: str) -> Any:

@@ -123,8 +123,10 @@ def how_well(story: RunHistory) -> list[Fact]:
     first = [by.name, *(name for name in sorted(best.values, key=_test_first) if name != by.name)]
     values = [Fact(name, f"{best.values[name]:.5f}") for name in first]
     kept = story.kept_best
-    where = [] if kept is None else [Fact("best checkpoint", f"{kept.words}, saved at step {kept.saved_step:,}: "
-                                                              f"{kept.place}")]  # fmt: skip
+    where = []
+    if kept is not None:
+        name = "best checkpoint" if kept.unsaved is None else "best checkpoint that is saved"
+        where = [Fact(name, f"{kept.words}, saved at step {kept.saved_step:,}: {kept.place}")]
     return [Fact("best epoch", f"{best.name}, by {by.words}"), *values, *where]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.catalog.best import best_checkpoint
+from recovery.catalog.best import best_checkpoint, unsaved_best
 from recovery.catalog.claims import claim, release
 from recovery.catalog.retention import Expired, Keep, delete, expired, first_epoch_of, gc, objects_of, orphaned_objects
 from recovery.errors import BadInput
@@ -102,6 +102,33 @@ def test_the_best_checkpoint_is_of_the_run_that_saved_the_newest_one() -> None:
     of_an_older_version = best_checkpoint(earlier)
     assert of_an_older_version is not None and of_an_older_version.words == "best of step 100"
     assert best_checkpoint([replace(own[0], about={**about, "best_step": 101})]) is None, "it is yet to be saved"
+
+
+def test_no_checkpoint_after_a_worse_evaluation_has_the_best_model() -> None:
+    about = {"job": "j", "best_metric": "auc"}
+    first = replace(saved(1), about={**about, "best_step": 100, "best_value": 0.6})
+    later = [replace(saved(n), about={**about, "best_step": 150, "best_value": 0.9, "best_until": 200}) for n in (2, 3)]
+    found = best_checkpoint([first, *later])
+    assert found is not None and found.unsaved is not None
+    assert (found.manifest, found.words) == (first, "auc 0.6000 of step 100"), "the best one that is saved"
+    assert found.unsaved.words.startswith("the best model, auc 0.9000 of step 150, was not saved: ")
+    assert best_checkpoint(later) is None
+    unsaved = unsaved_best(later)
+    assert unsaved is not None and unsaved == found.unsaved
+    assert kept([first, *later], expired([first, *later], names([first, *later]), Keep(last=1))) == [1, 3]
+    of_another_metric = replace(first, about={**first.about, "best_metric": "loss"})
+    assert best_checkpoint([of_another_metric, *later]) is None
+
+
+def test_the_best_checkpoint_of_a_run_may_be_of_the_job_that_it_resumed_from() -> None:
+    about = {"best_step": 100, "best_metric": "auc", "best_value": 0.75}
+    theirs = [replace(saved(n), about={**about, "job": "theirs"}) for n in (1, 2)]
+    own = [replace(saved(n, epoch=2), about={**about, "job": "mine", "first_epoch": 2}) for n in (3, 4)]
+    found = best_checkpoint([*own, *theirs])
+    assert found is not None and found.manifest == theirs[0]
+    other = [replace(one, about={**one.about, "best_value": 0.5}) for one in theirs]
+    found = best_checkpoint([*own, *other])
+    assert found is not None and found.manifest == own[0], "those are of another training"
 
 
 def test_what_another_run_wrote_is_never_touched_nor_what_it_is_based_on() -> None:

@@ -79,12 +79,29 @@ def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytes
         saver.save(about={"best_step": 3, "best_metric": "valid_auc", "best_value": 0.75})
     lines = said(capsys, "ls", str(tmp_path)).splitlines()
     assert [line.split("ok")[1].strip() for line in lines if " ok" in line] == [
-        "", ", the best model: valid_auc 0.7500 of step 3", ""
+        "", ", the best model: valid_auc 0.7500 of step 3 (rows up to 1 step ahead of the measured model)", ""
     ]  # fmt: skip
     listed = as_json(capsys, "ls", str(tmp_path))["checkpoints"]
     assert [(one["step"], one.get("best_metric"), one.get("best_value")) for one in listed] == [
         (6, None, None), (4, "valid_auc", 0.75), (2, None, None)
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ls_names_a_best_model_that_no_checkpoint_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
+    train(saver.rows, 2, seed=1)
+    missed = {"best_unsaved_step": 1, "best_unsaved_value": 0.8, "best_unsaved_why": "no server", "best_metric": "auc"}
+    saver.save(about=missed)
+    words = "the best model, auc 0.8000 of step 1, was not saved: no server"
+    text = said(capsys, "ls", str(tmp_path))
+    assert text.splitlines()[-1] == words and ", the best model" not in text.removesuffix(f"{words}\n")
+    train(saver.rows, 2, seed=2)
+    saver.save(about={"best_step": 4, "best_value": 0.7, **missed})
+    text = said(capsys, "ls", str(tmp_path))
+    assert ", the best model that is saved: auc 0.7000 of step 4 " in text and text.splitlines()[-1] == words
+    unsaved = as_json(capsys, "ls", str(tmp_path))["best_unsaved"]
+    assert unsaved == {"step": 1, "metric": "auc", "value": 0.8, "why": "no server"}
 
 
 def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,19 @@ def test_an_export_of_the_best_model_is_of_the_checkpoint_that_is_kept_for_it(
     export = ["export", place, tmp_path / "m", "--build", CODE, "--example", EXAMPLE]
     assert "has no checkpoint of the best model" in said(capsys, *export, "--best", status=1)
     checkpoint(model, model.tables, place, 2, {"best_step": 4})
-    assert "(step 5)" in said(capsys, *export, "--best")
-    assert "(step 6)" in said(capsys, *export)
+    text = said(capsys, *export, "--best")
+    assert "(step 5)" in text
+    ahead = "rows up to 1 step ahead of the measured model"
+    assert f"the best model: best of step 4; {ahead}\n" in text
+    missed = {"best_unsaved_step": 3, "best_unsaved_value": 0.8, "best_unsaved_why": "no server", "best_metric": "auc"}
+    checkpoint(model, model.tables, place, 3, {"best_step": 7, "best_value": 0.7, **missed})
+    assert "the best model that is saved: auc 0.7000 of step 7\n" in said(capsys, *export, "--best")
+    checkpoint(model, model.tables, tmp_path / "none", 1, missed)
+    export[1] = tmp_path / "none"
+    refused = said(capsys, *export, "--best", status=1)
+    assert "no checkpoint of the best model: the best model, auc 0.8000 of step 3, was not saved: no server" in refused
+    export[1] = place
+    assert "(step 7)" in said(capsys, *export)
 
 
 @pytest.mark.slow

@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 import gba_hvd
+import recovery
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
-from gba_hvd.elastic import training_state
+from gba_hvd.elastic import training_state, worker_saves
 from gba_hvd.membership import JoinResult
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
@@ -218,6 +220,49 @@ def test_the_checkpoint_of_the_best_night_stays(
         from_json(path.read_bytes(), f"manifests/{path.name}").step for path in (url / "manifests").iterdir()
     )
     assert steps == ([6] if keep_best is None else [2, 6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_best_model_waits_for_the_server_for_a_limited_time_and_is_named_where_it_was_not_saved(
+    training: Any, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_up: bool
+) -> None:
+    """Of three epochs the first is the best; the server is up at once, or from the second evaluation on."""
+    job, url, events = training(epoch=0), tmp_path / "saved", list[gba_hvd.Event]()
+    job.state.register_callbacks([CheckpointCallback(str(url), every_s=600.0, policy="full", keep_best="auc")])
+
+    class Listens(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            events.append(event)
+
+    job.state.register_callbacks([Listens()])
+    ready, allowed = HostServer.is_ready, [is_up]
+    monkeypatch.setattr(HostServer, "is_ready", lambda self, *how, **more: allowed[0] and ready(self, *how, **more))
+    monkeypatch.setattr(HostServer, "why_not_ready", lambda self, *how, **more: "it is held")
+    monkeypatch.setattr(worker_saves, "_BEST_S", 60.0 if is_up else 0.0)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.epoch, auc in enumerate((0.9, 0.7, 0.6)):
+            job.epoch(clicks(20))
+            state.report(auc=auc)
+            if state.epoch == 1:
+                allowed[0] = True
+                monkeypatch.setattr(worker_saves, "_BEST_S", 60.0)
+                job.state.saving._best_patience_s = 60.0
+
+    train(job.state)
+    opened = recovery.open_checkpoint(url, "best")
+    assert opened.best is not None
+    warned = [event.message for event in events if event.kind == "best_not_saved"]
+    if is_up:
+        assert (opened.step, opened.best.words, opened.best.unsaved, warned) == (2, "auc 0.9000 of step 2", None, [])
+        return
+    assert (opened.step, opened.best.words) == (4, "auc 0.7000 of step 4")
+    assert opened.best.unsaved is not None
+    assert opened.best.unsaved.words == "the best model, auc 0.9000 of step 2, was not saved: it is held"
+    (text,) = warned
+    assert text.startswith(opened.best.unsaved.words) and "train again up to there" in text
 
 
 class LogsTheModel(gba_hvd.Callback):
