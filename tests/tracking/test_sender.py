@@ -30,7 +30,7 @@ class FaultyRun:
     """Stands for `JobRun`: the next calls of `send` raise `faults`, the keys in `refuses` are never taken."""
 
     def __init__(self) -> None:
-        self.run_id, self.experiment_id, self.named = "r", "1", "job"
+        self.run_id, self.experiment_id, self.named, self.continues = "r", "1", "job", None
         self.faults: list[Exception] = []
         self.refuses: set[str] = set()
         self.points: list[tuple[str, int]] = []

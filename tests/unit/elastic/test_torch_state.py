@@ -20,7 +20,7 @@ import gba_hvd
 import recovery
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
-from gba_hvd.elastic import training_state, worker_saves
+from gba_hvd.elastic import training_state
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.switching.requests import switching_of
@@ -239,7 +239,7 @@ def test_a_best_model_waits_for_the_server_for_a_limited_time_and_is_named_where
     ready, allowed = HostServer.is_ready, [is_up]
     monkeypatch.setattr(HostServer, "is_ready", lambda self, *how, **more: allowed[0] and ready(self, *how, **more))
     monkeypatch.setattr(HostServer, "why_not_ready", lambda self, *how, **more: "it is held")
-    monkeypatch.setattr(worker_saves, "_BEST_S", 60.0 if is_up else 0.0)
+    job.state.saving._best_patience_s = 60.0 if is_up else 0.0
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
@@ -248,7 +248,6 @@ def test_a_best_model_waits_for_the_server_for_a_limited_time_and_is_named_where
             state.report(auc=auc)
             if state.epoch == 1:
                 allowed[0] = True
-                monkeypatch.setattr(worker_saves, "_BEST_S", 60.0)
                 job.state.saving._best_patience_s = 60.0
 
     train(job.state)
