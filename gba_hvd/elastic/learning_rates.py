@@ -6,7 +6,7 @@ beside the present one: where both sides have it, that is compared, so the place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -43,10 +43,13 @@ Rates = Mapping[str, Rate]  # by "dense", or "dense group 1", and "rows"
 
 @dataclass(frozen=True)
 class ReplacedRates:
-    """script: as the script has them; saved: as they were saved, which are in force until the script sets others."""
+    """script: as the script has them; saved: as they were saved, which are in force until the script sets others.
+    script_before: as the script had them in the job that saved; None: of a checkpoint of an earlier version.
+    """
 
     script: Rates
     saved: Rates
+    script_before: Rates | None = None
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
@@ -62,6 +65,14 @@ def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
             found[f"dense group {number}" if n_dense > 1 else "dense"] = rate
             number += 1
     return found
+
+
+def to_wire(rates: Rates) -> dict[str, list[float | None]]:
+    return {name: [rate.now, rate.initial] for name, rate in rates.items()}
+
+
+def of_wire(rates: Mapping[str, Sequence[float | None]]) -> Rates:
+    return {name: Rate(float(now or 0.0), initial) for name, (now, initial) in rates.items()}
 
 
 def differing(one: Rates, other: Rates) -> list[str]:
@@ -94,14 +105,24 @@ def events_of(
     """As training begins. settings: those of `Job.settings` that have a rate, as they are now."""
     now = rates_of(optimizer)
     data = {"rates": {name: rate.base for name, rate in now.items()}}
-    if kept := [name for name in differing(replaced.script, now) if name not in differing(replaced.saved, now)]:
+    kept = [name for name in differing(replaced.script, now) if name not in differing(replaced.saved, now)]
+    before = replaced.script_before
+    if before is not None:  # a rate that only changed while the job trained is no difference of the scripts
+        kept = [name for name in kept if name not in before or replaced.script[name].differs(before[name])]
+    if kept:
         pairs = _pairs(now, replaced.script, "script", kept)
         text = (
             f"learning rates are those that were saved: {pairs}. To train with others, set group['lr'] of "
             'optimizer.param_groups where the training function begins; docs/RECOVERY.md, "Another learning rate"'
         )
         scripts = {name: rate.base for name, rate in replaced.script.items()}
-        yield Event("learning_rates_kept", step, text, {**data, "script": scripts}, level="warning")
+        yield Event(
+            "learning_rates_kept",
+            step,
+            text,
+            {**data, "script": scripts},
+            level="info" if before is None else "warning",
+        )
     if new := differing(replaced.saved, now):
         text = f"the script has set {_pairs(now, replaced.saved, 'saved', new)}"
         yield Event("learning_rates_set", step, text, {**data, "settings": dict(settings)})

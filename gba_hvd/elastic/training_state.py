@@ -19,7 +19,7 @@ from torch import nn
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
-from gba_hvd.elastic.learning_rates import ReplacedRates, rates_of
+from gba_hvd.elastic.learning_rates import ReplacedRates, of_wire, rates_of, to_wire
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
@@ -57,6 +57,7 @@ class TrainingState:
         self.snapshot = b""
         self.residuals_missing = 0
         self.restored: Restored | None = None
+        self._script_rates = rates_of(engine.model.optimizer)
         self._pauses_in_snapshot: dict[str, Any] | None = None  # None: another worker took it
         self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
 
@@ -72,6 +73,7 @@ class TrainingState:
             "model": dict(self._model.state_dict()),
             "parameter_names": self._parameter_names(),
             "optimizer": engine.model.optimizer.state_dict(),
+            "script_rates": to_wire(self._script_rates),
             "optimizer_class": user_class(engine.model.optimizer).__qualname__,
             "values": values,
             "position": engine.progress.state_dict(),
@@ -188,7 +190,8 @@ class TrainingState:
         refuse_other_optimizer(where, first, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
-        script = rates_of(engine.model.optimizer)
+        script = self._script_rates = rates_of(engine.model.optimizer)
+        before = first.get("script_rates")
         try:
             self.load_state_dict({**first, "callbacks": kept})
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
@@ -196,7 +199,7 @@ class TrainingState:
             raise
         saved = first["values"]
         self.restored = Restored(
-            ReplacedRates(script, rates_of(engine.model.optimizer)),
+            ReplacedRates(script, rates_of(engine.model.optimizer), None if before is None else of_wire(before)),
             {name: getattr(self._owner, name) for name in self.names if name in saved},
             tuple(name for name in self.names if name not in saved),
             tuple(name for name in saved if name not in self.names),

@@ -162,7 +162,7 @@ class WorkerSaves:
         why = "" if line is None else line.why_not_ready()
         why = why or ("a server of another host is not up" if missing else "the checkpoint before is still being saved")
         if hopeless or late:
-            self._best_patience_s = 0.0 if missing else _BEST_S  # what was not up for so long is not awaited again
+            self._best_patience_s = 0.0  # what took so long is not awaited again, until a save can begin at once
             if best is not None:
                 best.why_not = why
             return "none"

@@ -330,7 +330,7 @@ def next_version(store: Store) -> Iterator[int]:
         if others := sorted(store.names(_DELETES)):
             raise StoreError(
                 f"{store.url}: `gba-hvd model gc` deletes what no version names; save again when it has ended (if it "
-                f"was killed, delete {others[0]})"
+                f"was killed: `gba-hvd model gc URL --yes --force` removes {others[0]})"
             )
         yield number
     finally:
@@ -349,13 +349,18 @@ def no_new_version(store: Store) -> Iterator[None]:
     try:
         if others := sorted(name for name in store.names("versions/") if _CLAIM.fullmatch(name)):
             raise StoreError(
-                f"{store.url}: a save completes a version; try again when it has ended (if it was killed, delete "
-                f"{others[0]})"
+                f"{store.url}: a save completes a version; try again when it has ended (if it was killed: --force "
+                f"removes {others[0]})"
             )
         yield
     finally:
         with contextlib.suppress(StoreError):
             store.delete([mark])
+
+
+def remove_marks(store: Store) -> None:
+    """What `next_version` and `no_new_version` of killed processes left."""
+    store.delete([name for name in store.names("versions/") if _CLAIM.fullmatch(name) or name.startswith(_DELETES)])
 
 
 def _numbered(name: str) -> re.Match[str] | None:

@@ -6,12 +6,17 @@ objects are deleted is to be repeated, and one that comes to it later sees which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gba_hvd.errors import BadInput
-from gba_hvd.serving.manifest import no_new_version, read_manifest, version_name, versions
+from gba_hvd.serving.manifest import no_new_version, read_manifest, remove_marks, version_name, versions
 from recovery.storage.store import Store
+
+_OURS = re.compile(
+    r"rows/[0-9a-f]{2}/[0-9a-f]{64}|files/[0-9a-f]{64}\.[a-z0-9]+"
+)  # what people put beside it is theirs
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,17 @@ def unneeded(store: Store, keep_last: int | None = None) -> Unneeded:
     kept = there if keep_last is None else there[-keep_last:]
     named = {one.name for version in kept for one in read_manifest(store, version).objects()}
     objects = store.names("rows/") | store.names("files/")
-    gone = {name: n_bytes for name, n_bytes in sorted(objects.items()) if name not in named}
+    gone = {name: n for name, n in sorted(objects.items()) if name not in named and _OURS.fullmatch(name)}
     return Unneeded(tuple(there[: len(there) - len(kept)]), tuple(kept), gone)
 
 
-def delete_unneeded(store: Store, keep_last: int | None = None) -> Unneeded:
-    """Delete it, manifests first; returns what was deleted. Raises also StoreError while a save is completed."""
+def delete_unneeded(store: Store, keep_last: int | None = None, *, force: bool = False) -> Unneeded:
+    """Delete it, manifests first; returns what was deleted. Raises also StoreError while a save is completed.
+
+    force: no process saves there or deletes: what killed ones left, for which others wait, goes first.
+    """
+    if force:
+        remove_marks(store)
     with no_new_version(store):
         found = unneeded(store, keep_last)
         store.delete([version_name(version) for version in found.versions])

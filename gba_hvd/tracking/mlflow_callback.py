@@ -347,10 +347,9 @@ class MLflowCallback(Callback):
             self._unreported.append(event)
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Those of the job that are others now than when the world formed. The script's own have priority."""
-        own = {**(self._artifacts["config.json"] or {}), **self._params}
+        """Those of the job that are others now than when the world formed."""
         if self._job is not None and self._job.is_chief:
-            self._write({"kind": "params", "values": flatten({k: v for k, v in settings.items() if k not in own})})
+            self._write({"kind": "params", "values": flatten(settings)})
 
     def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
         self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint

@@ -66,10 +66,14 @@ def mode_seconds(story: RunHistory) -> dict[str, float]:
 
 
 def launch_seconds(story: RunHistory) -> float:
-    """Of all launches, each from the start of its launcher, where that is known, else from its first world."""
+    """Of all launches, each from the start of its launcher, where that is known, else from its first world.
+
+    A launcher that starts all workers again counts from the end of the launch before.
+    """
     launchers = [event.get("data", {}).get(LAUNCHER_STARTED) for event in story.events_of("started")]
-    total_ms = 0.0
+    total_ms, before_ms = 0.0, 0.0
     for i, (begin, end) in enumerate(story.launches):
         started_s = launchers[i] if i < len(launchers) else None
-        total_ms += end - (begin if started_s is None else min(begin, 1000 * float(started_s)))
+        total_ms += end - (begin if started_s is None else min(begin, max(1000 * float(started_s), before_ms)))
+        before_ms = end
     return total_ms / 1000

@@ -103,9 +103,14 @@ class BestSoFar:
 
     def done(self, step: int) -> None:
         """The newest checkpoint, complete or restored, has this step."""
-        self._saved_step = step
-        if self.best is not None and self.best.step <= step < (self.best.until or math.inf):
-            self.best, self.is_due = replace(self.best, is_begun=True, is_saved=True), False
+        self._saved_step, best = step, self.best
+        if best is None or best.step > step:
+            return
+        if step < (best.until or math.inf):
+            self.best, self.is_due = replace(best, is_begun=True, is_saved=True), False
+        elif best.is_begun and not best.is_saved:
+            self.why_not = f"its checkpoint is of step {step}, after the next evaluation"
+            self._miss(best)
 
     def failed(self, why: str) -> None:
         """The checkpoint that was begun last was not saved."""

@@ -22,7 +22,7 @@ from recovery.catalog.claims import Claim
 from recovery.errors import StoreError
 from recovery.storage.store import Store, is_blob_name, manifest_names
 
-_AT_ONCE = 1000
+_AT_ONCE = 100  # the claim is renewed between: some stores take a request for each
 
 
 @dataclass(frozen=True)

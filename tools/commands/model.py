@@ -121,6 +121,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
     gc.add_argument("--keep-last", type=int, metavar="N", help=keep)
     gc.add_argument("--yes", action="store_true", help="delete them")
+    waits = "with --yes: no process saves or deletes there; what killed ones left, for which others wait, goes first"
+    gc.add_argument("--force", action="store_true", help=waits)
     gc.set_defaults(run=run_gc)
 
 
@@ -455,7 +457,9 @@ def run_gc(args: argparse.Namespace) -> int:
     from gba_hvd.serving.old_versions import delete_unneeded, unneeded
 
     store = store_of(args.url, args.option)
-    found = (delete_unneeded if args.yes else unneeded)(store, args.keep_last)
+    if args.force and not args.yes:
+        raise BadInput("--force only comes with --yes: without it nothing is deleted")
+    found = delete_unneeded(store, args.keep_last, force=args.force) if args.yes else unneeded(store, args.keep_last)
     if args.json:
         about = {"url": store.url, "deleted": args.yes, "versions": found.versions, "kept": found.kept}
         print(json.dumps({**about, "n_bytes": found.n_bytes, "objects": dict(found.objects)}, indent=2))

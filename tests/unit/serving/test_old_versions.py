@@ -105,6 +105,32 @@ def test_a_save_that_comes_while_objects_are_deleted_is_refused(three: Any) -> N
     assert gba_hvd.save_model(model, three[1], build=CODE).version == 4
 
 
+def test_what_people_put_beside_the_model_stays(three: Any) -> None:
+    store = open_store(three[1])
+    foreign = ["rows/export.parquet", "files/thesis.pdf", "rows/ab/" + "g" * 64]
+    for name in foreign:
+        store.put(name, [b"theirs"])
+    delete_unneeded(store, keep_last=1)
+    assert set(foreign) <= set(store.names(""))
+
+
+@pytest.mark.parametrize("left", ["versions/deletes-" + "ab" * 8, "versions/000004-" + "ab" * 8])
+def test_what_a_killed_process_left_is_removed_by_force(three: Any, left: str) -> None:
+    model, folder = three
+    store = open_store(folder)
+    store.put(left, [b"claimed"])
+    if "deletes" in left:
+        with pytest.raises(StoreError, match=r"gba-hvd model gc URL --yes --force"):
+            gba_hvd.save_model(model, folder, build=CODE)
+    else:
+        with pytest.raises(StoreError, match="--force removes"):
+            delete_unneeded(store)
+    assert main(["model", "gc", str(folder), "--force"]) != 0 and left in store.names("versions/")
+    assert main(["model", "gc", str(folder), "--yes", "--force"]) == 0
+    assert left not in store.names("versions/") and versions(store) == [1, 2, 3]
+    assert gba_hvd.save_model(model, folder, build=CODE).version == 4
+
+
 def test_the_command_deletes_only_when_asked(three: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gc = ["model", "gc", str(three[1]), "--keep-last", "1"]
     assert main(gc) == 0
