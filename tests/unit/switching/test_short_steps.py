@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from gba_hvd import GBACallback
 from gba_hvd.switching.measurements import PushReadings
+from gba_hvd.switching.policy import Options, Stance, decide
+from gba_hvd.switching.predictions import Rates
 from gba_hvd.switching.short_steps import READING_S, Reading, ShortSteps, Steps
 
 COMPUTE_S, EXCHANGE_S, RUNS_S, STOPS_S = 0.004, 0.003, 0.15, 0.15
@@ -188,3 +191,21 @@ def test_auto_stays_in_gba_while_the_worker_is_stopped_and_continued() -> None:
         )  # fmt: skip
         assert callback.mode_request(number, "gba") is None
     assert callback.last is not None and callback.last.gain > 1.2
+
+
+def test_a_worker_that_is_stopped_for_little_of_the_time_is_called_slow() -> None:
+    rates = Rates((0.01, 0.01, 0.0112), (2, 2, 2), 6, 0.001, 0.001)
+    often, seldom = replace(rates, stopped=(0.0, 0.0, 0.15)), replace(rates, stopped=(0.0, 0.0, 0.14))
+    reasons = [decide(Stance("allreduce", 0), 100, one, Options())[0].reason for one in (often, seldom)]
+    assert "worker 2 is stopped 15% of the time, " in reasons[0]
+    assert "worker 2 takes 1.1x the median, " in reasons[1] and "stopped" not in reasons[1]
+
+
+def test_only_the_chief_looks_for_stops_and_a_new_one_begins_anew() -> None:
+    callback, steps = GBACallback(), list(steps_with_stops(10.0))
+    for number, one in enumerate(steps):
+        seconds = [s / n for n, s in one.done]
+        callback.measured_allreduce(number, seconds, one.elapsed_s, one.n_micro, is_chief=False)
+    assert callback.last is None and callback.mode_request(len(steps), "allreduce") is None
+    at_s = in_allreduce(callback, steps_with_stops(20.0))
+    assert at_s == in_allreduce(GBACallback(), steps_with_stops(20.0)) and at_s is not None
