@@ -66,7 +66,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Share of the time (0 to below 1) that stops take: of the job's steps, and of each worker."""
+    """Share of the time (0 to below 1) that stops take: of the job's steps, and of each worker; (): not known yet."""
 
     steps: float
     workers: tuple[float, ...]
@@ -121,7 +121,7 @@ class _Times:
 
 
 @dataclass(frozen=True)
-class _Unjudged:
+class _Unconfirmed:
     """The steps of a reading. n_steps, n_of: how many there had been with them, and of each worker"""
 
     whole: Sequence[_Measured]
@@ -138,7 +138,7 @@ class ShortSteps:
 
     def _begin(self, n_workers: int = 0) -> None:
         self._gathered: list[_Measured] = []
-        self._unjudged: deque[_Unjudged] = deque()
+        self._unconfirmed: deque[_Unconfirmed] = deque()
         self._steps_s: deque[float] = deque(maxlen=N_RECENT)
         self._n_steps = 0
         self._computing, self._pushes = _Times(n_workers), _Times(n_workers)
@@ -157,9 +157,9 @@ class ShortSteps:
             return None
         whole, self._gathered = self._gathered, []
         n_of = self._pushes.n if steps.is_look else self._computing.n
-        self._unjudged.append(_Unjudged(whole, self._n_steps, tuple(n_of)))
+        self._unconfirmed.append(_Unconfirmed(whole, self._n_steps, tuple(n_of)))
         usual = _Usual(median(self._steps_s), self._computing.usual(), self._pushes.usual())
-        self._judge(usual, n_of)
+        self._confirm(usual, n_of)
         return _read(whole, usual)
 
     def _note(self, measured: _Measured) -> None:
@@ -170,17 +170,17 @@ class ShortSteps:
         if measured.steps.is_look:
             self._pushes.add(measured.cycles)
 
-    def _judge(self, usual: _Usual, n_of: Sequence[int]) -> None:
+    def _confirm(self, usual: _Usual, n_of: Sequence[int]) -> None:
         """Take note of the stops in readings after which enough is known; what is not known for long is none."""
-        waiting_s = sum(one.steps.elapsed_s for reading in self._unjudged for one in reading.whole)
-        while self._unjudged:
-            first = self._unjudged[0]
+        waiting_s = sum(one.steps.elapsed_s for reading in self._unconfirmed for one in reading.whole)
+        while self._unconfirmed:
+            first = self._unconfirmed[0]
             found = _found(first.whole, usual)
             late = [n - before for n, before, own in zip(n_of, first.n_of, found.workers, strict=True) if own]
             newer = min(late + [self._n_steps - first.n_steps] * bool(found.steps), default=_NEWER)
             if newer < _NEWER and waiting_s < _KEPT_S:
                 return
-            self._unjudged.popleft()
+            self._unconfirmed.popleft()
             waiting_s -= found.elapsed_s
             self._keep(found if newer >= _NEWER else _Stops(found.elapsed_s, ((),) * len(found.workers)))
 
