@@ -423,12 +423,13 @@ class GBACallback(Callback):
 
     def measured_allreduce(
         self, step: int, seconds: Sequence[float], step_s: float, n_micro: int, together: int = 1,
-        is_sample: bool = False,
+        is_sample: bool = False, is_chief: bool = True,
     ) -> None:  # fmt: skip
         """Every worker's seconds per micro-batch in one step (0: it had none), and what the step took.
 
         together: micro-batches that were one batch. is_sample: usually they are more; this step was to measure how
-        long single ones take. Until there was one, nothing is decided.
+        long single ones take. Until there was one, nothing is decided. is_chief: others request nothing, and so
+        decide nothing; one that becomes the chief begins with the next step.
         """
         self._trained_s += step_s
         if is_sample:
@@ -447,6 +448,9 @@ class GBACallback(Callback):
             self._single.add(seconds)  # as they come, until it is known what single ones take
             return
         gain = self._batch_gain if together > 1 else 1.0
+        if not is_chief:
+            self._single.add([t / gain for t in seconds])
+            return
         done = tuple((n, n * t) for n, t in zip(shared, seconds, strict=True))
         self._measure(step, "allreduce", [t / gain for t in seconds], Steps(1, n_micro, step_s, done), shared, gain)
 

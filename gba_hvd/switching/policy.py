@@ -29,6 +29,7 @@ _LEAST = 1e-9  # micro-batches/s of a mode in which all would be dropped
 COMPARED = 16  # steps before a switch that must be alike to learn from it: of fewer, chance is several percent
 _ALIKE = 0.2  # so far the newest steps may be from all of these: a worker that has just become slow is further
 _NOTABLE = 1.05  # so many times as slow as others is worth a word
+_OFTEN = 0.15  # of the time: to be stopped for less is to be slow
 _EXPLAINED = 1.2  # a prediction of so many times what the slowest worker's mean says needs one more
 _CHANGED = 2.0  # so many times as slow or fast as right after a switch: what comes then is not its doing
 
@@ -41,8 +42,8 @@ class Options:
     leave_gain: back to allreduce when gba is less than this many times as fast
     patience:   global steps for which this must hold
     min_stay:   global steps in a mode before it is left, the first mode of the job included; not after a switch that
-                did not do what it promised. Steps below 0.1 s are measured several at a time; of these, both are so
-                many measurements
+                did not do what it promised. Steps below 0.1 s are measured several at a time; patience and min_stay
+                then count measurements, not steps
     warm_up_steps: global steps of the job before gba is entered: early steps suffer most from old values
     trial_budget: share of the job's work that trials of the other mode may cost; 0: none are made
     """
@@ -344,7 +345,7 @@ def _slowest(rates: Rates, other: str) -> str:
 
 def _waited_for(rates: Rates) -> str:
     times, waits = rates.seconds_per_micro, rates.waits
-    if rates.stopped and max(rates.stopped) >= _NOTABLE - 1:
+    if rates.stopped and max(rates.stopped) >= _OFTEN:
         stops_most = max(range(len(times)), key=rates.stopped.__getitem__)
         return f"worker {stops_most} is stopped {rates.stopped[stops_most]:.0%} of the time, "
     worker = max(range(len(times)), key=times.__getitem__)

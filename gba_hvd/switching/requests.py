@@ -157,9 +157,9 @@ class ModeRequests(StepParticipant):
 
     def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int, together: int) -> None:
         is_sample = together != self._engine.model.together
-        step = self._engine.progress.step
-        self.callback.measured_allreduce(step, list(micro_batch_s), step_s, n_micro, together, is_sample)
-        if self._engine.world.rank == 0:
+        step, is_chief = self._engine.progress.step, self._engine.world.rank == 0
+        self.callback.measured_allreduce(step, list(micro_batch_s), step_s, n_micro, together, is_sample, is_chief)
+        if is_chief:
             self._report_rates({str(rank): round(s, 5) for rank, s in enumerate(micro_batch_s) if s})
             self._report_decision()
 

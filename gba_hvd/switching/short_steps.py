@@ -4,11 +4,15 @@ A container with a CPU quota stands still for a part of every 100 ms. A step of 
 so that the newest few say nothing about how often workers stop. Steps are gathered until they span `READING_S`; longer
 ones are a reading each, in which nothing is looked for.
 
-What a step, or a worker's part of one, takes beyond the usual is a stop if it is more than `ODD` times as long. A few
-move nothing, as an odd step does not; `_RECUR` within `_KEPT_S` are how these workers are. Then all count but the first
-one, from which on time is counted, and the longest one counts as the second longest. A worker that is stopped while it
-waits for others, or exchanges with them, delays all alike: that time is of the workers that are stopped while they
-compute, in proportion. In gba it shows in the time between two pushes, wherever it was stopped.
+What a step, or a worker's part of one, takes beyond the usual is a stop if it is more than `ODD` times as long, and
+still is by the `_NEWER` times that follow it: a worker that has become slow is not stopped. A few stops move nothing,
+as an odd step does not; `_RECUR` within `_KEPT_S` are how these workers are. Then all count but the first one, from
+which on time is counted, `_LEAST_S` at least, and the longest one counts as the second longest. A worker that is
+stopped while it waits for others, or exchanges with them, delays all alike: that time is of the workers that are
+stopped while they compute, in proportion, up to as much again. In gba it shows in the time between two pushes, wherever
+it was stopped.
+
+Example: of steps of 10 ms, every tenth takes 110 ms, since worker 2 takes 100 ms longer: it is stopped half the time.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ from gba_hvd.switching.measurements import N_RECENT, ODD
 READING_S = 0.1  # the period of a CPU quota, by default, in Linux and in Kubernetes
 _RECUR = 3
 _KEPT_S = 10.0  # of training: several stops of a second each
+_LEAST_S = 2.0  # a few in a row are no large share of the time
+_NEWER = N_RECENT // 2  # so many and the one itself are most of the recent ones
+_FEWEST = 3  # times, before one is usual
+_AT_MOST = 2.0  # times what is known: a stop comes while a worker computes about as often as while it waits
 _MOST = 0.95  # share of the time: a rate remains
 _Done = tuple[tuple[int, float], ...]
 
@@ -58,7 +66,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Share of the time (0 to below 1) that stops take: of the job's steps, and of each worker."""
+    """Share of the time (0 to below 1) that stops take: of the job's steps, and of each worker; (): not known yet."""
 
     steps: float
     workers: tuple[float, ...]
@@ -82,6 +90,45 @@ class _Stops:
     apart: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Usual:
+    """Seconds of a step, and of each worker's micro-batches and the cycles of these; 0: too few are known"""
+
+    step_s: float
+    computing: list[float]
+    cycles: list[float]
+
+    @property
+    def limit(self) -> float:
+        return ODD if self.step_s < READING_S else math.inf
+
+
+class _Times:
+    """The newest of each worker, however long ago it had a micro-batch."""
+
+    def __init__(self, n_workers: int) -> None:
+        self.n = [0] * n_workers
+        self._each: list[deque[float]] = [deque(maxlen=N_RECENT) for _ in range(n_workers)]
+
+    def add(self, done: _Done) -> None:
+        for worker, (n, seconds) in enumerate(done):
+            if n:
+                self.n[worker] += 1
+                self._each[worker].append(seconds / n)
+
+    def usual(self) -> list[float]:
+        return [median(own) if len(own) >= _FEWEST else 0.0 for own in self._each]
+
+
+@dataclass(frozen=True)
+class _Unconfirmed:
+    """The steps of a reading. n_steps, n_of: how many there had been with them, and of each worker"""
+
+    whole: Sequence[_Measured]
+    n_steps: int
+    n_of: tuple[int, ...]
+
+
 class ShortSteps:
     """Gathers steps, of one mode at a time, and of workers that stay the same."""
 
@@ -89,28 +136,58 @@ class ShortSteps:
         self._stops: deque[_Stops] = deque()
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, n_workers: int = 0) -> None:
         self._gathered: list[_Measured] = []
-        self._recent: deque[_Measured] = deque(maxlen=N_RECENT)
-        self._since_push_s: list[float] = []
+        self._unconfirmed: deque[_Unconfirmed] = deque()
+        self._steps_s: deque[float] = deque(maxlen=N_RECENT)
+        self._n_steps = 0
+        self._computing, self._pushes = _Times(n_workers), _Times(n_workers)
+        self._since_push_s: list[float] = [0.0] * n_workers
 
     def add(self, steps: Steps) -> Reading | None:
         """The reading that these complete, if they do."""
-        known = [len(self._recent[-1].steps.done)] if self._recent else [len(one.workers) for one in self._stops][-1:]
-        if known not in ([], [len(steps.done)]):
+        n_workers = len(steps.done)
+        if self._stops and len(self._stops[-1].workers) != n_workers:
             self._stops.clear()
-            self._begin()
+        if len(self._computing.n) != n_workers:
+            self._begin(n_workers)
         measured = _Measured(steps, self._cycles(steps) if steps.is_look else steps.done)
-        self._recent.append(measured)
-        self._gathered.append(measured)
+        self._note(measured)
         if sum(one.steps.elapsed_s for one in self._gathered) < READING_S:
             return None
         whole, self._gathered = self._gathered, []
-        reading, stops = _read(whole, self._recent)
+        n_of = self._pushes.n if steps.is_look else self._computing.n
+        self._unconfirmed.append(_Unconfirmed(whole, self._n_steps, tuple(n_of)))
+        usual = _Usual(median(self._steps_s), self._computing.usual(), self._pushes.usual())
+        self._confirm(usual, n_of)
+        return _read(whole, usual)
+
+    def _note(self, measured: _Measured) -> None:
+        self._gathered.append(measured)
+        self._n_steps += 1
+        self._steps_s.append(measured.steps.elapsed_s / measured.steps.n_steps)
+        self._computing.add(measured.steps.done)
+        if measured.steps.is_look:
+            self._pushes.add(measured.cycles)
+
+    def _confirm(self, usual: _Usual, n_of: Sequence[int]) -> None:
+        """Take note of the stops in readings after which enough is known; what is not known for long is none."""
+        waiting_s = sum(one.steps.elapsed_s for reading in self._unconfirmed for one in reading.whole)
+        while self._unconfirmed:
+            first = self._unconfirmed[0]
+            found = _found(first.whole, usual)
+            late = [n - before for n, before, own in zip(n_of, first.n_of, found.workers, strict=True) if own]
+            newer = min(late + [self._n_steps - first.n_steps] * bool(found.steps), default=_NEWER)
+            if newer < _NEWER and waiting_s < _KEPT_S:
+                return
+            self._unconfirmed.popleft()
+            waiting_s -= found.elapsed_s
+            self._keep(found if newer >= _NEWER else _Stops(found.elapsed_s, ((),) * len(found.workers)))
+
+    def _keep(self, stops: _Stops) -> None:
         self._stops.append(stops)
         while sum(one.elapsed_s for one in self._stops) - self._stops[0].elapsed_s > _KEPT_S:
             self._stops.popleft()
-        return reading
 
     def stopped(self) -> Stopped:
         workers, more = self._of_workers()
@@ -129,7 +206,8 @@ class ShortSteps:
     def _of_workers(self) -> tuple[list[float], float]:
         """The share of the time in stops that are known to be of each, and times so much with those that are not."""
         workers = [self._share(stops) for stops in zip(*(one.workers for one in self._stops), strict=True)]
-        return workers, 1 + self._share([one.apart for one in self._stops]) / (sum(workers) or math.inf)
+        apart = self._share([one.apart for one in self._stops])
+        return workers, min(_AT_MOST, 1 + apart / (sum(workers) or math.inf))
 
     def _share(self, stops: Sequence[tuple[float, ...]]) -> float:
         """Of the time since the first one. stops: of each reading"""
@@ -138,42 +216,47 @@ class ShortSteps:
         if len(since) < _RECUR - 1:
             return 0.0
         elapsed_s = sum(one.elapsed_s for one in list(self._stops)[first + 1 :])
-        return (sum(since[:-1]) + since[-2]) / elapsed_s
+        return (sum(since[:-1]) + since[-2]) / max(_LEAST_S, elapsed_s)
 
     def _cycles(self, steps: Steps) -> _Done:
         """Of each worker that has pushed, how many, and the time since it had pushed before."""
-        before = self._since_push_s or [0.0] * len(steps.done)
-        since = [s + steps.elapsed_s for s in before]
+        since = [s + steps.elapsed_s for s in self._since_push_s]
         self._since_push_s = [0.0 if n else s for (n, _), s in zip(steps.done, since, strict=True)]
         return tuple((n, s if n else 0.0) for (n, _), s in zip(steps.done, since, strict=True))
 
 
-def _read(whole: Sequence[_Measured], recent: Sequence[_Measured]) -> tuple[Reading, _Stops]:
-    """whole: the steps of a reading; recent: by which it is known what is usual"""
+def _read(whole: Sequence[_Measured], usual: _Usual) -> Reading:
+    """whole: the steps of a reading"""
     steps = [one.steps for one in whole]
-    elapsed_s = sum(one.elapsed_s for one in steps)
-    usual_s = median(one.steps.elapsed_s / one.steps.n_steps for one in recent)
-    is_short = usual_s < READING_S
-    limit = ODD if is_short else math.inf
-    computing = _stops([one.done for one in steps], [one.steps.done for one in recent], limit)
-    workers = computing
-    if steps[0].is_look:  # which has several pushes of a worker, of which one was late
-        workers = _stops([one.cycles for one in whole], [one.cycles for one in recent], limit, of_one=True)
-    of_steps = [_beyond(one.elapsed_s, one.n_steps * usual_s, limit, one.n_steps * usual_s) for one in steps]
-    apart = [max(0.0, stop_s - max(own)) for stop_s, own in zip(of_steps, workers, strict=True)]
+    stops = _late([one.done for one in steps], usual.computing, usual.limit)
     seconds = []
-    for done, stops in zip(zip(*(one.done for one in steps), strict=True), zip(*computing, strict=True), strict=True):
+    for done, own in zip(zip(*(one.done for one in steps), strict=True), zip(*stops, strict=True), strict=True):
         n = sum(n for n, _ in done)
-        seconds.append((sum(s for _, s in done) - sum(stops)) / n if n else 0.0)
-    n_steps, n_micro = sum(one.n_steps for one in steps), sum(one.n_micro for one in steps)
+        seconds.append((sum(s for _, s in done) - sum(own)) / n if n else 0.0)
+    elapsed_s = sum(one.elapsed_s for one in steps) - sum(_late_steps(steps, usual))
+    return Reading(sum(one.n_steps for one in steps), sum(one.n_micro for one in steps), elapsed_s, tuple(seconds))
+
+
+def _found(whole: Sequence[_Measured], usual: _Usual) -> _Stops:
+    steps = [one.steps for one in whole]
+    if steps[0].is_look:  # which has several pushes of a worker, of which one was late
+        workers = _late([one.cycles for one in whole], usual.cycles, usual.limit, of_one=True)
+    else:
+        workers = _late([one.done for one in steps], usual.computing, usual.limit)
+    of_steps = _late_steps(steps, usual)
+    apart = [max(0.0, stop_s - max(own)) for stop_s, own in zip(of_steps, workers, strict=True)]
     by_worker = tuple(tuple(filter(None, stops)) for stops in zip(*workers, strict=True))
-    found = _Stops(elapsed_s, by_worker, tuple(filter(None, of_steps)), tuple(filter(None, apart)))
-    return Reading(n_steps, n_micro, elapsed_s - sum(of_steps), tuple(seconds)), found
+    elapsed_s = sum(one.elapsed_s for one in steps)
+    return _Stops(elapsed_s, by_worker, tuple(filter(None, of_steps)), tuple(filter(None, apart)))
 
 
-def _stops(steps: Sequence[_Done], recent: Sequence[_Done], limit: float, of_one: bool = False) -> list[list[float]]:
+def _late_steps(steps: Sequence[Steps], usual: _Usual) -> list[float]:
+    each = [one.n_steps * usual.step_s for one in steps]
+    return [_beyond(one.elapsed_s, usual_s, usual.limit, usual_s) for one, usual_s in zip(steps, each, strict=True)]
+
+
+def _late(steps: Sequence[_Done], usual: list[float], limit: float, of_one: bool = False) -> list[list[float]]:
     """Of each step, by worker; 0 s: none. of_one: beyond that many times a single micro-batch, not all of a step"""
-    usual = [median([s / n for n, s in own if n] or [0.0]) for own in zip(*recent, strict=True)]
     return [
         [_beyond(s, n * each, limit, each if of_one else n * each) for (n, s), each in zip(done, usual, strict=True)]
         for done in steps

@@ -633,9 +633,9 @@ def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkey
     assert read["job/allreduce_samples_per_s"] == pytest.approx(4 * 6 / 1.3, abs=0.1), "as achieved"
     assert read["job/gba_samples_per_s"] == pytest.approx(gain * 4 * 6 / 1.3, rel=1e-2)
     assert decided[-1].data["gba_samples_per_s"] == read["job/gba_samples_per_s"]
-    engine.world.rank, n = 1, len(events)
+    engine.world.rank, progress.step, n = 1, 16, len(events)
     participant.after_step(SLOW, 1.3, 6, 1)
-    assert len(events) == n
+    assert len(events) == n and participant.callback.decided_at_step == 15, "another worker decides nothing"
 
 
 def test_a_decision_is_reported_when_its_kind_is_another_one_and_has_lasted() -> None:
