@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recovery.callback import CheckpointCallback
+from recovery.catalog.best_so_far import BestSoFar
 from recovery.errors import BadInput
 
 
@@ -200,3 +201,18 @@ def test_only_rank_0_which_knows_what_is_saved_takes_a_model_for_unsaved() -> No
     callback.on_job(SimpleNamespace(is_chief=False))
     reports(callback, (10, 0.6), (20, 0.5), saves=False)
     assert callback.best["best_until"] == 20 and callback.unsaved_best is None
+
+
+def test_a_best_model_whose_checkpoint_came_after_the_next_evaluation_is_not_saved() -> None:
+    best = BestSoFar("auc")
+    best.measured(20, 0.5)
+    best.begun(20)
+    best.done(20)
+    best.measured(40, 0.9)
+    best.begun(41)
+    best.measured(42, 0.8)
+    best.done(43)
+    assert best.unsaved is not None and (best.unsaved.step, best.unsaved.value) == (40, 0.9)
+    assert "step 43, after the next evaluation" in best.unsaved.why
+    best.measured(60, 0.85)
+    assert best.best is not None and best.best.step == 60 and best.is_due

@@ -57,6 +57,19 @@ def test_time_between_launches_counts_for_none_and_each_begins_in_a_mode_of_its_
     }  # fmt: skip
 
 
+def test_a_launcher_that_starts_all_workers_again_counts_its_time_once():
+    found = summary_of(
+        story(
+            {"mode": [(10, 20, 0.0)]},
+            event("started", 10, launcher_unix_s=0.0),
+            event("failed", 30, 12),
+            event("started", 60, 10, launcher_unix_s=0.0),
+            event("finished", 100, 20),
+        )
+    )
+    assert found["seconds_of_launches"] == 100.0
+
+
 def test_a_switch_that_was_not_reported_is_seen_by_the_points():
     found = summary_of(story({"mode": [(10, 30, 0.0), (20, 50, GBA)]}, event("started", 10)))
     assert (found["seconds_in_allreduce"], found["seconds_in_gba"]) == (20.0, 80.0)

@@ -454,6 +454,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_gc(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
     from gba_hvd.serving.old_versions import delete_unneeded, unneeded
 
     store = store_of(args.url, args.option)

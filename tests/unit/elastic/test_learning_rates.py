@@ -12,7 +12,7 @@ import torch
 
 import gba_hvd
 from gba_hvd.elastic import learning_rates
-from gba_hvd.elastic.learning_rates import ReplacedRates, rates_of
+from gba_hvd.elastic.learning_rates import Rate, ReplacedRates, rates_of
 from recovery import CheckpointCallback
 
 OWN = {"user": (20, 4), "item": gba_hvd.Table(7, 3, optimizer=gba_hvd.Adagrad(lr=0.2))}
@@ -141,3 +141,18 @@ def test_the_place_in_a_schedule_is_no_difference() -> None:
         "as the schedule by chance"
     )
     assert said(optimizer(0.4, 0, scheduled=False), optimizer(0.4, 3)) == [begin + "dense 0.05 (script: 0.4)"]
+
+
+def kept_events(script: Any, saved: Any, now: Any, before: Any) -> list[str]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=now)
+    rates = [None if lr is None else {"dense": Rate(lr, None)} for lr in (script, saved, before)]
+    replaced = ReplacedRates(rates[0] or {}, rates[1] or {}, rates[2])
+    events = learning_rates.events_of(replaced, optimizer, {}, 7)
+    return [event.level for event in events if event.kind == "learning_rates_kept"]
+
+
+def test_a_rate_that_fell_while_the_job_trained_is_no_difference_of_the_scripts() -> None:
+    """As ReduceLROnPlateau lowers it, which keeps no initial rate."""
+    assert kept_events(script=0.1, saved=0.001, now=0.001, before=0.1) == []
+    assert kept_events(script=0.2, saved=0.001, now=0.001, before=0.1) == ["warning"]
+    assert kept_events(script=0.1, saved=0.001, now=0.001, before=None) == ["info"]
