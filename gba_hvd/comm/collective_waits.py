@@ -51,7 +51,7 @@ PURPOSES = {
     **dict.fromkeys(("entered", "servers", "mode left", "mode"), _MODE),
     **dict.fromkeys(
         (
-            "save", "random", "residual", "checkpoint read", "saved before leaving", "may be as resumed",
+            "save", "best", "random", "residual", "checkpoint read", "saved before leaving", "may be as resumed",
             "is as resumed",
         ),
         _CHECKPOINT,

@@ -302,7 +302,10 @@ def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_given(database
         first.on_step(step(k))
     wait_until_delivered(first)
     reported = first.state_dict()
-    assert reported == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2, "warnings": 0}
+    assert reported == {
+        "run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2, "warnings": 0,
+        "run_of": "handed-over", "continues": None,
+    }  # fmt: skip
     first.on_end("FAILED", RuntimeError("the whole job stopped"))
 
     second = patient(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)

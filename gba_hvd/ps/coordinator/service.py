@@ -168,16 +168,6 @@ class CoordinatorService:
             self.executor.advance()
             self._answer_waiters()
 
-    def settle(self) -> None:
-        """Wait until no step is being applied here."""
-        while self.executor.settle():
-            self.advance()
-
-    def applied_here(self) -> None:
-        """The thread that applies steps is done with one."""
-        if self.executor.settle():
-            self.advance()
-
     def peer_answered(self, index: int, number: int | None, answer: Answer) -> None:
         """What another server answers to the request of this number; None: it is not known."""
         if isinstance(answer, Refused) and not answer.retry:

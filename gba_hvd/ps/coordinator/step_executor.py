@@ -2,10 +2,7 @@
 
 The ledger is a write-ahead log: a decision is saved in it before any server applies a part of it.
 
-    decided -> saved in the ledger -> sent to the other servers, begun here -> all have applied it -> it counts
-
-This server's part is applied by a thread (`step_thread`), so that leases and pushes are answered meanwhile. What needs
-the part as a whole waits for it first (`settle`).
+    decided -> saved in the ledger -> sent to the other servers, applied here -> all have applied it -> it counts
 
 Where steps are clipped, the servers are first asked how large their parts of the gradient are:
 
@@ -35,27 +32,24 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from functools import partial
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.coordinator.peers import Peers
 from gba_hvd.ps.coordinator.pending_save import PendingSave
-from gba_hvd.ps.coordinator.step_thread import StepThread
 from gba_hvd.ps.messages import Applied, Apply, Discard, JobPosition, Measure, Measured, Refused, Save
-from gba_hvd.ps.partition.partition import Partition, PreparedStep
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.trace import TRACE
 
 log = logging.getLogger("gba_hvd.ps")
 _RESEND_S = 1.0
-_HERE = 0  # this server's index
 
 
 @dataclass
 class _StepInFlight:
-    """A decided step: which servers have not applied it yet, and what it has cost so far."""
+    """A decided step: which other servers have not applied it yet, and what it has cost so far."""
 
     request: Apply
     pending: set[int]
@@ -92,18 +86,11 @@ class StepExecutor:
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        part: Partition,
-        peers: Peers,
-        records: StateFiles,
-        saver: Saver,
-        thread: StepThread[str],
+        self, coordinator: Coordinator, part: Partition, peers: Peers, records: StateFiles, saver: Saver
     ) -> None:
         self.coordinator, self.part, self.failure = coordinator, part, ""
-        self._peers, self._records, self._thread = peers, records, thread
+        self._peers, self._records = peers, records
         self._step_in_flight: _StepInFlight | None = None
-        self._executed: PreparedStep | None = None  # in the thread
         self._being_measured: _BeingMeasured | None = None
         self._next_save = PendingSave(part, peers, saver)
 
@@ -117,34 +104,15 @@ class StepExecutor:
             if TRACE is not None and (plan := self.coordinator.ledger.decided) is not None:
                 dropped = [(m.micro, m.serial) for m in plan.members if m.weight == 0]
                 TRACE.write("decided", generation=request.generation, step=request.step, dropped=dropped)
-            self._step_in_flight = _StepInFlight(request, {_HERE, *self._peers}, time.monotonic())
+            self._step_in_flight = _StepInFlight(request, set(self._peers), time.monotonic())
             self._send(self._step_in_flight)
             try:
-                step = self.part.prepare(request)
+                answer = self.part.apply(request)
             except GbaError as error:  # nothing of it was applied, nothing after it will be: workers get the reason
                 self.failure = f"step {request.step}: {error}"
                 self._step_in_flight = None
                 return
-            if isinstance(step, Applied):
-                self.applied_by(_HERE, step)
-            else:
-                self._executed = step
-                self._thread.begin(partial(self.part.execute, step))
-
-    def settle(self) -> bool:
-        """Wait until this server's part of the step is applied. Returns whether one was being applied."""
-        step, self._executed = self._executed, None
-        if step is None:
-            return False
-        try:
-            answer = self.part.finish(step, self._thread.result())
-        except Exception as error:  # not of the step itself, see `execute`: of its marks, or its trace
-            number = step.request.step
-            log.exception("step %d could not be finished", number)
-            self.failure = f"step {number} could not be finished: {type(error).__name__}: {error}"
-        else:
-            self.applied_by(_HERE, answer)
-        return True
+            self._note(self._step_in_flight, answer)
 
     def repeat(self) -> None:
         """Send the step again where no answer came for long."""
@@ -163,7 +131,7 @@ class StepExecutor:
         return not step.pending
 
     def applied_by(self, index: int, answer: Applied) -> bool:
-        """A server's answer, or this one's. Returns whether it is news."""
+        """A server's answer. Returns whether it is news."""
         step = self._step_in_flight
         if step is None or answer.step != step.request.step or index not in step.pending:
             return False
@@ -208,7 +176,7 @@ class StepExecutor:
 
     def _send(self, step: _StepInFlight | _BeingMeasured) -> None:
         step.sent_s = time.monotonic()
-        self._peers.send(step.pending - {_HERE}, step.request.step, step.request)
+        self._peers.send(step.pending, step.request.step, step.request)
 
     def _note(self, step: _StepInFlight, answer: Applied) -> None:
         step.lost |= set(answer.missing)

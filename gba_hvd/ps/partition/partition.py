@@ -69,29 +69,8 @@ class _Merged:
     row_scale: float
 
 
-@dataclass(frozen=True)
-class PreparedStep:
-    """A decided step with the pushes that it consists of here.
-
-    found, dropped: by lease, with a part in the step, and without
-    due: of this server's shards those that have not begun the step
-    merged: the gradient, where it was measured before
-    """
-
-    request: Apply
-    found: Mapping[tuple[int, int], BufferedPush]
-    dropped: Sequence[BufferedPush]
-    due: np.ndarray
-    merged: _Merged | None
-
-    @property
-    def missing(self) -> list[int]:
-        """Micro-batches of the step that this server has no push of."""
-        return [m.micro for m in self.request.members if (m.micro, m.serial) not in self.found]
-
-
 class Partition:
-    """Not thread-safe: belongs to the server's main thread, which may have another one `execute` a step."""
+    """Not thread-safe: belongs to the server's main thread."""
 
     def __init__(
         self,
@@ -225,15 +204,6 @@ class Partition:
 
     def apply(self, request: Apply) -> Applied:
         """Apply a decided step. Asked again, answers the same and does nothing."""
-        step = self.prepare(request)
-        return step if isinstance(step, Applied) else self.finish(step, self.execute(step))
-
-    def prepare(self, request: Apply) -> Applied | PreparedStep:
-        """Take the pushes of a decided step out of the buffer; the answer, where there is nothing left to do.
-
-        `execute` and `finish` come next, before anything else of this part is used but `push`, the buffer and
-        `forget_worker`.
-        """
         if self._last is not None and self._last.step == request.step:
             return self._last
         if request.step == self._begun:  # its pushes went down with the server that died
@@ -249,38 +219,30 @@ class Partition:
         self.buffer.discard_before(request.oldest_serial)
         self._note_arrivals(request, found)
         self.residuals.applied(found.values())
+        missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
         due = self.shards[self._memory.marks().begun[self.shards] < request.step]
-        step = PreparedStep(request, found, dropped, due, self._as_measured(request, len(found)))
+        missed = len(self.shards) - len(due)
+        failed = ""
         if TRACE is not None:
             members = [(m.micro, m.serial, m.weight) for m in request.members if (m.micro, m.serial) in found]
             TRACE.write(
                 "apply", generation=request.generation, step=request.step, server=self.enter.me, members=members,
-                missing=step.missing, scale=request.scale, lrs=request.lrs, row_lr=request.row_lr,
-                missed=len(self.shards) - len(due), n_micro=request.n_micro,
-                row_damping=[m.row_damping for m in request.members], rule=self.enter.rule,
-                rule_settings=self.enter.rule_settings,
+                missing=missing, scale=request.scale, lrs=request.lrs, row_lr=request.row_lr, missed=missed,
+                n_micro=request.n_micro, row_damping=[m.row_damping for m in request.members],
+                rule=self.enter.rule, rule_settings=self.enter.rule_settings,
             )  # fmt: skip
-        return step
-
-    def execute(self, step: PreparedStep) -> str:
-        """Apply it, in any thread. Returns why it could not be applied; then it is over, too."""
-        number = step.request.step
         try:
-            self._apply(step)
+            self._apply(request, found, dropped, due)
         except Exception as error:
-            log.exception("step %d could not be applied", number)
-            self._memory.finish(step.due, number)
-            if self.dense.step < number:
-                self.dense.skip_(number)
-            return f"step {number} could not be applied: {type(error).__name__}: {error}"
-        return ""
-
-    def finish(self, step: PreparedStep, failed: str) -> Applied:
-        """The answer to a step that was executed. failed: the result of `execute`"""
-        missed = len(self.shards) + bool(self.n_dense) if failed else len(self.shards) - len(step.due)
-        self._last = Applied(step.request.step, step.missing, missed, failed)
+            log.exception("step %d could not be applied", request.step)
+            failed = f"step {request.step} could not be applied: {type(error).__name__}: {error}"
+            self._memory.finish(due, request.step)
+            if self.dense.step < request.step:
+                self.dense.skip_(request.step)
+            missed = len(self.shards) + bool(self.n_dense)
+        self._last = Applied(request.step, missing, missed, failed)
         if TRACE is not None:
-            TRACE.write("applied", step=step.request.step, server=self.enter.me, missed=missed, failed=failed)
+            TRACE.write("applied", step=request.step, server=self.enter.me, missed=missed, failed=failed)
         return self._last
 
     def _values_by_row(self, grads: Sequence[RowGrad]) -> Iterator[np.ndarray]:
@@ -331,9 +293,15 @@ class Partition:
         is_this = is_this and of.dropped == request.dropped
         return merged if is_this and len(merged.pushes) == n_found else None
 
-    def _apply(self, step: PreparedStep) -> None:
-        request, due, memory, layout = step.request, step.due, self._memory, self._memory.layout
-        merged = step.merged or self._merge(request, step.found, step.dropped)
+    def _apply(
+        self,
+        request: Apply,
+        found: Mapping[tuple[int, int], BufferedPush],
+        dropped: Sequence[BufferedPush],
+        due: np.ndarray,
+    ) -> None:
+        memory, layout = self._memory, self._memory.layout
+        merged = self._as_measured(request, len(found)) or self._merge(request, found, dropped)
         pushes, dense, rows, scale = merged.pushes, merged.dense, merged.rows, merged.row_scale * request.row_factor
         if not all(map(validation.all_finite, (dense, *(grad.values for grad in rows)))):
             raise NonFiniteGradient("the sum of finite gradients is not finite: they are far too large")

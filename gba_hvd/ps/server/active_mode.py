@@ -22,7 +22,6 @@ from gba_hvd.ps.coordinator.evaluations import Evaluations
 from gba_hvd.ps.coordinator.peers import Peers
 from gba_hvd.ps.coordinator.service import CoordinatorService
 from gba_hvd.ps.coordinator.step_executor import StepExecutor
-from gba_hvd.ps.coordinator.step_thread import StepThread
 from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Enter, Export, Exported, Leave, ProtocolError, Refused
 from gba_hvd.ps.partition.dense_part import DensePart
@@ -43,19 +42,12 @@ class ActiveMode:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        memory: ShardMemory,
-        records: StateFiles,
-        peers: Peers,
-        saver: Saver,
-        step_thread: StepThread[str],
+        self, settings: Settings, memory: ShardMemory, records: StateFiles, peers: Peers, saver: Saver
     ) -> None:
         self.part: Partition | None = None
         self.coordinator_service: CoordinatorService | None = None
         self.requested_mode: tuple[str, str] = ("", "")
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
-        self._step_thread = step_thread
         own = tuple(map(build, settings.own_row_optimizers))
         self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
         for table in memory.layout.tables:
@@ -94,11 +86,6 @@ class ActiveMode:
         if self.coordinator_service is None:
             raise ProtocolError("this server is not the coordinator")
         return self.coordinator_service
-
-    def settle(self) -> None:
-        """Wait until no step is being applied here: from then on all of the part may be used."""
-        if self.coordinator_service is not None:
-            self.coordinator_service.settle()
 
     # --- changing it -------------------------------------------------------------------------------------------------
 
@@ -147,8 +134,7 @@ class ActiveMode:
         part = self.part
         if part is None or part.enter.generation != generation or part.idle:
             return
-        part.idle, part.mirrors = True, None  # first: no other step begins
-        self.settle()
+        part.idle, part.mirrors = True, None
         self._records.save_session(part.enter, idle=True)
         log.warning("mode %s of generation %d is left: its workers continued without it", part.enter.discipline["name"],
                     generation)  # fmt: skip
@@ -195,5 +181,5 @@ class ActiveMode:
 
     def _at_work(self, part: Partition, coordinator: Coordinator) -> CoordinatorService:
         coordinator.arrivals, coordinator.gaps = part.arrivals, part.gaps.by_worker
-        executor = StepExecutor(coordinator, part, self._peers, self._records, self._saver, self._step_thread)
+        executor = StepExecutor(coordinator, part, self._peers, self._records, self._saver)
         return CoordinatorService(executor, self._evaluations, self._records)

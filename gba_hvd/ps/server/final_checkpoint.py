@@ -140,7 +140,6 @@ class FinalCheckpoint:
 
     def _ask(self) -> bool:
         """Whether something is being saved, or will be."""
-        self._mode.settle()
         try:
             state = retained_state.read(self._memory.folder)
             if self._mode.idle or self._is_as_entered(state):

@@ -4,10 +4,8 @@
 
 Who owns what. The main thread owns the control sockets, the mode that is on (`mode`: the part, and in server 0 the
 coordinator), checkpoints, and nearly all else; it is the only writer of the host's shards while the job is in an
-asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pull_thread`). In server 0 a third
-one applies steps (`step_thread`): meanwhile the main thread answers what touches neither rows nor dense values
-(`_BESIDE_A_STEP`), and waits for it before anything else. What must survive the process lies in files of the job's
-folder (`state_files`).
+asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pull_thread`). What must survive
+the process lies in files of the job's folder (`state_files`).
 
 A killed server is started again by a worker of its host and resumes from these files. Its waiting pushes are gone: the
 coordinator has their micro-batches computed again. No message ends a server: what a request raises is its answer.
@@ -37,7 +35,6 @@ from gba_hvd.gc_pause import gc_paused
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.coordinator.failure_detector import FailureDetector
 from gba_hvd.ps.coordinator.peers import Peers
-from gba_hvd.ps.coordinator.step_thread import StepThread
 from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Ok, ProtocolError, Refused, Request
 from gba_hvd.ps.partition import compressed_frames
@@ -59,11 +56,6 @@ log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100
 MOST_FILES = 1 << 16
 _MESSAGES_A_TURN = 64  # from one socket, before the others have their turn
-# Answered while a step is applied: of the part they use the buffer of pushes and the residuals, which that does not.
-_BESIDE_A_STEP = (
-    messages.Push, messages.PushDone, messages.LeaseRequest, messages.HeartbeatMsg, messages.Status,
-    messages.ProbeProcess, messages.DelegateClaim,
-)  # fmt: skip
 
 
 class Server:
@@ -80,8 +72,7 @@ class Server:
         self._context: zmq.Context[Any] = zmq.Context(transport.IO_THREADS)
         self._poller = zmq.Poller()
         self._peers = Peers(self._context, key, settings.job, self._poller)
-        self._step_thread: StepThread[str] = StepThread()
-        self._mode = ActiveMode(settings, self._memory, self._records, self._peers, self._saver, self._step_thread)
+        self._mode = ActiveMode(settings, self._memory, self._records, self._peers, self._saver)
         self._reporting = StatusService(settings.job, index, self._mode, self._saver)
         self._last_save = FinalCheckpoint(index, settings.grace_s, self._memory, self._mode, self._saver)
 
@@ -91,7 +82,6 @@ class Server:
         self._pulling = PullThread(self._listen("pull", pull, key), settings.job, self._memory, self._mode.owned_shards)
         for socket in (self._gate.socket, *self._port.sockets):
             self._poller.register(transport.pollable(socket), zmq.POLLIN)
-        self._poller.register(self._step_thread.fileno(), zmq.POLLIN)
 
         self._folder_id = os.stat(folder).st_ino
         self._failure_detector = FailureDetector(self._peers, settings.heartbeat_timeout_s)
@@ -126,7 +116,6 @@ class Server:
             except Exception:
                 log.exception("the server continues after an error that belongs to no request")
                 time.sleep(_TICK_MS / 1000)  # should it come again at once, the log must not fill the disk
-        self._step_thread.close()
         self._saver.close()
         self._pulling.join()  # sockets belong to one thread: close them when it is done
         self._context.destroy(linger=0)
@@ -152,8 +141,6 @@ class Server:
         ready = dict(self._poller.poll(_TICK_MS))
         if self._gate.socket in ready:
             self._gate.serve()
-        if self._step_thread.fileno() in ready and self._mode.coordinator_service is not None:
-            self._mode.coordinator_service.applied_here()
         for socket in self._port.sockets:
             if transport.pollable(socket) in ready:
                 self._port.serve(socket, _MESSAGES_A_TURN)
@@ -187,8 +174,6 @@ class Server:
 
     def _carry_out(self, caller: Requester, request: Request, frames: list[Any]) -> tuple[Answer | None, Sequence[Any]]:
         mode = self._mode
-        if not isinstance(request, _BESIDE_A_STEP):
-            mode.settle()
         match request:
             # Of the part: gradients and values.
             case messages.Push():

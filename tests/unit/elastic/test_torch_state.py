@@ -165,7 +165,7 @@ def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clic
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
-        job.epoch(clicks(20))
+        job.epoch(clicks(5000))  # some readings of a tenth of a second
 
     train(job.state)
     assert len(said) == 1 and said[0].startswith('mode "auto" never left allreduce: ') and "predicted" in said[0], said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,6 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.coordinator.service import CoordinatorService
 from gba_hvd.ps.coordinator.step_executor import StepExecutor
-from gba_hvd.ps.coordinator.step_thread import StepThread
 from gba_hvd.ps.messages import (
     Applied,
     Apply,
@@ -37,16 +34,12 @@ from gba_hvd.ps.messages import (
     SaveSettings,
     SaveStatus,
 )
-from gba_hvd.ps.partition.partition import PreparedStep
-from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.state_files import StateFiles
 from recovery import state_codec
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 
 GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
-PATIENCE_S = 60.0
-NOBODY: Any = SimpleNamespace(reply=lambda answer: None)
 
 
 class Scene:
@@ -67,32 +60,18 @@ class Scene:
         self.sent: list[tuple[int, Request]] = []
         self.saves: list[Save] = []
         self.part: Any = SimpleNamespace(
-            enter=enter, prepare=self.prepare, execute=self.execute, finish=self.finish,
-            measure=self.measure, shards=np.array([0]),
+            enter=enter, apply=self.apply, measure=self.measure, shards=np.array([0]),
             export=lambda: (0, np.empty(0), state_codec.encode([])), dense=SimpleNamespace(tensors=[]),
             residuals=SimpleNamespace(workers=[], total=lambda: None),
         )  # fmt: skip
         self.others: Any = Others(range(1, n_servers), self)
         saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request), report=SaveStatus)
-        self.thread: StepThread[str] = StepThread()
-        self.executor = StepExecutor(self.coordinator, self.part, self.others, self.records, saver, self.thread)
+        self.executor = StepExecutor(self.coordinator, self.part, self.others, self.records, saver)
         self._n_asked = 0
 
-    def prepare(self, request: Apply) -> PreparedStep:
-        return PreparedStep(request, {}, [], np.array([0]), None)
-
-    def execute(self, step: PreparedStep) -> str:
-        self.note("applied here", step.request.step)
-        return ""
-
-    def finish(self, step: PreparedStep, failed: str) -> Applied:
-        return Applied(step.request.step, failed=failed)
-
-    def advance(self) -> None:
-        """As `CoordinatorService` does, until nothing is applied here."""
-        self.executor.advance()
-        while self.executor.settle():
-            self.executor.advance()
+    def apply(self, request: Apply) -> Applied:
+        self.note("applied here", request.step)
+        return Applied(request.step)
 
     def measure(self, request: Measure) -> Measured:
         self.note("measured here", request.step)
@@ -129,104 +108,15 @@ class Others:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
-    scenes: list[Scene] = []
-
-    def made(n_servers: int, **limits: float) -> Scene:
-        scenes.append(Scene(tmp_path, n_servers, **limits))
-        return scenes[-1]
-
-    yield made
-    for scene in scenes:
-        scene.thread.close()
+def make(tmp_path: Path) -> Callable[..., Scene]:
+    return lambda n_servers, **limits: Scene(tmp_path, n_servers, **limits)
 
 
 def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(make: Callable[[int], Scene]) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert scene.log == [("Apply to 1", 1, True), ("applied here", 1, True)]
-
-
-def test_leases_and_reports_are_answered_while_a_step_is_applied_and_the_next_one_waits(
-    make: Callable[[int], Scene],
-) -> None:
-    scene, continues = make(1), threading.Event()
-    scene.part.execute = lambda step: "" if continues.wait(PATIENCE_S) else "nobody answered meanwhile"
-    scene.part.idle, scene.part.buffer = False, {(micro, serial) for micro in range(4) for serial in range(9)}
-    service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
-    scene.compute_a_step()
-    service.advance()
-    assert is_readable(scene.thread) is False and scene.executor.resume_position() is None
-    for request in (11, 12):
-        given = service.ask(NOBODY, LeaseRequest(WORKER, GENERATION, request, 0, 64, [0.5, 0.1], 0))
-        assert isinstance(given, LeaseReply) and given.lease is not None
-        position = service.done(PushDone(WORKER, GENERATION, given.lease.micro, given.lease.serial)).position
-        assert position is not None and position.step == 0
-    assert factors_on_disk(scene) is None and scene.executor.resume_position() is None
-    continues.set()
-    assert is_readable(scene.thread, PATIENCE_S)
-    service.applied_here()
-    assert scene.coordinator.ledger.step == 1 and scene.coordinator.ledger.decided is not None
-    service.settle()
-    assert scene.coordinator.ledger.step == 2 and not is_readable(scene.thread)
-    service.applied_here()
-    assert scene.coordinator.ledger.step == 2 and scene.executor.failure == ""
-
-
-def test_a_mode_that_its_workers_abandoned_ends_with_the_step_that_is_being_applied(
-    make: Callable[[int], Scene],
-) -> None:
-    """They write the shards from then on: no other step begins, though its pushes are in."""
-    scene, continues, began = make(1), threading.Event(), []
-
-    def execute(step: PreparedStep) -> str:
-        began.append(step.request.step)
-        return "" if continues.wait(PATIENCE_S) else "never ended"
-
-    scene.part.execute, scene.part.idle, scene.part.mirrors = execute, False, None
-    service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
-    scene.compute_a_step()
-    service.advance()
-    scene.compute_a_step()
-    mode: Any = ActiveMode.__new__(ActiveMode)
-    mode.part, mode.coordinator_service, mode._abandoned = scene.part, service, 0
-    mode._records = SimpleNamespace(save_session=lambda enter, idle: began.append(f"idle: {idle}"))
-    continues.set()
-    mode.abandon(GENERATION)
-    assert began == [1, "idle: True"] and scene.coordinator.ledger.step == 1
-
-
-def test_a_step_that_cannot_be_finished_ends_training_with_its_reason(make: Callable[[int], Scene]) -> None:
-    scene = make(1)
-
-    def no_room(step: PreparedStep, failed: str) -> Applied:
-        raise OSError("no room for the trace")
-
-    scene.part.finish = no_room
-    scene.compute_a_step()
-    scene.advance()
-    assert scene.executor.failure == "step 1 could not be finished: OSError: no room for the trace"
-    scene.compute_a_step()
-    scene.advance()
-    assert [step for what, step, _ in scene.log if what == "applied here"] == [1]
-
-
-def is_readable(thread: StepThread[Any], within_s: float = 0.0) -> bool:
-    return bool(select.select([thread], [], [], within_s)[0])
-
-
-def test_what_a_function_of_the_step_thread_raises_is_raised_where_its_result_is_taken() -> None:
-    thread: StepThread[int] = StepThread()
-    try:
-        thread.begin(lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            thread.result()
-        assert not is_readable(thread)
-        thread.begin(lambda: 7)
-        assert thread.result() == 7 and not is_readable(thread)
-    finally:
-        thread.close()
 
 
 def factors_on_disk(scene: Scene) -> Any:
@@ -238,7 +128,7 @@ def factors_on_disk(scene: Scene) -> Any:
 def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied(make: Callable[..., Scene]) -> None:
     scene = make(3, max_norm=1.0)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert scene.log == [("measured here", 1, True), ("Measure to 1", 1, True), ("Measure to 2", 1, True)]
     assert factors_on_disk(scene) is None
     assert scene.executor.resume_position() is None, "no checkpoint begins now"
@@ -246,7 +136,7 @@ def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied
     assert not scene.executor.measured_by(1, Measured(1, 0.0, 7.0)), "one is still to come"
     assert not scene.executor.measured_by(1, Measured(1, 1e9, 0.0)), "said before"
     assert scene.executor.measured_by(2, Measured(1, 0.0, 9.0))
-    scene.advance()
+    scene.executor.advance()
     factor = 1.0 / (5.0 + 1e-6)
     assert factors_on_disk(scene) == pytest.approx([factor, factor, 5.0])
     applied = [request for _, request in scene.sent if isinstance(request, Apply)]
@@ -270,19 +160,19 @@ def test_how_rows_are_damped_is_in_the_ledger_before_a_server_sees_it(make: Call
         request.step, *((0.0, 0.0, [(0, 6, 1.0), (1, 6, 0.5)]) if request.damping else (9.0, 0.0))
     )
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     (_, asked), answer = scene.sent[-1], Measured(1, 0.0, 0.0, [(0, 2, 1.0), (1, 2, 0.1)])
     assert isinstance(asked, Measure) and asked.damping and damping_on_disk(scene) is None
     assert not scene.executor.measured_by(1, Measured(1, 9.0, 0.0)), "the answer to another question"
     assert scene.executor.measured_by(1, answer)
-    scene.advance()
+    scene.executor.advance()
     expected = [1.0, pytest.approx((6 * 0.5 + 2 * 0.1) / 8)]
     (_, asked) = scene.sent[-1]
     assert isinstance(asked, Measure) and not asked.damping
     assert [member.row_damping for member in asked.members] == expected == damping_on_disk(scene)
     assert not scene.executor.measured_by(1, answer), "repeated"
     assert scene.executor.measured_by(1, Measured(1, 0.0, 16.0))
-    scene.advance()
+    scene.executor.advance()
     (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
     assert [member.row_damping for member in apply.members] == expected
     assert apply.row_factor == pytest.approx(1 / 5)
@@ -293,20 +183,20 @@ def test_a_successor_damps_a_decided_step_as_its_ledger_says(make: Callable[...,
     dead = make(2, rule="gap_aware")
     dead.part.measure = lambda request: Measured(request.step, 0.0, 0.0, [(0, 6, 0.5), (1, 6, 0.5)])
     dead.compute_a_step()
-    dead.advance()
+    dead.executor.advance()
     if saved_before:
         dead.executor.measured_by(1, Measured(1, 0.0, 0.0, []))
-        dead.advance()
+        dead.executor.advance()
     scene, saved = make(2, rule="gap_aware"), dead.records.ledger(GENERATION)
     assert saved is not None
     scene.coordinator.resume(saved)
     scene.part.begun_and_done, scene.part.skip = (lambda step: (False, False)), lambda step: 1
     scene.part.measure = lambda request: Measured(request.step, 0.0, 0.0, [])  # it went down with its pushes
     scene.executor.recover(torn=0)
-    scene.advance()
+    scene.executor.advance()
     if not saved_before:
         scene.executor.measured_by(1, Measured(1, 0.0, 0.0, [(0, 2, 0.25), (1, 2, 0.25)]))
-        scene.advance()
+        scene.executor.advance()
     (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
     assert [member.row_damping for member in apply.members] == [0.5 if saved_before else 0.25] * 2
 
@@ -316,21 +206,21 @@ def test_a_successor_clips_a_decided_step_as_its_ledger_says(make: Callable[...,
     """By the factors that are saved, or, where there are none, by what can be measured now."""
     dead = make(2, max_norm=1.0)
     dead.compute_a_step()
-    dead.advance()
+    dead.executor.advance()
     if measured:
         dead.executor.measured_by(1, Measured(1, 0.0, 16.0))
-        dead.advance()
+        dead.executor.advance()
     scene, saved = make(2, max_norm=1.0), dead.records.ledger(GENERATION)
     assert saved is not None
     scene.coordinator.resume(saved)
     scene.part.begun_and_done, scene.part.skip = (lambda step: (False, False)), lambda step: 1
     scene.part.measure = lambda request: Measured(request.step, 0.0, 0.0)  # it went down with its pushes
     scene.executor.recover(torn=0)
-    scene.advance()
+    scene.executor.advance()
     assert [type(request) for _, request in scene.sent] == [Apply if measured else Measure]
     if not measured:
         scene.executor.measured_by(1, Measured(1, 0.0, 16.0))
-        scene.advance()
+        scene.executor.advance()
     (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
     assert apply.row_factor == pytest.approx(1 / 5 if measured else 1 / 4)
 
@@ -338,7 +228,7 @@ def test_a_successor_clips_a_decided_step_as_its_ledger_says(make: Callable[...,
 def test_a_server_that_refuses_to_measure_ends_the_steps(make: Callable[..., Scene]) -> None:
     scene = make(2, max_row_norm=1.0)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert scene.executor.refused_by(1, 1, Refused("another generation"))
     assert "server 1 cannot take part in step 1: another generation" in scene.executor.failure
 
@@ -356,17 +246,17 @@ def test_a_step_that_cannot_be_measured_here_ends_the_steps(
 
     scene.part.measure = fails
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert scene.executor.failure == "step 1 could not be measured: ZeroDivisionError: a rule's own"
     assert not scene.sent
     assert not scene.executor.measured_by(1, Measured(1, 0.0, 0.0))
-    scene.advance()
+    scene.executor.advance()
 
 
 def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Scene]) -> None:
     scene = make(3)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert scene.executor.applied_by(1, Applied(1))
     assert not scene.executor.applied_by(1, Applied(1, missed=9)), "said before"
     assert not scene.executor.applied_by(2, Applied(7)), "of another step"
@@ -384,29 +274,28 @@ def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Sc
 def test_no_step_follows_one_that_failed(make: Callable[[int], Scene], where: str) -> None:
     scene = make(2)
 
-    def refuses(request: Apply) -> PreparedStep:
+    def fails(request: Apply) -> Applied:
         if where == "here":
             raise GbaError("too large")
-        return scene.prepare(request)
+        return Applied(request.step, failed="too large" if where == "here, half way" else "")
 
-    scene.part.prepare = refuses
-    scene.part.execute = lambda step: "too large" if where == "here, half way" else ""
+    scene.part.apply = fails
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     if where == "refused there":
         assert scene.executor.refused_by(1, 1, Refused("too large"))
     elif where != "here":
         assert scene.executor.applied_by(1, Applied(1, failed="too large" if where == "there, half way" else ""))
     assert "too large" in scene.executor.failure
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert [request.step for _, request in scene.sent if isinstance(request, Apply)] == [1]
 
 
 def test_a_server_that_refuses_something_else_ends_nothing(make: Callable[[int], Scene]) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     assert not scene.executor.refused_by(1, 0, Refused("a checkpoint is still being saved"))
     assert scene.executor.failure == ""
     assert scene.executor.applied_by(1, Applied(1))
@@ -417,7 +306,7 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
 ) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     scene.compute_a_step()
     request = Save(
         epoch=0, number=0, part=0, n_parts=1, kind="full", parent=None, step=0, samples=0, about=SaveAbout(),
@@ -428,7 +317,7 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
     assert scene.executor.resume_position() is None
     assert scene.saves == []
     assert scene.executor.applied_by(1, Applied(1))
-    scene.advance()
+    scene.executor.advance()
     (saved,) = scene.saves
     assert (saved.part, saved.n_parts, saved.number, saved.step, saved.samples) == (0, 2, 1, 1, 2 * MICRO_BATCH)
     assert [what for what, *_ in scene.log] == [
@@ -486,7 +375,7 @@ def test_a_server_that_lost_a_step_has_lost_what_came_after_it(make: Callable[[i
     """So that is computed again: what waits for a step, and what was on its way to the servers."""
     scene = make(3)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     scene.compute_a_step()
     given = scene.coordinator.ask(LeaseRequest(WORKER, GENERATION, 99, 0, 64, [0.5, 0.1], 0))
     assert isinstance(given, LeaseReply) and given.lease is not None
@@ -516,7 +405,7 @@ def test_a_successor_of_the_coordinator_knows_which_pushes_are_void(make: Callab
     """The ledger says so before another server is asked to discard them."""
     scene = make(2)
     scene.compute_a_step()
-    scene.advance()
+    scene.executor.advance()
     on_disk: list[int] = []
     scene.others.send = lambda to, number, request: on_disk.append(scene.records.ledger(GENERATION)["void"])  # type: ignore[index]
     assert scene.executor.applied_by(1, Applied(1, missing=[0]))
