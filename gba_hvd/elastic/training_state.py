@@ -190,8 +190,9 @@ class TrainingState:
         refuse_other_optimizer(where, first, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
-        script = self._script_rates = rates_of(engine.model.optimizer)
-        before = first.get("script_rates")
+        script = rates_of(engine.model.optimizer)
+        before = None if "script_rates" not in first else of_wire(first["script_rates"])
+        self._script_rates = before or script  # those that the saved ones come from: later launches compare, too
         try:
             self.load_state_dict({**first, "callbacks": kept})
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
@@ -199,7 +200,7 @@ class TrainingState:
             raise
         saved = first["values"]
         self.restored = Restored(
-            ReplacedRates(script, rates_of(engine.model.optimizer), None if before is None else of_wire(before)),
+            ReplacedRates(script, rates_of(engine.model.optimizer), before),
             {name: getattr(self._owner, name) for name in self.names if name in saved},
             tuple(name for name in self.names if name not in saved),
             tuple(name for name in saved if name not in self.names),

@@ -88,6 +88,16 @@ def test_the_saved_rates_are_used_and_a_warning_has_both(training: Any, clicks: 
 
 
 @pytest.mark.slow
+def test_every_launch_of_a_script_whose_rates_are_not_used_says_so(training: Any, clicks: Any, tmp_path: Path) -> None:
+    url = tmp_path / "saved"
+    launched(training, clicks(20), url, 0.5, 0.5, 1)
+    for epochs in (2, 3):
+        _, received = launched(training, clicks(20), url, 0.05, 0.5, epochs)
+        (kept,) = received.of("learning_rates_kept", "learning_rates_set")
+        assert (kept.level, kept.data["script"]["dense"], kept.data["rates"]["dense"]) == ("warning", 0.05, 0.5)
+
+
+@pytest.mark.slow
 def test_what_the_training_function_sets_is_used_for_dense_values_and_rows(
     training: Any, clicks: Any, tmp_path: Path
 ) -> None:
