@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -31,22 +33,49 @@ _TEXTS: dict[str, Callable[[pa.Array], Any]] = {
     "boolean": lambda texts: pc.is_in(texts, pa.array(["True", "TRUE", "False", "FALSE"], texts.type)),
     "NaN": lambda texts: pc.is_in(texts, pa.array(_MISSING, texts.type)),
 }
+_VALUES: dict[str, Callable[[pa.Array], Any]] = {
+    "number": lambda texts: pc.cast(pc.utf8_trim(texts, " +"), pa.float64()),
+    "boolean": lambda texts: pc.cast(pc.is_in(texts, pa.array(["True", "TRUE"], texts.type)), pa.float64()),
+    "NaN": lambda texts: pa.nulls(len(texts), pa.float64()),
+}
 
 
-def text_read_as(kind: str, vocabulary: pa.Array) -> str | None:
-    """The first text of a vocabulary that a reader takes for such a value, and that no such value is printed as.
+@dataclass(frozen=True, slots=True)
+class TextsReadAs:
+    """The texts of a vocabulary that a reader takes for values of a kind, and that no such value is printed as.
 
     kind: "number", "boolean" or "NaN"
+    values: float64 [n], sorted: what a reader makes of each text (of a boolean 0 or 1)
+    texts: [n]
     """
-    at = pc.index(_TEXTS[kind](vocabulary), True).as_py()
-    return None if at < 0 else str(vocabulary[at])
+
+    kind: str
+    values: npt.NDArray[np.float64]
+    texts: pa.Array
+
+    @classmethod
+    def of(cls, kind: str, vocabulary: pa.Array) -> TextsReadAs:
+        texts = vocabulary.filter(_TEXTS[kind](vocabulary))
+        values = _VALUES[kind](texts).to_numpy(zero_copy_only=False)
+        order = np.argsort(values, kind="stable")
+        return cls(kind, values[order], texts.take(pa.array(order)))
+
+    def first_in(self, column: Any) -> tuple[Any, str] | None:
+        """The first value of a column that is one of these, and its text; None if there is none."""
+        if not len(self.texts):
+            return None
+        found = _of_kind(self.kind, column)
+        wanted = np.array([float(value) for value in found])
+        at = np.searchsorted(self.values, wanted).clip(max=len(self.values) - 1)
+        for i in np.flatnonzero((self.values[at] == wanted) | np.isnan(wanted)):
+            return found[i], str(self.texts[int(at[i])])
+        return None
 
 
-def first_of(kind: str, values: Any) -> Any:
-    """The first value of this kind in a column, None if there is none."""
-    if isinstance(values, (pa.Array, pa.ChunkedArray)):
-        values = values.drop_null().to_pylist() if _kind_of_type(values.type) == kind else []
-    return next((one for one in values if _kind(one) == kind), None)
+def _of_kind(kind: str, column: Any) -> list[Any]:
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        column = column.drop_null().to_pylist() if _kind_of_type(column.type) == kind else []
+    return [value for value in column if _kind(value) == kind]
 
 
 def _kind_of_type(type: pa.DataType) -> str:

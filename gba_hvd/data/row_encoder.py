@@ -20,7 +20,7 @@ from gba_hvd.data import json_lines
 from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
-from gba_hvd.data.doubtful_values import first_of, text_read_as
+from gba_hvd.data.doubtful_values import TextsReadAs
 from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.parquet_columns import is_list
 from gba_hvd.data.prepare import Encoders, vocabulary_path
@@ -50,8 +50,7 @@ class RowEncoder:
 
     `open` raises BadInput for a dataset that is missing or damaged. `columns` and `batch` raise it for a row that
     `prepare` would leave out as malformed, for a column that is not there, and for a value whose text in the input is
-    not known, such as 7.0, which may have been `7`, where the input was text, and a number where a vocabulary has texts
-    such as "007".
+    not known: 7.0, which may have been `7`, where the input was text, and 7 where a vocabulary has "007".
     """
 
     def __init__(self, recipe: Recipe, encoders: Encoders) -> None:
@@ -60,7 +59,7 @@ class RowEncoder:
         self.dense_names = tuple(n.name for n in recipe.numeric)
         self._recipe, self._encoders = recipe, encoders
         self._wanted = [name for name in recipe.used if name not in recipe.labels]
-        self._read_as: dict[tuple[str, str], str | None] = {}
+        self._read_as: dict[tuple[str, str], TextsReadAs] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> RowEncoder:
@@ -152,19 +151,21 @@ class RowEncoder:
         """Columns with a value that may be a text of the vocabulary, the value, and such a text."""
         for field in self._recipe.categorical:
             if field.part is None and not field.is_list and field.name in columns:
-                text = self._text_read_as(kind, field.of_table)
-                if text is not None and (value := first_of(kind, columns[field.name])) is not None:
-                    yield field.name, value, text
+                encoder = self._encoders.tables[field.of_table]
+                if isinstance(encoder, VocabularyEncoder):
+                    texts = self._texts_read_as(kind, field.of_table, encoder.values)
+                    if (found := texts.first_in(columns[field.name])) is not None:
+                        yield field.name, *found
 
-    def _text_read_as(self, kind: str, table: str) -> str | None:
-        if (table, kind) not in self._read_as:
-            encoder = self._encoders.tables[table]
-            texts = encoder.values if isinstance(encoder, VocabularyEncoder) else None
-            self._read_as[table, kind] = None if texts is None else text_read_as(kind, texts)
-        return self._read_as[table, kind]
+    def _texts_read_as(self, kind: str, table: str, vocabulary: pa.Array) -> TextsReadAs:
+        found = self._read_as.get((table, kind))  # a thread beside may drop it
+        if found is None:
+            found = self._read_as[table, kind] = TextsReadAs.of(kind, vocabulary)
+        return found
 
     def drop_indexes(self) -> None:
         """Free what the first rows made of the vocabularies; the next ones make it again."""
+        self._read_as.clear()
         for one in self._encoders.tables.values():
             if isinstance(one, VocabularyEncoder):
                 one.drop_index()
@@ -217,7 +218,7 @@ class RowEncoder:
         for kind in ("number", "boolean"):
             for name, value, text in self._doubtful(kind, by_name):
                 raise BadInput(
-                    f"column {name!r}: {value!r} is a {kind}, and the ids of the training data are texts such as "
+                    f"column {name!r}: {value!r} is a {kind}, and among the ids of the training data is the text "
                     f"{text!r}: give the text (pandas.read_csv(..., dtype=str, keep_default_na=False); JSON: in quotes)"
                 )
         try:
