@@ -55,7 +55,7 @@ def _interruptible() -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings from the environment of whoever runs the tests must not decide what they find."""
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -37,7 +37,7 @@ def log_saved_model(
     registered_model_name: str | None = None,
     alias: str | None = None,
     run: str | None = None,
-    experiment: str = "gba-hvd",
+    experiment: str | None = None,
     version: int | str = "newest",
     requirements: Sequence[str] = (),
     tracking_uri: str | None = None,
@@ -47,13 +47,14 @@ def log_saved_model(
     """Log a version of a saved model as `LogModel` logs that of a job, from any machine that reads the store.
 
     name, registered_model_name, alias, requirements: as of `LogModel`. run: id, job id or name of the run; None: a new
-    run in `experiment`. on_bytes: called with how many more were copied: MLflow takes a folder, so all bytes of the
-    version pass through a temporary one.
-    Raises BadInput for a run or version that is not there and for a model without an example; MlflowException.
+    run in `experiment`, whose default is that of `MLflowCallback`. on_bytes: called with how many more were copied:
+    MLflow takes a folder, so all bytes of the version pass through a temporary one.
+    Raises BadInput for a run, version or experiment id that is not there and for a model without an example;
+    MlflowException.
     """
     check_names("model log", name, registered_model_name, alias)
     from gba_hvd.tracking import find_run, mlflow_model
-    from gba_hvd.tracking.mlflow_run import ask, resolved_uri, run_of_its_own
+    from gba_hvd.tracking.mlflow_run import ask, experiment_for, resolved_uri, run_of_its_own
 
     store = open_store(url, **storage_options)
     manifest = read_manifest(store, version)
@@ -61,6 +62,7 @@ def log_saved_model(
     uri = resolved_uri(tracking_uri)
     ask(uri)  # before gigabytes are copied
     run_id = None if run is None else find_run.run_id_of(run, tracking_uri)
+    experiment = experiment_for(uri, experiment) if run is None else ""
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as made:
         folder = Path(made)
         _copy(store, manifest, folder / "model", on_bytes)

@@ -26,6 +26,7 @@ from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
 from gba_hvd.tracking.best_metrics import BestMetrics
 from gba_hvd.tracking.epochs import EPOCH, is_quality
+from gba_hvd.tracking.experiment import DEFAULT, AskedExperiment
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.reach import Reach
 from gba_hvd.tracking.records import (
@@ -86,7 +87,8 @@ class MLflowCallback(Callback):
 
     run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script. Of the
         first launch; another one in a later launch of the job is warned of (`run_name_unused`).
-    experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd". As `run_name`: `experiment_unused`.
+    experiment: default $MLFLOW_EXPERIMENT_NAME, else that of $MLFLOW_EXPERIMENT_ID, else "gba-hvd". As `run_name`:
+        `experiment_unused`. An id that is not there is warned of (`experiment_id_unused`).
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
     params: nested values, such as `vars(args)`, logged as parameters together with the job's settings and `config`.
         Where the job has a setting of that name with another value, the script's is `script.` and the name.
@@ -132,8 +134,7 @@ class MLflowCallback(Callback):
         _refuse_foreign_run(os.environ.get("MLFLOW_RUN_ID"), parent_run_id)
         self._tags = _checked_tags(tags or {})
         self._parent_run_id = parent_run_id
-        self._names_experiment = bool(experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME"))
-        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
+        self._experiment = AskedExperiment.of(experiment)
         self._tracking_uri = tracking_uri
         self._run_name = run_name
         self._params = dict(params or {})
@@ -215,11 +216,12 @@ class MLflowCallback(Callback):
                 **{"job_id": metric_key(job.job_id), "rank": job.rank, "size": job.size, "host": job.host},
                 **{"chief": job.is_chief, "leads_host": job.is_host_leader, "stamp": self._stamp, "ms": _now_ms()},
                 **{
-                    "experiment": self._experiment,
+                    "experiment": self._experiment.name or DEFAULT,
+                    "experiment_id": self._experiment.id,
                     "tracking_uri": self._tracking_uri,
                     "run_name": self._run_name or job.name or job_name(),
                     "names_run": self._run_name is not None,
-                    "names_experiment": self._names_experiment,
+                    "names_experiment": self._experiment.is_asked,
                     "parent_run_id": self._parent_run_id,
                 },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},

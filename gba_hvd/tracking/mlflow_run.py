@@ -21,9 +21,11 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
+from gba_hvd.errors import BadInput
 from gba_hvd.tracking import mlflow_model
 from gba_hvd.tracking.delivery import may_report
 from gba_hvd.tracking.epochs import EPOCH
+from gba_hvd.tracking.experiment import DEFAULT, AskedExperiment
 from gba_hvd.tracking.records import PAGE_QUERY, LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import (
     APPLIED,
@@ -418,6 +420,29 @@ def _run_called(client: MlflowClient, name: str) -> Run | None:
 
 def _quotable(name: str) -> str:
     return name.replace("'", "")
+
+
+def experiment_for(uri: str, name: str | None) -> str:
+    """The name of the experiment for a new run. Raises BadInput where $MLFLOW_EXPERIMENT_ID is not there."""
+    asked = AskedExperiment.of(name)
+    if asked.id is None:
+        return asked.name or DEFAULT
+    found = experiment_name(uri, asked.id)
+    if found is None:
+        raise BadInput(f"MLFLOW_EXPERIMENT_ID={asked.id!r}: {redacted(uri)} has no experiment with this id")
+    return found
+
+
+def experiment_name(uri: str, experiment_id: str) -> str | None:
+    """None where MLflow has no experiment with this id, or has deleted it."""
+    client = _reader(uri)
+    try:
+        found = client.get_experiment(experiment_id) if client else None
+    except MlflowException as error:
+        if error.error_code not in _NO_SUCH_RUN:
+            raise
+        return None
+    return str(found.name) if found and found.lifecycle_stage == "active" else None
 
 
 def resolved_uri(uri: str | None) -> str:

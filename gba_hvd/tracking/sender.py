@@ -9,6 +9,7 @@ import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,15 +267,22 @@ class Sender:
         if self.job is None:
             raise Stopped(f"{self.spool} does not begin with a job record: not a spool of this program?")
         try:
-            from gba_hvd.tracking.mlflow_run import RunNotThere, open_run, resolved_uri
+            from gba_hvd.tracking.mlflow_run import RunNotThere, experiment_name, open_run, resolved_uri
         except ModuleNotFoundError as error:
             raise _as_signal(delivery.decide(error, run_is_active=None)) from error
         uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
         self._set(tracking_uri=uri)
         try:
+            not_there = list[str]()
+            if asked := self.job.get("experiment_id"):
+                if experiment := experiment_name(uri, asked):
+                    self.job["experiment"] = experiment
+                else:
+                    not_there.append("experiment_id")
             run = open_run(uri, self.job, self._may_create)
             parent = self.job.get("parent_run_id") if self.job["chief"] else None
-            has_parent = not parent or run.nest_under(parent)
+            if parent and not run.nest_under(parent):
+                not_there.append("parent_run_id")
         except RunNotThere as error:
             raise Blocked(str(error)) from error
         except Exception as error:
@@ -284,24 +292,29 @@ class Sender:
         if (other := run.continues) is not None and self.job["chief"]:  # its checkpoint did not say whose it is
             of = str(other.data.tags.get("gba_hvd.job_id", ""))
             self._set(note=own_run_words(self.job["job_id"], of))
-        self._report_unused(run, self.job, has_parent)
+        self._report_unused(run, self.job, not_there)
         return run
 
-    def _report_unused(self, run: JobRun, job: Record, has_parent: bool) -> None:
-        """Warn of another name or experiment than the first launch asked for, which the run has, and of a parent that
-        is not there."""
+    def _report_unused(self, run: JobRun, job: Record, not_there: Sequence[str]) -> None:
+        """Warn of another name or experiment than the first launch asked for, which the run has, and of ids that MLflow
+        does not have."""
         if not job["chief"]:
             return
         why, is_first = dict[str, str](), "all launches of a job are one run, which its first launch"
         if job.get("names_run") and job["run_name"] != run.named:
             why["run_name"] = f"{is_first} called {run.named!r}. Rename it in MLflow, or leave run_name out"
-        if job.get("names_experiment") and job["experiment"] != (put_into := run.asked_experiment()):
+        if (
+            job.get("names_experiment")
+            and "experiment_id" not in not_there
+            and job["experiment"] != (put_into := run.asked_experiment())
+        ):
             why["experiment"] = (
                 f"{is_first} put into the experiment {put_into!r}. For a run of its own give the job another name "
                 "(GBA_HVD_JOB_NAME) and place for checkpoints, else leave experiment out"
             )
-        if not has_parent:
-            why["parent_run_id"] = f"{redacted(self.status.tracking_uri or '')} has no run with this id"
+        for name in not_there:
+            kind = "run" if name == "parent_run_id" else "experiment"
+            why[name] = f"{redacted(self.status.tracking_uri or '')} has no {kind} with this id"
         texts = {name: f"{name}={job[name]!r} is not used: {text}" for name, text in why.items()}
         for name, text in texts.items():
             self._own_events.append(self._event(f"{name}_unused", text, "warning", {name: job[name]}))

@@ -653,7 +653,11 @@ def test_addresses_that_cannot_be_read_are_one_line(
 
 
 def test_a_saved_model_is_logged_with_a_run_of_its_own(
-    trained: Trained, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained,
+    database: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gba_hvd.save_model(trained(), tmp_path / "m", build=CODE, input_example=batch(2))
     how = ["model", "log", str(tmp_path / "m"), "--name", "alone", "--tracking-uri", database, "--json"]
@@ -663,6 +667,13 @@ def test_a_saved_model_is_logged_with_a_run_of_its_own(
     assert (run.info.run_name, run.info.status, found["version"]) == ("alone", "FINISHED", "")
     assert client(database).get_experiment(run.info.experiment_id).name == "of saved models"
     assert found["model_uri"] == f"models:/{run.outputs.model_outputs[0].model_id}"
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", run.info.experiment_id)
+    assert cli.main(how) == 0
+    other = client(database).get_run(json.loads(capsys.readouterr().out)["run_id"])
+    assert other.info.experiment_id == run.info.experiment_id and other.info.run_id != run.info.run_id
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "777")
+    assert cli.main(how) == 1
+    assert f"MLFLOW_EXPERIMENT_ID='777': {database} has no experiment with this id" in capsys.readouterr().err
 
 
 def test_a_saved_model_that_cannot_be_logged_is_refused_before_a_run_is_made(

@@ -647,6 +647,29 @@ def test_another_experiment_in_a_later_launch_of_the_job_is_warned_of(
     assert "is not used" not in launch(None)
 
 
+def test_the_environment_names_an_experiment_by_its_id(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    wanted = client(database).create_experiment("the team's")
+
+    def launch(name: str, experiment_id: str) -> tuple[Any, str]:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
+        callback = patient(None, tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+        callback.on_job(job(name))
+        callback.on_step(step(1))
+        callback.on_end("FINISHED", None)
+        return only_run(database, name), capsys.readouterr().err
+
+    run, printed = launch("by id", wanted)
+    assert run.info.experiment_id == wanted and "is not used" not in printed
+    run, printed = launch("no such one", "777")
+    assert client(database).get_experiment(run.info.experiment_id).name == "gba-hvd"
+    assert f"experiment_id='777' is not used: {database} has no experiment with this id" in printed
+    events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
+    assert [(one["event"], one["level"]) for one in events] == [("experiment_id_unused", "warning")]
+
+
 def test_a_trial_of_a_sweep_has_the_tags_and_the_parent_that_the_script_names(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

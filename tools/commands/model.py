@@ -94,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     log.add_argument(
         "--run", dest="run_name", metavar="RUN", help="id or name of a run, or its job; default: a new run"
     )
-    experiment = "of a new run; default: MLFLOW_EXPERIMENT_NAME, else gba-hvd"
+    experiment = "of a new run; default: MLFLOW_EXPERIMENT_NAME, else that of MLFLOW_EXPERIMENT_ID, else gba-hvd"
     log.add_argument("--experiment", metavar="NAME", help=experiment)
     log.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
     more = "further ones, such as a package that the builder imports: my-models==1.2"
@@ -363,12 +363,11 @@ def run_log(args: argparse.Namespace) -> int:
         raise BadInput("--experiment is of a new run, and --run names one: leave out one of the two")
     if is_address(args.url):
         raise BadInput(f"{args.url} is in MLflow already: mlflow.register_model gives it another name there")
-    experiment = args.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
     _, manifest = _opened(args, _version(args))
     with _mlflow_in_one_line(), progress("copying", manifest.n_bytes) as on_bytes:
         logged = log_saved_model(
             args.url, name=args.name, registered_model_name=args.registered_model_name, alias=args.alias,
-            run=args.run_name, experiment=experiment, version=manifest.version, requirements=args.requirements,
+            run=args.run_name, experiment=args.experiment, version=manifest.version, requirements=args.requirements,
             tracking_uri=args.tracking_uri, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if args.json:
