@@ -18,6 +18,7 @@ from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from gba_hvd.elastic import job_events
+from gba_hvd.elastic.job_events import end, settings, start, world
 from gba_hvd.elastic.launcher_start import launcher_started_s
 from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.epoch import SampleAccount
@@ -97,7 +98,7 @@ def reported(
         ),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_events, "Board", board)
+        patch.setattr(world, "Board", board)
         job_events.world_formed(engine, joined, **{"before": None, **how})
     assert (engine.host.board is not None) == (board is not no_room)
     return received, events
@@ -262,8 +263,8 @@ def test_ids_that_found_no_room_are_named_by_table() -> None:
 def test_a_hashed_table_is_described_by_rows_of_ids_and_shared_rows() -> None:
     spec = HashedSpec.of(4000, 4000, 16, 2)
     table = TableSpec("sku", spec.rows * 16, 16, hashed=spec)
-    assert job_events._shape(table, 16) == "sku 4,096 ids and 4,000 shared rows x 16 by hash"
-    assert job_events._shape(TableSpec("dept", 7, 4), 16) == "dept 7 x 4"
+    assert start._shape(table, 16) == "sku 4,096 ids and 4,000 shared rows x 16 by hash"
+    assert start._shape(TableSpec("dept", 7, 4), 16) == "dept 7 x 4"
 
 
 def test_row_compression_on_one_host_is_reported_as_idle() -> None:
@@ -440,7 +441,7 @@ def settings_of(switching: GBACallback | None = None, checkpoints: Any = None, *
         model=SimpleNamespace(**{**plain, **nothing, **model}),
         participant=lambda kind: requests if kind is ModeRequests else saves,
     )
-    return job_events._settings(engine)
+    return settings.settings_of(engine)
 
 
 def test_the_settings_say_how_a_job_saves() -> None:
@@ -504,10 +505,10 @@ def test_a_job_that_asks_for_no_mode_is_in_allreduce() -> None:
 
 def test_a_launcher_passes_ctrl_c_on_as_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_RANK", raising=False)
-    assert [job_events._interruption(error) for error in ("", "SIGTERM")] == ["Ctrl-C", "SIGTERM"]
+    assert [end._interruption(error) for error in ("", "SIGTERM")] == ["Ctrl-C", "SIGTERM"]
     monkeypatch.setenv("HOROVOD_RANK", "0")
-    assert job_events._interruption("SIGTERM") == "Ctrl-C or SIGTERM"
-    assert job_events._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
+    assert end._interruption("SIGTERM") == "Ctrl-C or SIGTERM"
+    assert end._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
 
 
 BEGINS = "when all workers have ended, the same command "
@@ -542,22 +543,22 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         participant=found.get, world=SimpleNamespace(rank=0), progress=SimpleNamespace(step=955),
         model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
-    assert job_events._what_continues(engine) == words
+    assert end._what_continues(engine) == words
     engine.host.server = object()
     may_be = ", unless its servers save a last one when all workers have ended"
-    assert job_events._what_continues(engine) == words + may_be * (saved_step < 0)
+    assert end._what_continues(engine) == words + may_be * (saved_step < 0)
     checkpoints.callback.final_checkpoint_s = 0
-    assert job_events._what_continues(engine) == words
+    assert end._what_continues(engine) == words
     tables.memory = None  # interrupted before the world had formed
-    assert job_events._what_continues(engine) == BEGINS + (f"{SAVED} checkpoint" if saved_step >= 0 else NONE_YET)
+    assert end._what_continues(engine) == BEGINS + (f"{SAVED} checkpoint" if saved_step >= 0 else NONE_YET)
     checkpoints.callback.resume, over = False, f"{BEGINS}starts at step 0 again, since "
-    assert job_events._what_continues(engine) == f"{over}CheckpointCallback(resume=False) reads no checkpoints"
+    assert end._what_continues(engine) == f"{over}CheckpointCallback(resume=False) reads no checkpoints"
     found.clear()
-    assert job_events._what_continues(engine) == f"{over}it has no CheckpointCallback"
+    assert end._what_continues(engine) == f"{over}it has no CheckpointCallback"
     engine.progress.step = 0
-    assert job_events._what_continues(engine) == "", "nothing was trained"
+    assert end._what_continues(engine) == "", "nothing was trained"
     engine.progress.step, engine.world.rank = 955, 1
-    assert job_events._what_continues(engine) == "", "the chief says it"
+    assert end._what_continues(engine) == "", "the chief says it"
 
 
 @pytest.mark.parametrize(
@@ -572,7 +573,7 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
 def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
     left: int | None, least: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_events._fewer_than_asked, "__defaults__", ({job_events.MIN_WORKERS: least},))
+    monkeypatch.setattr(world._fewer_than_asked, "__defaults__", ({world.MIN_WORKERS: least},))
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
@@ -586,7 +587,7 @@ def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
 
 def test_a_loss_does_not_count_the_worker_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server counts it until it has been silent for a while."""
-    monkeypatch.setattr(job_events, "is_alive", lambda pid: pid != 12)
+    monkeypatch.setattr(world, "is_alive", lambda pid: pid != 12)
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
@@ -619,10 +620,10 @@ def test_an_interruption_that_costs_steps_names_the_setting_that_saves_first(
     checkpoints = SimpleNamespace(schedule=SimpleNamespace(saved_step=saved_step), callback=callback)
     found = {JobCheckpoints: checkpoints}
     engine: Any = SimpleNamespace(participant=found.get, progress=SimpleNamespace(step=955))
-    text = job_events._steps_not_saved(engine)
+    text = end._steps_not_saved(engine)
     assert words in text and bool(words) == bool(text)
     found.clear()
-    assert job_events._steps_not_saved(engine) == ""
+    assert end._steps_not_saved(engine) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""Reports to callbacks on the world and the end: which job they are in, who joined or left, and what that cost.
+
+Nothing is decided here; texts and numbers are made of what `membership` found.
+"""
+
+from gba_hvd.elastic.job_events.end import ended
+from gba_hvd.elastic.job_events.not_restored import residuals_lost
+from gba_hvd.elastic.job_events.start import training_begins
+from gba_hvd.elastic.job_events.world import pauses_for_workers, worker_gone, world_formed, world_was_late
+
+__all__ = [
+    "ended",
+    "pauses_for_workers",
+    "residuals_lost",
+    "training_begins",
+    "worker_gone",
+    "world_formed",
+    "world_was_late",
+]

@@ -1,0 +1,169 @@
+"""How a job ended, its account, and what the same command does next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.elastic import endings
+from gba_hvd.elastic.job_events.words import count, delays_of, mode_of
+from gba_hvd.elastic.job_health import health_of
+from gba_hvd.errors import BadInput
+from gba_hvd.shm import retained_state
+from gba_hvd.switching.requests import ModeRequests, switching_of
+from gba_hvd.training.engine import Engine
+
+log = logging.getLogger("gba_hvd")
+
+
+def ended(engine: Engine, status: str, error: BaseException | None) -> None:
+    """Report to all callbacks how the job ended, and its account."""
+    kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
+    kind = kinds.get(status, "failed")
+    ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
+    if kind != "failed" or ends_alone:
+        engine.reports.job_ends(finished=kind == "finished")
+    account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
+    if engine.progress.account.redone:
+        account["samples_redone"] = engine.progress.account.redone
+    word = "finished" if error is None else f"{type(error).__name__}: {error}"
+    if kind == "interrupted":
+        word = f"by {_interruption(str(error))}"
+    facts = {
+        **account,
+        "restarts": engine.progress.restarts,
+        "refused": engine.progress.rejected,
+        "reissued": engine.progress.reissued,
+        "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),
+        "dropped_for": engine.progress.account.dropped_for,
+        "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
+    }
+    facts |= delays_of(engine)
+    facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
+    is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
+    if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
+        facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
+    if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
+        engine.emit(idle)
+    switching = switching_of(engine)
+    if status != "FAILED" and engine.world.rank == 0 and switching is not None:
+        for event in switching.asked.shortfall(engine.progress.step, _obstacle(engine)):
+            engine.emit(event)
+    if status == "FINISHED" and engine.world.rank == 0 and switching is not None:
+        for due in switching.overdue(engine.progress.step - 1):
+            text = (
+                f"switch_at={due} was not carried out: the job ended at step {engine.progress.step} before rank 0 "
+                "asked for it, which it does before each of its micro-batches"
+            )
+            engine.emit(Event("switch_late", engine.progress.step, text, {"due": due}, level="warning"))
+    if engine.world.rank == 0 and (stayed := _never_switched(engine)):
+        engine.emit(stayed)
+    if (health := health_of(engine)) is not None:
+        facts["warnings"] = health.account(with_another=status == "NOT_SAVED")  # which the next event is
+    engine.emit(Event(kind, engine.progress.step, word, facts, level="warning" if status == "NOT_SAVED" else "info"))
+    for callback in engine.callbacks:
+        try:
+            callback.on_end(status, error)
+        except KeyboardInterrupt:  # SIGTERM again: the others are called all the same
+            log.warning("interrupted while %s was processing the end", type(callback).__name__)
+
+
+def _nothing_trained(engine: Engine) -> Event | None:
+    """A launch that finished without a step, since the epochs that it asked for were complete."""
+    progress = engine.progress
+    if progress.launched_at != progress.step or not progress.complete_before:
+        return None
+    epochs, following = progress.complete_before, max(progress.complete_before) + 1
+    which = f"epoch {epochs[0]} was" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))} were"
+    text = (
+        f"this launch trained no step: {which} complete in what it resumed from (step {progress.step}). New data is "
+        f"trained in the next epoch: `for state.epoch in range({following}, ...)`. If a launch that had finished was "
+        "repeated, nothing is missing"
+    )
+    return Event("nothing_trained", progress.step, text, {"epochs": epochs}, level="warning")
+
+
+def _has_begun(engine: Engine) -> bool:
+    """Whether this worker ever had a state to train."""
+    return engine.progress.launched_at is not None or engine.progress.step > 0
+
+
+def _never_switched(engine: Engine) -> Event | None:
+    """Of a launch in mode "auto" that trained and stayed in its mode: the reason of the newest decision."""
+    switching, step = switching_of(engine), engine.progress.step
+    if switching is None or engine.progress.launched_at == step or not _has_begun(engine):
+        return None
+    if not (why := switching.why_never_switched()):
+        return None
+    return Event("auto_stayed", step, f'mode "auto" never left {mode_of(engine)}: {why}', {"mode": mode_of(engine)})
+
+
+def _interruption(error: str) -> str:
+    """What a person reads. A launcher passes Ctrl-C on to its workers as SIGTERM."""
+    if "HOROVOD_RANK" in os.environ and error.startswith(endings.SIGTERM):
+        return f"Ctrl-C or SIGTERM{error.removeprefix(endings.SIGTERM)}"
+    return error or "Ctrl-C"
+
+
+def _what_continues(engine: Engine) -> str:
+    """Where the same command begins; empty where it starts over and nothing was trained. On the chief."""
+    if engine.world.rank != 0:
+        return ""
+    step, checkpoints = engine.progress.step, checkpoints_of(engine)
+    if why := endings.why_at_step_0(engine):
+        found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
+    else:
+        assert checkpoints is not None
+        found = [f"resumes from step {checkpoints.schedule.saved_step:,}, of the newest checkpoint"]
+    if _is_found_in_memory(engine):
+        grace_s = engine.model.tables.config.grace_s
+        found.insert(
+            0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
+        )
+    return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+
+
+def _steps_not_saved(engine: Engine) -> str:
+    """How an interruption would cost no step, where it does. On the chief."""
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
+        return ""
+    n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
+    if n_steps < 1:
+        return ""
+    which = f"{count(n_steps, 'step')} {'are' if n_steps > 1 else 'is'}"
+    return (
+        f". {which} in no checkpoint, and computed again from there: "
+        "CheckpointCallback(preemption_s=4) saves before workers leave"
+    )
+
+
+def _is_found_in_memory(engine: Engine) -> bool:
+    """By the job's id, which is given to the job or stands in its newest checkpoint."""
+    checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
+    if checkpoints is None or not checkpoints.callback.resume or memory is None:
+        return False
+    has_name = bool(engine.model.tables.config.job_id) or checkpoints.schedule.saved_step >= 0
+    return has_name and retained_state.is_there(memory.folder)
+
+
+def _may_yet_be_saved(engine: Engine) -> str:
+    checkpoints = checkpoints_of(engine)
+    if engine.host.server is None or checkpoints is None or not checkpoints.callback.resume:
+        return ""
+    is_possible = checkpoints.callback.final_checkpoint_s > 0
+    return ", unless its servers save a last one when all workers have ended" if is_possible else ""
+
+
+def _obstacle(engine: Engine) -> str:
+    """Why an asynchronous mode that waits for servers is not on."""
+    requests = engine.participant(ModeRequests)
+    if requests is None or not requests.waiting:
+        return ""
+    own = "" if engine.host.server is None else engine.host.server.why_not_ready(to_enter=True)
+    if not own and engine.world.size == 1 + len(engine.host.neighbours):  # one host, and its servers are up by now
+        return "the companion servers came up when the job had ended, or nearly: it was too short"
+    return f"the companion servers were not up at the end; {own or 'the log of the workers of other hosts says why'}"

@@ -1,0 +1,30 @@
+"""What several of these reports have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gba_hvd.membership import JoinResult
+from gba_hvd.training.engine import Engine
+
+
+def delays_of(engine: Engine) -> dict[str, Any]:
+    """How late gradients came, in the job so far."""
+    progress = engine.progress
+    return {
+        "staleness": {str(k): n for k, n in sorted(progress.staleness.items())},
+        "lags": {str(k): n for k, n in sorted(progress.lags.items())},
+        "gaps": {str(rank): list(found) for rank, found in sorted(progress.gaps.items())},
+    }
+
+
+def mode_of(engine: Engine) -> str:
+    return "allreduce" if engine.mode is None else engine.mode.name
+
+
+def place_of(engine: Engine, joined: JoinResult) -> str:
+    return f"{count(engine.world.size, 'worker')} on {count(joined.n_hosts, 'host')}"
+
+
+def count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n > 1 else ''}"
