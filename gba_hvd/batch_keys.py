@@ -17,9 +17,11 @@ from torch import nn
 
 from gba_hvd.elastic import rng_state
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.joined_tables import keys_by_group
 from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import AllRecorded, PassLength
-from gba_hvd.embedding.tables import EmbeddingTables, Ids, keys_by_group
+from gba_hvd.embedding.lookups import Ids
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput, GbaError
 
 FindIds = Callable[[Any], AnyIds]

@@ -38,7 +38,7 @@ from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import PulledRows
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.mode_names import REPLICA_MODES

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_of
-from gba_hvd.embedding.tables import EmbeddingTables, join_tables, refuse_unused_hot_rows
+from gba_hvd.embedding.joined_tables import join_tables, refuse_unused_hot_rows
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.shm import vocabulary_kernels

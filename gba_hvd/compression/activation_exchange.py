@@ -14,8 +14,8 @@ from gba_hvd.compression.row_codec import sections, split
 from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.embedding import bags as pooling
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
-from gba_hvd.embedding.tables import PulledRows
 
 
 class ActivationExchange(RowExchange):

@@ -24,8 +24,9 @@ from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import RowGrad, distinct, with_access_column, without_access_column
-from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.embedding.tables import EmbeddingTables
 
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
 

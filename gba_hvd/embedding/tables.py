@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from gba_hvd import kernels
 from gba_hvd.batch import Batch
 from gba_hvd.config import Config
 from gba_hvd.embedding import compiled
-from gba_hvd.embedding.bags import BagLookups, Borrowed, FieldBags, PooledBag
+from gba_hvd.embedding.bags import BagLookups, FieldBags
 from gba_hvd.embedding.compiled import CompiledPass
 from gba_hvd.embedding.features import (
     Feature,
@@ -40,6 +40,7 @@ from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import (
     IdOutside,
+    Ids,
     Lookup,
     PlainFields,
     Source,
@@ -52,7 +53,6 @@ from gba_hvd.embedding.lookups import (
     same_ids,
     sample_of_ids,
 )
-from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.embedding.on_device import pooling as on_device
 from gba_hvd.embedding.on_device.access import DeviceAccess
@@ -60,13 +60,11 @@ from gba_hvd.embedding.on_device.host_view import pinned, to_device
 from gba_hvd.embedding.on_device.prepared_ids import PreparedIds, prepare
 from gba_hvd.embedding.on_device.row_gradients import (
     DeviceRowGrad,
-    Found,
-    MergedRowGrad,
     SortedKeys,
-    SparseRowGrad,
     on_host,
 )
 from gba_hvd.embedding.on_device.rows import DeviceRows
+from gba_hvd.embedding.passes import Captured, CapturedOnDevice, Passes, PulledRows
 from gba_hvd.embedding.pooling import Pooling, pool, pool_stacked, stack
 from gba_hvd.embedding.row_buffers import RowBuffers
 from gba_hvd.embedding.row_gradients import RowGrad, distinct_parts
@@ -78,100 +76,6 @@ from gba_hvd.shm.vocabulary import Vocabulary
 
 _MOST_UNUSED = 100
 ALL = "all"  # rows, of which a device keeps copies
-
-
-@dataclass(frozen=True)
-class PulledRows:
-    """Rows of one group fetched from other hosts for the micro-batches ahead.
-
-    keys: int64 [n]; slots: their hash table (`kernels.find_keys`); values: float32 [n, dim]
-    bags: those whose rows the owners have pooled; keys has their activations, too. borrowed: by owner, where what it
-    sent is a part of the rows' elements
-    """
-
-    keys: np.ndarray
-    slots: np.ndarray
-    values: np.ndarray
-    bags: Sequence[PooledBag] = ()
-    borrowed: Mapping[int, Borrowed] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The rows one forward pass used, as the autograd leaf that collects their gradient.
-
-    ids: int32 [n], of each id its place in `keys`; samples: int64 [n], its sample. Empty unless the tables have
-    `notes_samples`
-    n_samples: how many samples the fields have: one number where all have as many
-    accesses: uint32 [n], how often each was looked up; None: not counted
-    """
-
-    group: int
-    keys: np.ndarray
-    rows: Tensor
-    ids: np.ndarray
-    samples: np.ndarray
-    n_samples: frozenset[int]
-    accesses: np.ndarray | None = None
-    compiled: list[CompiledPass] = field(default_factory=list)  # kept for the backward operator
-
-    def gradient(self) -> RowGrad:
-        assert self.rows.grad is not None
-        return RowGrad(self.keys, self.rows.grad.numpy(), self.accesses)
-
-    @property
-    def values(self) -> np.ndarray:
-        """float32 [d, dim], of the keys"""
-        return self.rows.detach().numpy()
-
-
-@dataclass(frozen=True)
-class CapturedOnDevice:
-    """The same, where a device looked the rows up, in its memory.
-
-    found: of the distinct keys. None: `rows` are those of all keys, of which some are changed when the step ends, and
-    `index` has keys; their gradient is sparse. index: int64 [n], of each id its row
-    order: of the keys in the gradient's order, if it is known
-    """
-
-    group: int
-    found: Found | None
-    rows: Tensor
-    index: Tensor
-    counts_accesses: bool
-    order: SortedKeys | None = None
-
-    @property
-    def keys(self) -> np.ndarray:
-        """int64 [d], distinct; waits for the device"""
-        keys: np.ndarray = (torch.unique(self.index) if self.found is None else self.found.keys).cpu().numpy()
-        return keys
-
-    @property
-    def values(self) -> np.ndarray:
-        """float32 [d, dim], of the keys; waits for the device"""
-        rows = self.rows.detach()
-        values: np.ndarray = (rows if self.found else rows[torch.unique(self.index)]).cpu().numpy()
-        return values
-
-    def gradient(self) -> DeviceRowGrad:
-        grad = self.rows.grad
-        assert grad is not None
-        if self.found is None:
-            return SparseRowGrad(grad, self.index, self.counts_accesses, self.order)
-        accesses = torch.bincount(self.index, minlength=len(grad)).to(torch.int32) if self.counts_accesses else None
-        return MergedRowGrad(self.found.keys, grad, accesses, self.found)
-
-
-@dataclass
-class Passes:
-    """What forward passes find, and what they leave for backward passes.
-
-    remote: rows of other hosts, by group
-    """
-
-    remote: list[PulledRows | None]
-    captured: list[Captured | CapturedOnDevice] = field(default_factory=list)
 
 
 class EmbeddingTables(FollowsModule):
@@ -269,7 +173,7 @@ class EmbeddingTables(FollowsModule):
         self._plain_fields: dict[tuple[str, ...], PlainFields | None] = {}
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
-        self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
+        self.part_of: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
         self._handle, self._anchor = compiled.register(self)
         self._row_buffers = RowBuffers()
         self._common = Passes([None] * len(self.layout.groups))
@@ -292,7 +196,7 @@ class EmbeddingTables(FollowsModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
-        if self.memory is not None or self._joined:
+        if self.memory is not None or self.part_of:
             raise GbaError(
                 "the tables live in memory shared by all workers and are not copied with the model: "
                 "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows"
@@ -375,7 +279,7 @@ class EmbeddingTables(FollowsModule):
         """
         ids = by_feature(ids)
         out: dict[str, Tensor]
-        if self._joined:
+        if self.part_of:
             self._refuse_unknown(ids)
             out = self._whole()(ids)
         elif torch.compiler.is_compiling() and ids:
@@ -523,7 +427,7 @@ class EmbeddingTables(FollowsModule):
         The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
         ids = by_feature(ids)
-        if self._joined:
+        if self.part_of:
             self._refuse_unknown(ids)
             return self._whole().stacked(ids).to(self.device, self.dtype)
         if torch.compiler.is_compiling():
@@ -566,7 +470,7 @@ class EmbeddingTables(FollowsModule):
 
     def _whole(self) -> EmbeddingTables:
         """The tables that these have become a part of; lookups of this part are for its model's device."""
-        whole = self._joined[0]
+        whole = self.part_of[0]
         whole.device = self.device
         return whole
 
@@ -846,8 +750,8 @@ class EmbeddingTables(FollowsModule):
         GbaError where rows cannot be written now.
         """
         table = self.table_of(name)
-        if self._joined:
-            return self._joined[0].assign(table, ids, values)
+        if self.part_of:
+            return self.part_of[0].assign(table, ids, values)
         if self.memory is None:
             self.initial_rows.assign(AssignedRows.of(table, self.tables[table], ids, values), table)
             return
@@ -864,8 +768,8 @@ class EmbeddingTables(FollowsModule):
         rows 0 to n - 1); .parquet: columns `ids` and `values`, a list of dim numbers each.
         """
         table = self.table_of(name)
-        if self._joined:
-            return self._joined[0].assign_from(table, url)
+        if self.part_of:
+            return self.part_of[0].assign_from(table, url)
         rows = AssignedRows.of_file(table, self.tables[table], str(url))
         if self.memory is None:
             self.initial_rows.assign(rows, table)
@@ -903,8 +807,8 @@ class EmbeddingTables(FollowsModule):
         `state.sync()`.
         """
         table = self.table_of(table)
-        if self._joined:
-            return self._joined[0].rows(table, ids, what)
+        if self.part_of:
+            return self.part_of[0].rows(table, ids, what)
         memory = self._made_memory()
         g, _ = self.layout.place_of_table[table]
         group, layout = self.layout.groups[g], self.layout
@@ -925,8 +829,8 @@ class EmbeddingTables(FollowsModule):
         and other ids; GbaError before `state.sync()`.
         """
         table = self.table_of(table)
-        if self._joined:
-            return self._joined[0].admitted(table, ids)
+        if self.part_of:
+            return self.part_of[0].admitted(table, ids)
         vocabulary = self._vocabulary(table)
         group, _ = self.layout.place_of_table[table]
         return vocabulary.has(self.keys_of(group, [(table, torch.from_numpy(whole_ids(table, ids)))]))
@@ -938,8 +842,8 @@ class EmbeddingTables(FollowsModule):
         (`gba-hvd checkpoint export`). Raises BadInput for a table that is not hashed; GbaError before `state.sync()`.
         """
         table = self.table_of(table)
-        if self._joined:
-            return self._joined[0].vocabulary(table)
+        if self.part_of:
+            return self.part_of[0].vocabulary(table)
         vocabulary = self._vocabulary(table)
         return vocabulary.ids(self._made_memory().ready())
 
@@ -950,67 +854,6 @@ class EmbeddingTables(FollowsModule):
         found = self._made_memory().vocabulary(self.layout.groups[group])
         assert found is not None
         return found
-
-
-def refuse_unused_hot_rows(tables: EmbeddingTables) -> None:
-    """Raises BadInput for `hot_rows` where no device will keep any."""
-    when = tables.config.device_rows
-    if not tables.hot_rows or when == "on" or (when == "auto" and tables.device.type != "cpu"):
-        return
-    why = "GBA_HVD_DEVICE_ROWS=off keeps rows from the GPU" if when == "off" else "the tables are on the CPU"
-    raise BadInput(
-        f"hot_rows asks for copies in a GPU's memory, and {why}: move the model, with the tables in it, "
-        'to the GPU (model.to("cuda")) before gba_hvd.DistributedOptimizer, or leave hot_rows out'
-    )
-
-
-def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
-    """Tables with all tables and features of the parts, which look up in them from now on.
-
-    The first part's optimizer and `init_std` are those of the whole; tables of others keep theirs.
-    Raises BadInput for names that two parts have, and parts that differ in what is one for all tables.
-    """
-    is_list = isinstance(parts, (list, tuple)) and bool(parts)
-    if not is_list or not all(isinstance(part, EmbeddingTables) for part in parts):
-        raise BadInput(f"expected EmbeddingTables, or a list of them, got {parts!r}")
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    tables: dict[str, Table] = {}
-    features: dict[str, Feature] = {}
-    for part in parts:
-        if part.memory is not None or part._joined:
-            raise BadInput("these EmbeddingTables belong to an optimizer already: give all of them to one optimizer")
-        for what, named, all_named in (("table", part.tables, tables), ("feature", part.features, features)):
-            if twice := [name for name in named if name in all_named]:
-                raise BadInput(
-                    f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them, which for those of "
-                    "gba_hvd.convert is its prefix="
-                )
-        mine, theirs = (
-            {"seed": one.layout.seed, "n_shards": one.layout.n_shards, "shard_dir": str(one.config.shard_dir)}
-            for one in (first, part)
-        )
-        for what, value in theirs.items():
-            if value != mine[what]:
-                raise BadInput(
-                    f"EmbeddingTables of one model share their memory, and need one {what}: got {mine[what]!r} and "
-                    f"{value!r}"
-                )
-        for name, table in part.tables.items():
-            init = part.layout.init_std if table.init is None else table.init
-            tables[name] = replace(table, optimizer=table.optimizer or part.optimizer, init=init)
-        features |= part.features
-    whole = EmbeddingTables(
-        tables, first.optimizer, features=features, seed=first.layout.seed, init_std=first.layout.init_std,
-        n_shards=first.config.n_shards, shard_dir=first.config.shard_dir, hot_rows=sum(one.hot_rows for one in parts),
-    )  # fmt: skip
-    whole.device = first.device
-    for part in parts:
-        whole.initial_rows.take_over(part.initial_rows)
-        whole.looks_up_inside = whole.looks_up_inside or part.looks_up_inside
-        part._joined = (whole,)
-    return whole
 
 
 def _refuse_other_lengths(lengths: Sequence[int]) -> None:
@@ -1024,12 +867,3 @@ def _refuse_tracing() -> None:
             "torch.jit.trace would bake the rows of its example input into the traced model as constants: trace "
             "the dense part by itself, with looked-up rows as its input"
         )
-
-
-def keys_by_group(tables: EmbeddingTables, ids: Sequence[Ids]) -> list[np.ndarray]:
-    """Per group of tables, all keys that some batches look up: int64 [n]. Names that are no feature are left out."""
-    keys: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in tables.layout.groups]
-    for by_name in ids:
-        for one in tables.lookups(by_name):
-            keys[one.source.group].append(one.keys)
-    return [np.concatenate(some) for some in keys]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.world_formation import still_forms
-from gba_hvd.embedding.tables import PulledRows
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.epoch import run_number
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode

@@ -21,8 +21,9 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.comm.collectives import Alltoall
 from gba_hvd.comm.traffic import Traffic
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import Packed, PickedRows, RowGrad, distinct_by_owner
-from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import GbaError
 
 

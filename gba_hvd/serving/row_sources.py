@@ -115,7 +115,7 @@ def has_all_rows(tables: Sequence[EmbeddingTables]) -> bool:
 
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:
     """The tables that have the memory: several of one model share one."""
-    return tables._joined[0] if tables._joined else tables
+    return tables.part_of[0] if tables.part_of else tables
 
 
 def initial_of(tables: EmbeddingTables, name: str) -> Initial | None:

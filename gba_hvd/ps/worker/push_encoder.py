@@ -19,8 +19,8 @@ from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import DensePush, Frame
 from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import Packed, RowGrad, merge, pack_by_owner, with_contributors
-from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Ok
 from gba_hvd.ps.worker.session import DenseParts, PsSession

@@ -19,8 +19,9 @@ from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest, split
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import distinct, distinct_by_owner
-from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import PullRows
 from gba_hvd.ps.worker.replies import wait_reply

@@ -19,8 +19,9 @@ from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.metrics.accumulators import Frames, Part

@@ -22,8 +22,8 @@ from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding import bags as pooling
 from gba_hvd.embedding.bags import Borrowed, FieldBags, PoolRequest
+from gba_hvd.embedding.joined_tables import keys_by_group
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
-from gba_hvd.embedding.tables import keys_by_group
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Endpoint, ProtocolError, PullRows, Push, Rows
 from gba_hvd.ps.partition import compressed_frames

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd import Bag, EmbeddingTables, Feature, GbaError, Table
-from gba_hvd.embedding.tables import join_tables
+from gba_hvd.embedding.joined_tables import join_tables
 from tests.unit.conftest import Clicks
 from tests.unit.embedding.test_tables import dense_gradients
 

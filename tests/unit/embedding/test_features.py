@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, EmbeddingTables, Feature, Table
+from gba_hvd.embedding.joined_tables import keys_by_group
 from gba_hvd.embedding.lookups import Source, look_up
-from gba_hvd.embedding.tables import keys_by_group
 from tests.unit.embedding.test_tables import dense_gradients, weights_of
 
 MakeTables = Callable[..., EmbeddingTables]

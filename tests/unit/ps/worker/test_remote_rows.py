@@ -11,7 +11,7 @@ import pytest
 
 from gba_hvd import Compression, kernels
 from gba_hvd.compression.row_codec import RowCoder, encode_rows, read_keys
-from gba_hvd.embedding.tables import PulledRows
+from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Endpoint, Rows
 from gba_hvd.ps.worker.remote_rows import RemoteRows
