@@ -1,6 +1,7 @@
 """Columns of strings that are ids of hashed tables: hashed as `ParquetStream(hashed=)` does, in files and requests.
 
-Columns are pyarrow arrays here; those of a request become some.
+A model may have them (`save_model(hashed=)`), or who asks for scores names them. Columns are pyarrow arrays here; those
+of a request become some.
 """
 
 from __future__ import annotations
@@ -13,31 +14,66 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.embedding.lookups import IdOutside
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
 from gba_hvd.serving import inputs
-from gba_hvd.serving.load import OpenModel
+from gba_hvd.serving.manifest import ModelManifest
 
 _LISTS = (list, tuple, np.ndarray)
 
 
-def id_columns(model: OpenModel) -> list[str]:
+def id_columns(spec: inputs.Spec | None) -> list[str]:
     """Columns that may be fields of whole numbers. None are known where a model was saved without an example."""
-    spec = model.manifest.input
     found = () if spec is None else inputs.fields(spec)
     return [name for field in found if field["dtype"].startswith("int") for name in inputs.columns_for(field)]
 
 
-def check_hashed(model: OpenModel, hashed: Sequence[str], encoded: bool = False) -> None:
-    """Raises BadInput for a column that is no field of ids, and where the encoder of the model makes the ids."""
-    if hashed and model.manifest.encoder is not None and not encoded:
+def check_hashed(manifest: ModelManifest, hashed: Sequence[str], encoded: bool = False) -> None:
+    """Raises BadInput for a column that is no field of ids, and where the model itself makes the ids."""
+    if hashed and not encoded and (manifest.encoder is not None or manifest.hashed):
+        has = f"was saved with the hashed columns {', '.join(manifest.hashed)}"
+        if manifest.encoder is not None:
+            has = "has the encoder of the training data"
         raise BadInput(
-            f"--hashed {hashed[0]}: the encoder of the training data, which the model has, makes the ids: leave "
-            "--hashed out, or give --encoded"
+            f"--hashed {hashed[0]}: the model {has}, and makes the ids: leave --hashed out, or give --encoded as well"
         )
-    of_ids = id_columns(model)
-    if model.manifest.input is not None and (unknown := [name for name in hashed if name not in of_ids]):
+    _check_fields(manifest.input, hashed)
+
+
+def _check_fields(spec: inputs.Spec | None, hashed: Sequence[str]) -> None:
+    of_ids = id_columns(spec)
+    if spec is not None and (unknown := [name for name in hashed if name not in of_ids]):
         raise BadInput(f"hashed column {unknown[0]!r} is no field of ids of the model: these are {', '.join(of_ids)}")
+
+
+def checked(
+    hashed: Sequence[str], spec: inputs.Spec | None, tables: Sequence[EmbeddingTables], has_encoder: bool
+) -> tuple[str, ...]:
+    """The columns that a model is saved with. Raises BadInput for those that are no ids of hashed tables."""
+    if isinstance(hashed, str) or not all(isinstance(name, str) for name in hashed):
+        raise BadInput(f"hashed must be a list of columns, such as ['user', 'item'], got {hashed!r}")
+    if not hashed:
+        return ()
+    if spec is None:
+        raise BadInput("hashed needs input_example, which describes the fields of a request")
+    if has_encoder:
+        raise BadInput(f"hashed column {hashed[0]!r}: the encoder makes the ids: leave out one of the two")
+    _check_fields(spec, hashed)
+    for one in tables:
+        for name in hashed:
+            if name in one.features and one.tables[table := one.features[name].table].n_rows:
+                raise BadInput(f"hashed column {name!r}: its table {table!r} is not hashed (keys='hash64')")
+    return tuple(dict.fromkeys(hashed))
+
+
+def example_of(columns: Mapping[str, Any], hashed: Collection[str]) -> dict[str, Any]:
+    """Columns with strings in place of hashes, which have no text: an example of a request, of other ids."""
+    return {name: _texts(values) if name in hashed else values for name, values in columns.items()}
+
+
+def _texts(values: Any) -> list[Any]:
+    return [_texts(one) if isinstance(one, _LISTS) else str(one) for one in values]
 
 
 def holds_strings(kind: Any) -> bool:
@@ -55,7 +91,10 @@ def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
     from gba_hvd.data.parquet_columns import ids_of
 
     if not holds_strings(column.type):
-        raise BadInput(f"hashed column {name!r} holds {column.type}, not strings: whole numbers are ids as they are")
+        raise BadInput(
+            f"hashed column {name!r} holds {column.type}, not strings. Whole numbers are ids as they are: leave the "
+            "column out of `hashed`; hashes of strings that are made already: encoded=True, --encoded"
+        )
     found = ids_of(pyarrow.chunked_array([column]), f"column {name!r}")
     if not isinstance(found, tuple):
         return found
@@ -73,7 +112,7 @@ def with_hashes(
     value.
     """
     found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
-    for name in found.keys() & ids:
+    for name in sorted(found.keys() & set(ids)):
         if name in hashed:
             found[name] = hashes_of(_arrow(found[name], name), name)
         elif _has_text(found[name]):

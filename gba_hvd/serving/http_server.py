@@ -33,13 +33,14 @@ _BACKLOG = 128
 class _Scorer:
     """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came.
 
-    hashed: columns of strings that are ids of hashed tables. encoded: requests have ids although the model has an
-    encoder
+    hashed: columns of strings that are ids of hashed tables. encoded: requests have ids although the model would make
+    them
     """
 
     def __init__(self, model: OpenModel, hashed: Sequence[str], encoded: bool) -> None:
-        self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model), Model()
-        self._encoded, self._is_raw = encoded, not encoded and model.encoder is not None
+        self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model.manifest.input), Model()
+        self._encoded = encoded
+        self._is_raw = not encoded and (bool(model.manifest.hashed) or model.encoder is not None)
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
         try:
@@ -76,7 +77,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) -> Any:
     """The ASGI application that answers requests. hashed: columns of strings, hashed to ids of hashed tables. encoded:
-    requests have ids and numbers also where the model has an encoder.
+    requests have ids and numbers also where the model has an encoder, or hashed columns.
 
     Raises BadInput for a model that takes no columns, and for a hashed column that is no field of ids.
     """
@@ -85,7 +86,7 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
             "this model was saved without input_example, so how a request becomes its input is not known: save it "
             "with one (`gba-hvd model export --example`)"
         )
-    check_hashed(model, hashed, encoded)
+    check_hashed(model.manifest, hashed, encoded)
     app = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
     return app if encoded or model.encoder is None else _with_csv_as_written(app, model.encoder)
 

@@ -22,6 +22,7 @@ from gba_hvd.serving.block_index import read_index
 from gba_hvd.serving.builder import Builder
 from gba_hvd.serving.compact_rows import PACKED
 from gba_hvd.serving.frozen_rows import StoredRows
+from gba_hvd.serving.hashed_columns import example_of, id_columns, with_hashes
 from gba_hvd.serving.logged_model import is_address
 from gba_hvd.serving.manifest import ModelManifest, read_manifest
 from gba_hvd.serving.module import assemble, freeze, padding_rows_of
@@ -75,8 +76,9 @@ class OpenModel:
         """Scores, float32 [n] by name, of samples in columns: a pandas `DataFrame`, or arrays and lists by name.
 
         The names are `score` for one output, else those of the outputs. on_samples: called with how many more are done.
-        With an encoder the columns hold raw values, as the input of `gba-hvd data prepare` had them; encoded: ids and
-        numbers, as `RowEncoder.columns` makes them.
+        With an encoder the columns hold raw values, as the input of `gba-hvd data prepare` had them; those that the
+        model was saved with as `hashed` hold strings. encoded: ids and numbers, as `RowEncoder.columns` makes them, and
+        hashes.
         Raises BadInput naming the field that is missing or of another dtype, and an id that its table does not have.
         """
         if batch < 1:
@@ -90,6 +92,8 @@ class OpenModel:
         columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
         if not encoded and (encoder := self.encoder) is not None:
             columns = encoder.encoded(columns)
+        elif not encoded and self.manifest.hashed:
+            columns = with_hashes(columns, self.manifest.hashed, id_columns(spec), "save the model with")
         # Of columns that the model does not need only the names count: an error lists them where one is missing.
         lengths = inputs.lengths_of(spec, columns)
         n = max(lengths.values(), default=0)
@@ -151,6 +155,7 @@ def open_model(
     columns = None
     if example is not None:
         columns = json.loads(bytes(get_verified(store, example.name, example.n_bytes, example.sha256)))
+        columns = example_of(columns, manifest.hashed)
     encoder, read = manifest.encoder, None
     if encoder is not None:
         facts = read_facts(store, encoder)

@@ -20,7 +20,7 @@ from torch import nn
 
 from gba_hvd.callbacks import KEEP_BEST
 from gba_hvd.errors import BadInput
-from gba_hvd.serving import inputs
+from gba_hvd.serving import hashed_columns, inputs
 from gba_hvd.serving.builder import Builder
 from gba_hvd.serving.dense_program import check_splits, formats_of
 from gba_hvd.serving.load import open_model
@@ -50,8 +50,8 @@ class LogModel:
                                      arguments={"dim": 16}, registered_model_name="ctr", alias="champion")
         state.register_callbacks([gba_hvd.MLflowCallback(log_model=log_model)])
 
-    name: of the logged model. input_example, dense_names, build, arguments, tables, activation, dense_program: as
-    `save_model` takes them; an input of few samples, since it is kept. encoder: the same, opened at once: the folder
+    name: of the logged model. input_example, dense_names, build, arguments, tables, activation, dense_program, hashed:
+    as `save_model` takes them; an input of few samples, since it is kept. encoder: the same, opened at once: the folder
     may be gone when the model is written. registered_model_name: of the registry, which gets a new version; alias: of
     that version. requirements: further ones, such as a package that `build` imports.
 
@@ -82,6 +82,7 @@ class LogModel:
     dense_names: Sequence[str] = ()
     of: str = "last"
     encoder: RowEncoder | str | Path | None = None
+    hashed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.encoder is not None:
@@ -99,6 +100,7 @@ class LogModel:
             example = inputs.columns_of(spec, self.input_example)
             encoder = encoder_to_store(self.encoder, spec, example, tables_in(model)).encoder
             encoder.drop_indexes()  # every worker keeps the encoder, and only the chief has further use for it
+        hashed_columns.checked(self.hashed, spec, tables_in(model), has_encoder=self.encoder is not None)
         if formats_of(self.dense_program):
             check_splits(model, self.input_example)
         Builder.of(self.build, self.arguments, model).checked()
@@ -119,7 +121,7 @@ class LogModel:
         how: dict[str, Any] = {
             "build": self.build, "arguments": self.arguments, "tables": self.tables, "activation": self.activation,
             "input_example": self.input_example, "dense_program": self.dense_program, "dense_names": self.dense_names,
-            "encoder": self.encoder,
+            "encoder": self.encoder, "hashed": self.hashed,
         }  # fmt: skip
         tags = {"gba_hvd.step": str(step)}
         if checkpoint is not None:
@@ -184,7 +186,7 @@ def write_facts(
         )
     scores = opened.predict(opened.example)
     shutil.copyfile(_CODE, folder / _CODE.name)
-    is_raw = opened.manifest.encoder is not None
+    is_raw = opened.manifest.encoder is not None or bool(opened.manifest.hashed)
     packages = (*_REQUIREMENTS, "pyarrow") if is_raw else _REQUIREMENTS
     facts = {
         "name": name, "registered_model_name": registered_model_name, "alias": alias, "step": step, "tags": tags,

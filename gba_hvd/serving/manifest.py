@@ -28,6 +28,7 @@ from recovery.storage.store import Store
 FORMAT = 1
 _TWO_HASHES = 2  # of a model that has a table with two `shared_hashes`: readers of format 1 know none
 _WITH_ENCODER = 3  # of a model that has an encoder: earlier readers would take its requests for ids and numbers
+_WITH_HASHED = 4  # of a model that has `hashed` columns: the same
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
@@ -205,7 +206,7 @@ class ModelManifest:
     source: plain JSON: where it comes from (step, checkpoint, its checksum).
     versions: of the packages it was saved with. lookup_dtypes: by path, of what modules that look up tables return.
     blocks: None: no shard is larger than a block, or the model was saved before there were blocks.
-    encoder: with it requests hold raw values.
+    encoder: with it requests hold raw values. hashed: columns of requests that hold strings, ids of hashed tables.
     """
 
     version: int
@@ -224,6 +225,7 @@ class ModelManifest:
     blocks: StoredBlocks | None = None
     onnx: StoredOnnx | None = None
     encoder: StoredEncoder | None = None
+    hashed: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -282,9 +284,9 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
     if found != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
-    if document["format"] not in (FORMAT, _TWO_HASHES, _WITH_ENCODER):
+    if document["format"] not in (FORMAT, _TWO_HASHES, _WITH_ENCODER, _WITH_HASHED):
         raise BadInput(
-            f"{name} is in format {document['format']}, and this program reads formats up to {_WITH_ENCODER}: install "
+            f"{name} is in format {document['format']}, and this program reads formats up to {_WITH_HASHED}: install "
             "the version of gba-hvd that saved it, or save the model again with this one"
         )
     try:
@@ -299,6 +301,8 @@ def from_json(data: bytes, name: str) -> ModelManifest:
 
 
 def _format_of(manifest: ModelManifest) -> int:
+    if manifest.hashed:
+        return _WITH_HASHED
     return _format_of_tables(manifest) if manifest.encoder is None else _WITH_ENCODER
 
 

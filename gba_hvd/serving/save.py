@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gba_hvd.convert import is_converted
 from gba_hvd.embedding.module_placement import evaluating
 from gba_hvd.errors import BadInput, refuse_unknown
-from gba_hvd.serving import inputs
+from gba_hvd.serving import hashed_columns, inputs
 from gba_hvd.serving.builder import Builder
 from gba_hvd.serving.dense_program import DensePrograms, exported_dense_part, formats_of
 from gba_hvd.serving.manifest import (
@@ -93,6 +93,7 @@ def save_model(
     shard_bytes: int | None = None,
     dense_program: bool | str | Sequence[str] = False,
     encoder: RowEncoder | str | Path | None = None,
+    hashed: Sequence[str] = (),
     source: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
@@ -120,6 +121,8 @@ def save_model(
     needs the extra `onnx`; or both, ("torch", "onnx"). Needs an input_example of two samples or more.
     encoder: the folder of the prepared dataset that the model was trained on, or its `RowEncoder`: it is stored with
     the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example.
+    hashed: fields of ids of hashed tables that were strings in the data, as in `ParquetStream(hashed=)`: requests then
+    hold these strings. Needs an input_example.
     source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
@@ -142,6 +145,7 @@ def save_model(
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     example = None if spec is None else inputs.columns_of(spec, input_example)
     made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
+    hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
             fresh.to(devices.pop())
@@ -153,7 +157,7 @@ def save_model(
     stored = tuple(writer.table(one) for one in rows.values())
     return _commit(
         store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer, exported,
-        made,
+        made, hashed,
     )  # fmt: skip
 
 
@@ -171,6 +175,7 @@ def export_model(
     shard_bytes: int | None = None,
     dense_program: bool | str | Sequence[str] = False,
     encoder: RowEncoder | str | Path | None = None,
+    hashed: Sequence[str] = (),
     on_bytes: Callable[[int], object] = lambda n: None,
     **storage_options: Any,
 ) -> SavedModel:
@@ -179,7 +184,8 @@ def export_model(
     checkpoint: its URL, or what `recovery.open_checkpoint` returned, which takes options for its store and the step;
     step: of a URL, see there. storage_options: of the model's store. A table of a converted model has
     the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
-    input_example: describes the fields of a request; there is no model to compare with. encoder: as of `save_model`.
+    input_example: describes the fields of a request; there is no model to compare with. encoder, hashed: as of
+    `save_model`.
 
     Raises BadInput where the builder builds another model than the checkpoint is of, Damaged and StoreError.
     """
@@ -197,6 +203,7 @@ def export_model(
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     example = None if spec is None else inputs.columns_of(spec, input_example)
     made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
+    hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None
@@ -212,6 +219,7 @@ def export_model(
     }  # fmt: skip
     return _commit(
         store, builder, stored, fresh, dense, converted, spec, example, activation, source, writer, exported, made,
+        hashed,
     )  # fmt: skip
 
 
@@ -275,6 +283,7 @@ def _commit(
     converted: tuple[ConvertedModule, ...], spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     activation: str, source: Mapping[str, Any], writer: ShardWriter,
     exported: DensePrograms | None = None, encoder: EncoderToStore | None = None,
+    hashed: Sequence[str] = (),
 ) -> SavedModel:  # fmt: skip
     record: BuilderRecord = builder.put(store)
     dense_file = put_file(store, encode_tensors(dense), "safetensors")
@@ -286,7 +295,7 @@ def _commit(
         manifest = ModelManifest(
             number, round(time.time(), 3), record, stored, dense_file, converted, spec, example_file, activation,
             source, {name: version(name) for name in _PACKAGES}, lookup_dtypes_of(model), program, blocks, onnx,
-            stored_encoder,
+            stored_encoder, tuple(hashed),
         )  # fmt: skip
         _require_all(store, manifest)
         store.put(manifest.name, [to_json(manifest)])

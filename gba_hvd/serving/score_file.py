@@ -43,9 +43,9 @@ def score_file(
     """Write the scores, all or nothing. Returns the number of samples.
 
     keep: columns of the source that are copied, before the scores. hashed: columns of strings, or of lists of them,
-    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does. encoded: the file has ids and
-    numbers also where the model has an encoder. on_samples: called with how
-    many more are done.
+    which are ids of hashed tables once they are hashed, as `ParquetStream(hashed=)` does; a model may have been saved
+    with them. encoded: the file has ids and numbers also where the model has an encoder, or hashed columns. on_samples:
+    called with how many more are done.
     Raises BadInput for files of another kind, and what `OpenModel.predict` refuses, with the sample, from 0, or of JSON
     lines the line, from 1.
     """
@@ -57,7 +57,10 @@ def score_file(
     with extra("data", "pyarrow", "predictions of files need"):
         import pyarrow
     encoder = None if encoded else model.encoder
-    check_hashed(model, hashed, encoded)
+    check_hashed(model.manifest, hashed, encoded)
+    is_named = bool(hashed)
+    if not encoded:
+        hashed = hashed or model.manifest.hashed
     texts = hashed if encoder is None else encoder.raw_columns
     plain = {*(plain_columns(model.manifest.input) if encoder is None else encoder.raw_columns), *keep, *hashed}
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
@@ -66,7 +69,7 @@ def score_file(
         for part in read_samples(source, batch, texts=texts, plain=plain, encoder=encoder):
             if missing := [name for name in (*keep, *hashed) if name not in part.columns]:
                 raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.columns)}")
-            if not n and kind in (".csv", ".tsv"):
+            if not n and is_named and kind in (".csv", ".tsv"):
                 _warn_of_numbers(part, hashed)
             scores = _scores(model, part, source, hashed, batch, encoded)
             if taken := [name for name in keep if name in scores]:
@@ -102,7 +105,7 @@ def _scores(
         some = {name: values[first : first + n] for name, values in part.columns.items()}
         with of_hashed_tables(hashed):
             request = some if is_raw else _request(model, some, hashed)
-            return model.predict(request, batch=batch, encoded=encoded)
+            return model.predict(request, batch=batch, encoded=not is_raw)
 
     try:
         return of(0, part.n)
@@ -137,7 +140,7 @@ def _first_refused(scores_of: Callable[[int, int], object], n: int) -> int | Non
 
 def _request(model: OpenModel, columns: Mapping[str, Any], hashed: Sequence[str]) -> dict[str, Any]:
     """The columns of some samples as the model takes them. Arrays of pyarrow become those of numpy."""
-    ids = set(id_columns(model))
+    ids = set(id_columns(model.manifest.input))
     if all(isinstance(one, list) for one in columns.values()):
         return with_hashes(columns, hashed, ids, "say so:")
     refuse_strings({name: one.type for name, one in columns.items() if name in ids - set(hashed)})

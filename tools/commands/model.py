@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     encoder = "folder of the prepared dataset that the job was trained on: its vocabularies are stored with the model, "
     encoder += "and requests hold raw values; needs --example"
     export.add_argument("--encoder", type=Path, metavar="STORE", help=encoder)
+    _add_hashed(export)
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
     which.add_argument("--best", action="store_true", help="the checkpoint that CheckpointCallback(keep_best=) keeps")
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("input", type=Path, metavar="INPUT", help=files)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
-    _add_hashed(predict)
+    _add_encoded(predict)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
     _add_rows(predict)
     _add_version(predict)
@@ -82,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument("--follow", metavar="URL", help=follow)
     option = "for the store of --follow; may be given several times (--option: of the model)"
     serve.add_argument("--follow-option", action="append", default=[], metavar="KEY=VALUE", help=option)
-    _add_hashed(serve)
+    _add_encoded(serve)
     _add_rows(serve)
     _add_version(serve)
     serve.set_defaults(run=_with_downloads(run_serve))
@@ -187,7 +188,11 @@ def _local(url: str, tracking_uri: str | None, stack: contextlib.ExitStack) -> s
 def _add_hashed(parser: argparse.ArgumentParser) -> None:
     hashed = "columns of strings that are ids of hashed tables: hashed as ParquetStream(hashed=...) does"
     parser.add_argument("--hashed", nargs="+", default=[], metavar="COLUMN", help=hashed)
-    encoded = "samples have ids and numbers, not raw values, also where the model has the encoder of its training data"
+
+
+def _add_encoded(parser: argparse.ArgumentParser) -> None:
+    _add_hashed(parser)
+    encoded = "samples have ids and numbers, not raw values, also where the model makes these of raw values"
     parser.add_argument("--encoded", action="store_true", help=encoded)
 
 
@@ -228,7 +233,7 @@ def run_export(args: argparse.Namespace) -> int:
     with progress("exporting", total) as on_bytes:
         saved = export_model(
             opened, args.url, tables=args.tables, build=args.build, arguments=arguments, input_example=example,
-            dense_names=args.dense_names, encoder=args.encoder,
+            dense_names=args.dense_names, encoder=args.encoder, hashed=args.hashed,
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if example is None:

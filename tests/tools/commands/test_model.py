@@ -87,6 +87,8 @@ def test_an_export_has_the_dense_program_that_is_asked_for(
     checkpoint(model, model.tables, tmp_path / "c")
     how = ["export", tmp_path / "c", tmp_path / "m", "--build", CODE, "--dense-program"]
     assert "--dense-program needs --example" in said(capsys, *how, status=1)
+    refused = said(capsys, *how, "--example", EXAMPLE, "--hashed", "user", status=1)
+    assert "hashed column 'user': its table 'user' is not hashed" in refused
     assert "version 1" in said(capsys, *how, "--example", EXAMPLE)
     assert len(list((tmp_path / "m").rglob("*.pt2"))) == 1
 

@@ -52,8 +52,10 @@ def test_predictions_are_those_of_the_job(trained: Trained, tmp_path: Path, hash
     checkpoint(model, model.tables, tmp_path / "c")
     one = raw_users(batch(40), model) if hashed else batch(40, 100)
     saved = gba_hvd.export_model(
-        tmp_path / "c", tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(2)
-    )
+        tmp_path / "c", tmp_path / "m", build=CODE, arguments=arguments, tables=stored, input_example=batch(2),
+        hashed=["user"] if hashed else [],
+    )  # fmt: skip
+    assert read_manifest(open_store(tmp_path / "m")).hashed == (("user",) if hashed else ())
     assert saved.n_rows == 9 + 5 + (40 + 32 if hashed else 20 if stored == "touched" else 100)
     assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
     source = read_manifest(open_store(tmp_path / "m")).source

@@ -211,7 +211,7 @@ def test_a_bad_raw_value_of_a_file_is_named(saved: Saved) -> None:
 
 def test_columns_are_not_hashed_beside_an_encoder(saved: Saved) -> None:
     opened = gba_hvd.open_model(saved.url)
-    with pytest.raises(BadInput, match="--hashed user: the encoder of the training data"):
+    with pytest.raises(BadInput, match="--hashed user: the model has the encoder of the training data"):
         app_of(opened, ["user"])
     source = saved.url.parent / "in.csv"
     saved.raw.to_csv(source, index=False)
