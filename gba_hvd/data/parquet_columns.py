@@ -115,14 +115,18 @@ def floats_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
     return values
 
 
-def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null, for NaN and for a whole number that float32 does not hold."""
+def label_of(column: pa.ChunkedArray, where: str, is_rating: bool) -> np.ndarray:
+    """float32 [n]. Raises BadInput for a null and for NaN; of ratings for a whole number that float32 does not hold,
+    of others for what is not 0 or 1."""
     exact: np.ndarray = _without_nulls(column, where, _WITHOUT_LABEL).to_numpy(zero_copy_only=False)
     values = exact.astype(np.float32)
     if (n_nan := int(np.isnan(values).sum())) > 0:
         raise BadInput(
             f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. {_WITHOUT_LABEL}"
         )
+    if not is_rating:
+        _refuse_no_clicks(exact, where)
+        return values
     large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
     if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
         raise BadInput(
@@ -130,6 +134,15 @@ def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
             f"{lost[0]}. An id belongs into `ids`; scale other numbers to a smaller range"
         )
     return values
+
+
+def _refuse_no_clicks(labels: np.ndarray, where: str) -> None:
+    if len(bad := np.flatnonzero((labels != 0) & (labels != 1))):
+        raise BadInput(
+            f"{where}: {len(bad)} of {len(labels)} labels are not 0 or 1 (the first, at row {bad[0]} of the row group, "
+            f"is {labels[bad[0]]}). Correct them, or leave these samples out; a label that is any number, such as "
+            "stars or a count, is named in ratings="
+        )
 
 
 def joined(parts: list[tuple[Ids, np.ndarray]], back: np.ndarray) -> Tensor | Bag:

@@ -108,7 +108,7 @@ def test_samples_arrive_whole_in_the_order_asked_for(files: list[str]):
 
 
 def test_several_labels_and_tables_of_other_names(files: list[str]):
-    batch = stream(files, ids={"customer": "user"}, label=["click", "buy"]).take(np.array([4, 5]))
+    batch = stream(files, ids={"customer": "user"}, label=["click", "buy"], ratings=["buy"]).take(np.array([4, 5]))
     assert list(batch.ids) == ["customer"]
     assert batch.label.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
@@ -172,6 +172,8 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"hashed": ["user"]}, "column 'user' of hashed= has int64, expected strings"),
         ({"hashed": ["price"]}, r"hashed is a list of columns that ids has too \(user, words\), got \['price'\]"),
         ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
+        ({"ratings": ["buy"]}, r"ratings is a list of columns that label has too \(click\), got \['buy'\]"),
+        ({"ratings": "click"}, "ratings is a list of columns"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
 )
@@ -338,17 +340,52 @@ def test_files_without_a_label_give_batches_without_one(tmp_path: Path):
     ("columns", "message"),
     [
         ({"click": [0.0, float("nan"), 1.0]}, "column 'click': 1 of 3 labels are NaN"),
-        ({"click": [1, 2**24 + 1, 0]}, "labels are float32, .*one is 16777217"),
+        ({"click": [1, 2**24 + 1, 0], "ratings": ["click"]}, "labels are float32, .*one is 16777217"),
         ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing. Leave these samples out"),
     ],
 )
 def test_labels_that_are_missing_or_would_change_are_refused(tmp_path: Path, columns: Any, message: str):
+    settings = {"ratings": columns.pop("ratings")} if "ratings" in columns else {}
     with pytest.raises(gba_hvd.BadInput, match=message):
-        taken(tmp_path, [0], {"user": [5, 6, 7], **columns})
+        taken(tmp_path, [0], {"user": [5, 6, 7], **columns}, **settings)
 
 
-def test_large_labels_that_float32_holds_are_kept(tmp_path: Path):
-    assert taken(tmp_path, [1], {"user": [5, 6, 7], "click": [0, 2**25, 1]}).label.tolist() == [2.0**25]
+def test_large_ratings_that_float32_holds_are_kept(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "click": [0, 2**25, 1]}
+    assert taken(tmp_path, [1], columns, ratings=["click"]).label.tolist() == [2.0**25]
+
+
+@pytest.mark.parametrize(
+    ("click", "n", "row", "shown"),
+    [([0, 1, 2, 2], 2, 0, "2"), ([1, 0, 1, -1], 1, 1, "-1"), ([0.0, 1.0, 1.0, 0.25], 1, 1, "0.25")],
+)
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_a_label_that_is_not_0_or_1_is_named_by_file_row_group_column_and_row(
+    tmp_path: Path, click: list[Any], n: int, row: int, shown: str, has_statistics: bool
+):
+    """At the start where the footer shows it, which has the least and the greatest number of each row group."""
+    table = pa.table({"user": [1, 2, 3, 4], "click": click})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2, write_statistics=has_statistics)
+    message = (
+        rf"a\.parquet, row group 1, column 'click': {n} of 2 labels are not 0 or 1 \(the first, at row {row} of the "
+        rf"row group, is {shown}\)\. .*named in ratings="
+    )
+    settings: dict[str, Any] = {"ids": ["user"], "label": "click"}
+    if has_statistics and shown != "0.25":
+        with pytest.raises(gba_hvd.BadInput, match=message):
+            ParquetStream(str(tmp_path), **settings)
+    else:
+        data = ParquetStream(str(tmp_path), **settings)
+        assert data.take(np.array([0, 1])).label.tolist() == click[:2]
+        with pytest.raises(gba_hvd.BadInput, match=message):
+            data.take(np.array([2]))
+    assert ParquetStream(str(tmp_path), **settings, ratings=["click"]).take(np.arange(4)).label.tolist() == click
+
+
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.int8(), pa.uint64(), pa.float16(), pa.float64()])
+def test_labels_0_and_1_of_any_type_are_taken(tmp_path: Path, kind: pa.DataType):
+    click = pa.array(np.array([0, 1, 1], kind.to_pandas_dtype()), kind)
+    assert taken(tmp_path, [0, 1, 2], {"user": [5, 6, 7], "click": click}).label.tolist() == [0.0, 1.0, 1.0]
 
 
 def test_no_samples_are_no_batch(files: list[str]):
