@@ -170,6 +170,12 @@ class ParquetStream:
         """Decode no further ahead."""
         self._groups.close()
 
+    def place_of(self, row: int) -> str:
+        """The file, the row group and the row in it of a sample, in words."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        file, group = self._index[number]
+        return f"{redacted(file.url)}, row group {group}, row {row - self._ends[number] + self._sizes[number]}"
+
     def take(self, rows: np.ndarray) -> Batch:
         """The samples `rows` (int64 [n], any order, at least one) as a batch."""
         rows = np.asarray(rows, dtype=np.int64)

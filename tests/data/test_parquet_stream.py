@@ -107,6 +107,12 @@ def test_samples_arrive_whole_in_the_order_asked_for(files: list[str]):
     assert [one.tolist() for one in words] == [[] if row % 5 == 4 else [row] * (row % 3) for row in rows.tolist()]
 
 
+@pytest.mark.parametrize(("row", "place"), [(0, (0, 0, 0)), (59, (0, 1, 29)), (60, (0, 2, 0)), (107, (1, 1, 0))])
+def test_a_sample_is_found_in_its_file_by_row_group_and_row(files: list[str], row: int, place: tuple[int, int, int]):
+    number, group, inside = place
+    assert stream(files).place_of(row) == f"{files[number]}, row group {group}, row {inside}"
+
+
 def test_several_labels_and_tables_of_other_names(files: list[str]):
     batch = stream(files, ids={"customer": "user"}, label=["click", "buy"], ratings=["buy"]).take(np.array([4, 5]))
     assert list(batch.ids) == ["customer"]
