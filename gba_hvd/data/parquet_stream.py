@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from gba_hvd.errors import BadInput
 from gba_hvd.reading.datasets import Block
 from gba_hvd.shm.layout import digest
 from recovery.redaction import redacted
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class ParquetStream:
     hash, an int64 of all 64 bits, see `gba_hvd.data.hashing.hash_strings`
     dense: columns of numbers, for `Batch.dense`, float32 [B, n_dense]; the attribute `dense_names` has them, for
     `save_model(dense_names=)`
+    missing_becomes: {column of `dense`: the number in place of its missing values, null or NaN}; the attribute of this
+    name has it. Requests for the model need the same substitutes: `frame.fillna(train.missing_becomes)`
     label: a column of 0 and 1 (or of booleans), for `Batch.label`, float32 [B]; several, then float32 [B, n_labels]; or
     None, then [B, 0], for files of items that have none
     ratings: those columns of `label` that are any numbers: stars, counts, shares
@@ -89,6 +94,7 @@ class ParquetStream:
         ids: Sequence[str] | Mapping[str, str],
         hashed: Sequence[str] = (),
         dense: Sequence[str] = (),
+        missing_becomes: Mapping[str, float] | None = None,
         label: str | Sequence[str] | None = "label",
         ratings: Sequence[str] = (),
         window: int | None = None,
@@ -109,6 +115,7 @@ class ParquetStream:
                 f"ParquetStream: hashed is a list of columns that ids has too ({', '.join(self._ids.values())}), "
                 f"got {hashed!r}"
             )
+        self.missing_becomes = _substitutes(missing_becomes or {}, self.dense_names)
         self._ratings = _ratings(ratings, self._labels)
         for number in (window, cached_groups):
             if number is not None and number < 1:
@@ -121,10 +128,14 @@ class ParquetStream:
         for file in self._files:
             for column in self._ids.values():
                 check_ids(file.schema, column, file.url, column in hashed)
-                refuse_nulls(file, column)
-            for column in (*self.dense_names, *self._labels):
+                refuse_nulls(file, column, "ids")
+            for column in self.dense_names:
                 check_numbers(file.schema, column, file.url)
-                refuse_nulls(file, column, is_label=column in self._labels)
+                if column not in self.missing_becomes:
+                    refuse_nulls(file, column, "dense")
+            for column in self._labels:
+                check_numbers(file.schema, column, file.url)
+                refuse_nulls(file, column, "label")
             self._refuse_labels(file)
         self._index = [(file, group) for file in self._files for group, n in enumerate(file.group_sizes) if n]
         self._sizes = np.array([n for file in self._files for n in file.group_sizes if n], dtype=np.int64)
@@ -209,7 +220,8 @@ class ParquetStream:
         table = read_group(file, group, columns, self._options)
         where = partial(_where, file, group)
         ids = {name: ids_of(table[column], where(column)) for name, column in self._ids.items()}
-        dense = [floats_of(table[column], where(column)) for column in self.dense_names]
+        substitutes = self.missing_becomes
+        dense = [floats_of(table[column], where(column), substitutes.get(column)) for column in self.dense_names]
         labels = [label_of(table[column], where(column), column in self._ratings) for column in self._labels]
         nothing = np.empty((table.num_rows, 0), dtype=np.float32)
         label = labels[0] if self._one_label else np.stack(labels, axis=1) if labels else nothing
@@ -218,6 +230,17 @@ class ParquetStream:
 
 def _where(file: ParquetFile, group: int, column: str) -> str:
     return f"{file.url}, row group {group}, column {column!r}"
+
+
+def _substitutes(by_column: Mapping[str, float], dense: Sequence[str]) -> dict[str, float]:
+    if unknown := [name for name in by_column if name not in dense]:
+        raise BadInput(
+            f"ParquetStream: missing_becomes is for columns of dense ({', '.join(dense) or 'none'}), got {unknown[0]!r}"
+        )
+    for name, value in by_column.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not abs(float(value)) <= _FLOAT32_MAX:
+            raise BadInput(f"ParquetStream: missing_becomes[{name!r}] must be a finite number, got {value!r}")
+    return {name: float(value) for name, value in by_column.items()}
 
 
 def _ratings(names: Sequence[str], labels: Sequence[str]) -> frozenset[str]:

@@ -180,6 +180,11 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
         ({"ratings": ["buy"]}, r"ratings is a list of columns that label has too \(click\), got \['buy'\]"),
         ({"ratings": "click"}, "ratings is a list of columns"),
+        ({"missing_becomes": {"user": 0}}, r"missing_becomes is for columns of dense \(price\), got 'user'"),
+        ({"missing_becomes": {"click": 0}, "dense": []}, r"for columns of dense \(none\), got 'click'"),
+        ({"missing_becomes": {"price": float("nan")}}, r"missing_becomes\['price'\] must be a finite number, got nan"),
+        ({"missing_becomes": {"price": 1e39}}, "must be a finite number, got 1e"),
+        ({"missing_becomes": {"price": "0"}}, "must be a finite number, got '0'"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
 )
@@ -327,6 +332,35 @@ def test_a_dense_value_that_is_not_finite_is_named_by_column_file_and_row(tmp_pa
     )
     with pytest.raises(gba_hvd.BadInput, match=said):
         taken(tmp_path, [0], {"user": [5, 6, 7], "price": [1.0, bad, 2.0]}, dense=["price"])
+
+
+@pytest.mark.parametrize(
+    "prices",
+    [
+        pa.array([1.5, None, float("nan")]),
+        pa.array(np.array([1.5, 0, np.nan], np.float16), mask=np.array([False, True, False])),
+    ],
+)
+def test_missing_numbers_become_what_is_given_for_their_column(tmp_path: Path, prices: pa.Array):
+    columns = {"user": [5, 6, 7], "price": prices, "age": pa.array([None, 2**40, None], pa.uint64())}
+    columns |= {"known": pa.array([True, None, False]), "whole": [1, 2, 3]}
+    becomes = {"price": -1, "age": np.float32(30.5), "known": 0.5}
+    batch = taken(tmp_path, [0, 1, 2], columns, dense=["price", "age", "known", "whole"], missing_becomes=becomes)
+    assert batch.dense.T.tolist() == [[1.5, -1, -1], [30.5, 2.0**40, 30.5], [1, 0.5, 0], [1, 2, 3]]
+    del becomes["known"]
+    message = r"column 'known': 1 of 3 values are missing\. .*missing_becomes= a number for this column"
+    with pytest.raises(gba_hvd.BadInput, match=message):
+        taken(tmp_path, [0], columns, dense=["price", "age", "known"], missing_becomes=becomes)
+
+
+def test_infinity_is_no_missing_number(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "price": [None, float("inf"), float("nan")]}
+    with pytest.raises(gba_hvd.BadInput, match=r"1 of 3 values are NaN, infinite .*at row 1 of the row group, is inf"):
+        taken(tmp_path, [0], columns, dense=["price"], missing_becomes={"price": 0})
+
+
+def test_what_missing_numbers_become_can_be_given_to_requests_too(files: list[str]):
+    assert stream(files, missing_becomes={"price": 2}).missing_becomes == {"price": 2.0}
 
 
 def test_lists_of_a_fixed_size_are_bags(tmp_path: Path):
