@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.data.hashing import hash_strings, is_text
+from gba_hvd.data.list_columns import flattened, is_list
 from gba_hvd.data.parquet_files import ParquetFile
 from gba_hvd.errors import BadInput
 
@@ -23,10 +24,6 @@ _FILL_IN_NUMBERS = "Fill them in, or give missing_becomes= a number for this col
 _WITHOUT_LABEL = "Leave these samples out, or use gba-hvd data prepare, which reports them as malformed"
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
@@ -97,10 +94,8 @@ def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
     """
     if not is_list(column.type):
         return _int64(_without_nulls(column, where))
-    array = _one_array(column)
-    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return _int64(_without_nulls(pa.chunked_array([array.flatten()]), where)), starts
+    values, starts = flattened(_one_array(column))
+    return _int64(_without_nulls(pa.chunked_array([values]), where)), starts
 
 
 def floats_of(column: pa.ChunkedArray, where: str, missing_becomes: float | None = None) -> np.ndarray:

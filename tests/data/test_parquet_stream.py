@@ -291,8 +291,39 @@ def test_a_missing_string_has_no_hash(tmp_path: Path):
         taken(tmp_path, [0], {"user": ["ann", None, ""]}, hashed=["user"])
     with pytest.raises(gba_hvd.BadInput, match="1 of 2 strings are null, and a missing value has no hash"):
         hash_strings(pa.array(["", None]))
-    with pytest.raises(gba_hvd.BadInput, match="expected strings, got int64"):
+    with pytest.raises(gba_hvd.BadInput, match="expected strings, or lists of them, got int64"):
         hash_strings(pa.array([1]))
+
+
+LISTS = [["ann", "x"], [], None, ["bob"], ["x", "x"]]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.dictionary(pa.int32(), pa.string()))])
+def test_lists_of_strings_are_hashed_list_by_list(kind: pa.DataType):
+    """Also of a part of an array, and of one in chunks."""
+    ann, bob, x = hash_strings(pa.array(["ann", "bob", "x"])).tolist()
+    expected = [[ann, x], [], [], [bob], [x, x]]
+    array = pa.array(LISTS, pa.list_(pa.string())).cast(kind)
+    for column, first in ((array, 0), (array[3:], 3), (pa.chunked_array([array[:2], array[2:]]), 0)):
+        found = hash_strings(column)
+        assert [one.tolist() for one in found] == expected[first:]
+        assert all(one.dtype == np.uint64 for one in found)
+    assert len(hash_strings(pa.chunked_array([], kind))) == 0
+
+
+def test_strings_in_lists_of_lists_and_of_a_fixed_size_are_hashed():
+    ann, bob = hash_strings(pa.array(["ann", "bob"])).tolist()
+    nested = hash_strings(pa.array([[["ann"], ["bob", "ann"]], []]))
+    assert [[one.tolist() for one in some] for some in nested] == [[[ann], [bob, ann]], []]
+    pairs = hash_strings(pa.array([["ann", "bob"], ["bob", "ann"]], pa.list_(pa.string(), 2)))
+    assert [one.tolist() for one in pairs] == [[ann, bob], [bob, ann]]
+
+
+def test_lists_of_something_else_and_null_in_a_list_are_refused():
+    with pytest.raises(gba_hvd.BadInput, match=r"expected strings, or lists of them, got list<.*int64>"):
+        hash_strings(pa.array([[1]]))
+    with pytest.raises(gba_hvd.BadInput, match="1 of 2 strings are null"):
+        hash_strings(pa.array([["a"], [None]]))
 
 
 @pytest.mark.parametrize("strings", [["a"], np.array(["a"]), "a"])
