@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -19,7 +20,7 @@ from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput, refuse_unknown
-from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
+from gba_hvd.evaluation_reader import naming, open_reader, read_settings, ready_engine
 from gba_hvd.metrics.accumulators import Frames, Part
 from gba_hvd.metrics.scores import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
 from gba_hvd.reading.datasets import Dataset, MapDataset
@@ -29,6 +30,7 @@ from gba_hvd.training.mode import EvaluationRun
 Activation = Literal["sigmoid", "none"]
 Metric = Literal["auc", "logloss", "gauc", "mse", "rmse", "mae"]
 Column = Callable[[Any], Tensor]
+Where = Callable[[int], str]  # a sample of the batch, in words
 
 CLICK_METRICS = ("auc", "logloss", "gauc")
 RATING_METRICS = ("mse", "rmse", "mae")
@@ -175,6 +177,9 @@ def evaluate(
     of a task in the first batch lie in [0, 1].
     metrics, group: of one task, see `Task`.
 
+    The error of a label that is not 0 or 1, or of an id, names the sample, and where that is stored if the dataset says
+    it: by `place_of(row)`, or its file by `files_of(rows)`.
+
     A collective in allreduce mode. In asynchronous modes the workers take parts of the dataset as they come; call it
     after an epoch's batches, where all workers have the same parameters.
 
@@ -199,10 +204,10 @@ def evaluate(
         engine.reports.once(Event("activation_idle", engine.progress.step, text, {}, level="warning"))
     parts = tuple(_part(name, task, activation, exact_limit) for name, task in chosen.items())
 
-    def measure(loaded: Any) -> list[Frames]:
+    def measure(where: Where, loaded: Any) -> list[Frames]:
         outputs = forward(loaded) if forward is not None else _called(model, loaded)
         frames = [
-            _frames(task, _output(outputs, task, at), loaded, at, task.activation or activation)
+            _frames(task, _output(outputs, task, at), loaded, at, task.activation or activation, where)
             for task, at in zip(chosen.values(), _positions(chosen), strict=True)
         ]
         engine.reports.pauses.evaluated()
@@ -213,9 +218,9 @@ def evaluate(
     keys = BatchKeys(engine.model.tables, model, ids, forward).of
     settings = read_settings(num_workers, prefetch, collate_fn)
     with engine.loop_time.apart(), open_reader(engine, dataset, batch, keys, settings) as samples:
-        where = lambda sample: f" (sample {samples.first + sample} of the evaluated dataset)"  # noqa: E731
+        where = naming(dataset, samples)
         with engine.model.tables.naming_samples(where):
-            found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
+            found = engine.mode.evaluate(EvaluationRun(model, samples, parts, partial(measure, where)))
     engine.reports.pauses.evaluated()
     if tasks is None and metrics is None:
         return Scores(**found[0])
@@ -332,7 +337,9 @@ def _one_column(value: Any, what: str) -> Tensor:
     return column.detach().cpu()
 
 
-def _frames(task: Task, output: Tensor, loaded: Any, at: _Position, activation: Activation | None) -> Frames:
+def _frames(
+    task: Task, output: Tensor, loaded: Any, at: _Position, activation: Activation | None, where: Where
+) -> Frames:
     """What is measured of one batch, see `accumulators.DTYPES`."""
     label = task.label(loaded) if task.label is not None else _default_label(loaded, at)
     columns = [output, _one_column(label, f"the label{at.of_task}")]
@@ -341,8 +348,10 @@ def _frames(task: Task, output: Tensor, loaded: Any, at: _Position, activation: 
         if groups.is_floating_point() or groups.is_complex():
             raise BadInput(f"evaluate(): a group{at.of_task} must be a whole number, got {groups.dtype}")
         columns.append(groups)
+    numbers = torch.arange(len(output))
     if task.where is not None:
-        columns = [column[_mask(task.where(loaded), len(output), at)] for column in columns]
+        mask = _mask(task.where(loaded), len(output), at)
+        columns, numbers = [column[mask] for column in columns], numbers[mask]
     sizes = [len(column) for column in columns]
     if len(set(sizes)) > 1:
         names = ("outputs", "labels", "groups")
@@ -351,10 +360,11 @@ def _frames(task: Task, output: Tensor, loaded: Any, at: _Position, activation: 
     if task.rates:
         return [error_sums(columns[0].numpy(), columns[1].numpy())]
     labels = columns[1].numpy()
-    wrong = ~((labels == 0) | (labels == 1))
-    if wrong.any():
-        n_wrong = f"{int(wrong.sum())} of {labels.size} samples"
-        raise BadInput(f"a label{at.of_task} must be 0 or 1, got {labels[wrong][0]!r} in {n_wrong} of a batch")
+    if len(wrong := np.flatnonzero((labels != 0) & (labels != 1))):
+        raise BadInput(
+            f"a label{at.of_task} must be 0 or 1, got {labels[wrong[0]]:g}{where(int(numbers[wrong[0]]))} in "
+            f"{len(wrong)} of {labels.size} samples of a batch"
+        )
     logits = logits_of(columns[0].numpy(), activation)
     more = [column.numpy().astype(np.int64) for column in columns[2:]]
     return [logits, labels.astype(np.float32), *more]

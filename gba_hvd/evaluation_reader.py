@@ -12,7 +12,7 @@ import numpy as np
 from gba_hvd.elastic import TorchState
 from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.reading.datasets import Dataset, MapDataset, reads
+from gba_hvd.reading.datasets import Dataset, MapDataset, place_of, reads
 from gba_hvd.reading.read_ahead import Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
@@ -59,6 +59,17 @@ def open_reader(
     with contextlib.ExitStack() as stack:
         readers = Readers(dataset, take, settings, _rows, _seed, stack)
         yield SampleReader(take, len(dataset), size, keys, readers.ahead(readers.take), settings.depth)
+
+
+def naming(dataset: Dataset | MapDataset, samples: SampleReader) -> Callable[[int], str]:
+    """A function that names the sample of the dataset at a position in the batch that was read last."""
+
+    def where(sample: int) -> str:
+        number = samples.first + sample
+        place = place_of(dataset, number) if number < len(dataset) else ""
+        return f" (sample {number} of the evaluated dataset{place and ': '}{place})"
+
+    return where
 
 
 def _rows(share: Share) -> np.ndarray:

@@ -7,12 +7,14 @@ Pseudorandom Number Generators, 2014); strings are folded into it eight bytes at
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gba_hvd.data.list_columns import flattened, is_list
 from gba_hvd.errors import BadInput
 
 UInt64 = npt.NDArray[np.uint64]
@@ -69,13 +71,16 @@ def standard_normal(hashes: UInt64) -> npt.NDArray[np.float64]:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether `hash_strings` takes it: string, large_string, or a dictionary of them, as categories are written."""
+    """Whether it is one of strings: string, large_string, or a dictionary of them, as categories are written."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def hash_strings(strings: pa.Array | pa.ChunkedArray, key: int = 0) -> UInt64:
+def hash_strings(strings: pa.Array | pa.ChunkedArray, key: int = 0) -> npt.NDArray[Any]:
     """uint64 [n] of strings (see `is_text`), by the bytes of the UTF-8 text.
+
+    Of lists of strings, or of such lists, [n] objects: of each list its hashes, uint64 [its length]; of a list that is
+    null none.
 
     Raises BadInput for values of another type, and for a null: "" is a text and has a hash, a missing value has none.
     """
@@ -84,15 +89,39 @@ def hash_strings(strings: pa.Array | pa.ChunkedArray, key: int = 0) -> UInt64:
             f"hash_strings: expected a pyarrow array of strings, got {type(strings).__name__}: make it one with "
             "pyarrow.array(...)"
         )
-    if not is_text(strings.type):
-        raise BadInput(f"hash_strings: expected strings, got {strings.type}; whole numbers are ids as they are")
+    if not is_text(_innermost(strings.type)):
+        raise BadInput(
+            f"hash_strings: expected strings, or lists of them, got {strings.type}; whole numbers are ids as they are"
+        )
+    if is_list(strings.type):
+        return _hash_lists(strings, key)
+    return _hash_texts(strings, key)
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    return _innermost(kind.value_type) if is_list(kind) else kind
+
+
+def _hash_lists(lists: pa.Array | pa.ChunkedArray, key: int) -> npt.NDArray[np.object_]:
+    found = np.empty(len(lists), dtype=object)
+    at = 0
+    for chunk in lists.chunks if isinstance(lists, pa.ChunkedArray) else [lists]:
+        values, starts = flattened(chunk)
+        hashes = hash_strings(values, key)
+        for first, last in pairwise(starts.tolist()):
+            found[at] = hashes[first:last]
+            at += 1
+    return found
+
+
+def _hash_texts(strings: pa.Array | pa.ChunkedArray, key: int) -> UInt64:
     if strings.null_count:
         raise BadInput(
             f"hash_strings: {strings.null_count} of {len(strings)} strings are null, and a missing value has no hash. "
             "Fill them in first, for example with strings.fill_null('')"
         )
     if isinstance(strings, pa.ChunkedArray):
-        return np.concatenate([np.empty(0, dtype=np.uint64), *(hash_strings(chunk, key) for chunk in strings.chunks)])
+        return np.concatenate([np.empty(0, dtype=np.uint64), *(_hash_texts(chunk, key) for chunk in strings.chunks)])
     if pa.types.is_dictionary(strings.type):
         strings = strings.dictionary_decode()
     n = len(strings)

@@ -5,7 +5,7 @@ ids -> int64, lists apart; dense, labels -> float32
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -14,18 +14,16 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.data.hashing import hash_strings, is_text
+from gba_hvd.data.list_columns import flattened, is_list
 from gba_hvd.data.parquet_files import ParquetFile
 from gba_hvd.errors import BadInput
 
 _WHOLE_IN_FLOAT32 = 1 << 24  # whole numbers up to this one
 _FILL_IN = "Fill them in, or use gba-hvd data prepare, which has a substitute for them"
+_FILL_IN_NUMBERS = "Fill them in, or give missing_becomes= a number for this column"
 _WITHOUT_LABEL = "Leave these samples out, or use gba-hvd data prepare, which reports them as malformed"
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
@@ -74,13 +72,14 @@ def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
         )
 
 
-def refuse_nulls(file: ParquetFile, column: str, is_label: bool = False) -> None:
+def refuse_nulls(file: ParquetFile, column: str, role: Literal["ids", "dense", "label"]) -> None:
     """Raises BadInput where the file's footer says that values of a column are missing; lists may be."""
     if is_list(type_of(file.schema, column, file.url)) or (found := file.first_null(column)) is None:
         return
     group, n_missing = found
     where = f"{file.url}, row group {group}, column {column!r}"
-    raise BadInput(_missing(where, n_missing, file.group_sizes[group], _WITHOUT_LABEL if is_label else _FILL_IN))
+    what_to_do = {"ids": _FILL_IN, "dense": _FILL_IN_NUMBERS, "label": _WITHOUT_LABEL}[role]
+    raise BadInput(_missing(where, n_missing, file.group_sizes[group], what_to_do))
 
 
 def _missing(where: str, n_missing: int, n: int, what_to_do: str) -> str:
@@ -95,34 +94,51 @@ def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
     """
     if not is_list(column.type):
         return _int64(_without_nulls(column, where))
-    array = _one_array(column)
-    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return _int64(_without_nulls(pa.chunked_array([array.flatten()]), where)), starts
+    values, starts = flattened(_one_array(column))
+    return _int64(_without_nulls(pa.chunked_array([values]), where)), starts
 
 
-def floats_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null, and for a value that is not finite in float32."""
-    exact: np.ndarray = _without_nulls(column, where).to_numpy(zero_copy_only=False)
+def floats_of(column: pa.ChunkedArray, where: str, missing_becomes: float | None = None) -> np.ndarray:
+    """float32 [n]. Raises BadInput for a value that is not finite in float32, and for a null.
+
+    missing_becomes: what stands in place of a null or NaN
+    """
+    exact = _filled(column, missing_becomes) if missing_becomes is not None else _present(column, where)
     with np.errstate(over="ignore"):
-        values = exact.astype(np.float32)
+        values: np.ndarray = exact.astype(np.float32)
     if len(bad := np.flatnonzero(~np.isfinite(values))):
         raise BadInput(
             f"{where}: {len(bad)} of {len(values)} values are NaN, infinite or beyond float32 (the first, at row "
             f"{bad[0]} of the row group, is {exact[bad[0]]}), and so would be the loss. Replace them in the file; for "
-            "NaN gba-hvd data prepare has a substitute"
+            "NaN missing_becomes= has a substitute"
         )
     return values
 
 
-def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null, for NaN and for a whole number that float32 does not hold."""
+def _present(column: pa.ChunkedArray, where: str) -> np.ndarray:
+    found: np.ndarray = _without_nulls(column, where, _FILL_IN_NUMBERS).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _filled(column: pa.ChunkedArray, missing_becomes: float) -> np.ndarray:
+    array = _one_array(column)
+    numbers = array.cast(pa.float32()) if pa.types.is_boolean(array.type) else array
+    exact: np.ndarray = numbers.to_numpy(zero_copy_only=False)  # NaN for null
+    return np.where(np.isnan(exact), missing_becomes, exact) if exact.dtype.kind == "f" else exact
+
+
+def label_of(column: pa.ChunkedArray, where: str, is_rating: bool) -> np.ndarray:
+    """float32 [n]. Raises BadInput for a null and for NaN; of ratings for a whole number that float32 does not hold,
+    of others for what is not 0 or 1."""
     exact: np.ndarray = _without_nulls(column, where, _WITHOUT_LABEL).to_numpy(zero_copy_only=False)
     values = exact.astype(np.float32)
     if (n_nan := int(np.isnan(values).sum())) > 0:
         raise BadInput(
             f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. {_WITHOUT_LABEL}"
         )
+    if not is_rating:
+        _refuse_no_clicks(exact, where)
+        return values
     large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
     if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
         raise BadInput(
@@ -130,6 +146,15 @@ def label_of(column: pa.ChunkedArray, where: str) -> np.ndarray:
             f"{lost[0]}. An id belongs into `ids`; scale other numbers to a smaller range"
         )
     return values
+
+
+def _refuse_no_clicks(labels: np.ndarray, where: str) -> None:
+    if len(bad := np.flatnonzero((labels != 0) & (labels != 1))):
+        raise BadInput(
+            f"{where}: {len(bad)} of {len(labels)} labels are not 0 or 1 (the first, at row {bad[0]} of the row group, "
+            f"is {labels[bad[0]]}). Correct them, or leave these samples out; a label that is any number, such as "
+            "stars or a count, is named in ratings="
+        )
 
 
 def joined(parts: list[tuple[Ids, np.ndarray]], back: np.ndarray) -> Tensor | Bag:

@@ -48,7 +48,7 @@ class ParquetFile:
     def first_null(self, column: str) -> tuple[int, int] | None:
         """(row group, how many values are missing in it) of the first one where the footer says so of a column without
         lists; None: of no row group, as far as it says."""
-        at = next((i for i in range(self.metadata.num_columns) if self.metadata.schema.column(i).path == column), None)
+        at = self._number_of(column)
         if at is None or self.metadata.schema.column(at).max_definition_level == 0:
             return None
         for number in range(self.metadata.num_row_groups):
@@ -56,6 +56,22 @@ class ParquetFile:
             if found is not None and found.has_null_count and found.null_count:
                 return number, found.null_count
         return None
+
+    def first_outside(self, column: str, low: float, high: float) -> int | None:
+        """The first row group where the footer says that a column of numbers has one below `low` or above `high`."""
+        at = self._number_of(column)
+        for number in range(0 if at is None else self.metadata.num_row_groups):
+            found = self.metadata.row_group(number).column(at).statistics
+            if found is None or not found.has_min_max or not isinstance(found.min, (int, float)):
+                continue
+            if found.min < low or found.max > high:
+                return number
+        return None
+
+    def _number_of(self, column: str) -> int | None:
+        """Of the footer's columns."""
+        paths = (self.metadata.schema.column(i).path for i in range(self.metadata.num_columns))
+        return next((i for i, path in enumerate(paths) if path == column), None)
 
 
 def open_all(urls: Iterable[str], options: Options) -> list[ParquetFile]:

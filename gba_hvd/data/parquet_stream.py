@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,15 @@ from gba_hvd.data.parquet_columns import (
     label_of,
     refuse_nulls,
 )
-from gba_hvd.data.parquet_files import open_all, read_group
+from gba_hvd.data.parquet_files import ParquetFile, open_all, read_group
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.datasets import Block
 from gba_hvd.shm.layout import digest
 from recovery.redaction import redacted
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,11 @@ class ParquetStream:
     hash, an int64 of all 64 bits, see `gba_hvd.data.hashing.hash_strings`
     dense: columns of numbers, for `Batch.dense`, float32 [B, n_dense]; the attribute `dense_names` has them, for
     `save_model(dense_names=)`
-    label: a column, for `Batch.label`, float32 [B]; several, then float32 [B, n_labels]; or None, then [B, 0], for
-    files of items that have none
+    missing_becomes: {column of `dense`: the number in place of its missing values, null or NaN}; the attribute of this
+    name has it. Requests for the model need the same substitutes: `frame.fillna(train.missing_becomes)`
+    label: a column of 0 and 1 (or of booleans), for `Batch.label`, float32 [B]; several, then float32 [B, n_labels]; or
+    None, then [B, 0], for files of items that have none
+    ratings: those columns of `label` that are any numbers: stars, counts, shares
     window: row groups of a lane whose samples are shuffled together, see `row_group_order`; left out: the windows of
     all lanes have 8 together, each at least 1
     cached_groups: decoded row groups that are kept, by each process that reads; left out: two windows of each lane that
@@ -75,9 +82,9 @@ class ParquetStream:
     `shuffle` each of them decodes all. Reads the footers of all files at once.
 
     Raises BadInput for a file that cannot be opened or is no Parquet, for columns that are missing or of another type,
-    and for a value that is missing, where a footer counts them; when it is read, for one that is missing or, in
-    `dense`, not finite, a label that float32 does not hold, and a file that has changed since it was opened;
-    `IndexError` for a sample outside.
+    and for a value that is missing or a label below 0 or above 1, where a footer says so; when it is read, for one that
+    is missing or, in `dense`, not finite, a label that is not 0 or 1, a rating that float32 does not hold, and a file
+    that has changed since it was opened; `IndexError` for a sample outside.
     """
 
     def __init__(
@@ -87,7 +94,9 @@ class ParquetStream:
         ids: Sequence[str] | Mapping[str, str],
         hashed: Sequence[str] = (),
         dense: Sequence[str] = (),
+        missing_becomes: Mapping[str, float] | None = None,
         label: str | Sequence[str] | None = "label",
+        ratings: Sequence[str] = (),
         window: int | None = None,
         cached_groups: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -106,6 +115,8 @@ class ParquetStream:
                 f"ParquetStream: hashed is a list of columns that ids has too ({', '.join(self._ids.values())}), "
                 f"got {hashed!r}"
             )
+        self.missing_becomes = _substitutes(missing_becomes or {}, self.dense_names)
+        self._ratings = _ratings(ratings, self._labels)
         for number in (window, cached_groups):
             if number is not None and number < 1:
                 raise BadInput(
@@ -117,10 +128,15 @@ class ParquetStream:
         for file in self._files:
             for column in self._ids.values():
                 check_ids(file.schema, column, file.url, column in hashed)
-                refuse_nulls(file, column)
-            for column in (*self.dense_names, *self._labels):
+                refuse_nulls(file, column, "ids")
+            for column in self.dense_names:
                 check_numbers(file.schema, column, file.url)
-                refuse_nulls(file, column, is_label=column in self._labels)
+                if column not in self.missing_becomes:
+                    refuse_nulls(file, column, "dense")
+            for column in self._labels:
+                check_numbers(file.schema, column, file.url)
+                refuse_nulls(file, column, "label")
+            self._refuse_labels(file)
         self._index = [(file, group) for file in self._files for group, n in enumerate(file.group_sizes) if n]
         self._sizes = np.array([n for file in self._files for n in file.group_sizes if n], dtype=np.int64)
         if not len(self._sizes):
@@ -165,6 +181,12 @@ class ParquetStream:
         """Decode no further ahead."""
         self._groups.close()
 
+    def place_of(self, row: int) -> str:
+        """The file, the row group and the row in it of a sample, in words."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        file, group = self._index[number]
+        return f"{redacted(file.url)}, row group {group}, row {row - self._ends[number] + self._sizes[number]}"
+
     def take(self, rows: np.ndarray) -> Batch:
         """The samples `rows` (int64 [n], any order, at least one) as a batch."""
         rows = np.asarray(rows, dtype=np.int64)
@@ -185,20 +207,48 @@ class ParquetStream:
         ids = {name: joined([(group.ids[name], inside) for group, inside in parts], back) for name in self._ids}
         return Batch(ids, torch.from_numpy(dense), torch.from_numpy(label))
 
+    def _refuse_labels(self, file: ParquetFile) -> None:
+        """Raises BadInput where the file's footer has a label that cannot be 0 or 1."""
+        for column in self._labels:
+            if column not in self._ratings and (group := file.first_outside(column, 0, 1)) is not None:
+                labels = read_group(file, group, [column], self._options)[column]
+                label_of(labels, _where(file, group, column), is_rating=False)
+
     def _decoded(self, number: int) -> _Group:
         file, group = self._index[number]
         columns = list(dict.fromkeys([*self._ids.values(), *self.dense_names, *self._labels]))
         table = read_group(file, group, columns, self._options)
-
-        def where(column: str) -> str:
-            return f"{file.url}, row group {group}, column {column!r}"
-
+        where = partial(_where, file, group)
         ids = {name: ids_of(table[column], where(column)) for name, column in self._ids.items()}
-        dense = [floats_of(table[column], where(column)) for column in self.dense_names]
-        labels = [label_of(table[column], where(column)) for column in self._labels]
+        substitutes = self.missing_becomes
+        dense = [floats_of(table[column], where(column), substitutes.get(column)) for column in self.dense_names]
+        labels = [label_of(table[column], where(column), column in self._ratings) for column in self._labels]
         nothing = np.empty((table.num_rows, 0), dtype=np.float32)
         label = labels[0] if self._one_label else np.stack(labels, axis=1) if labels else nothing
         return _Group(ids, np.stack(dense, axis=1) if dense else nothing, label)
+
+
+def _where(file: ParquetFile, group: int, column: str) -> str:
+    return f"{file.url}, row group {group}, column {column!r}"
+
+
+def _substitutes(by_column: Mapping[str, float], dense: Sequence[str]) -> dict[str, float]:
+    if unknown := [name for name in by_column if name not in dense]:
+        raise BadInput(
+            f"ParquetStream: missing_becomes is for columns of dense ({', '.join(dense) or 'none'}), got {unknown[0]!r}"
+        )
+    for name, value in by_column.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not abs(float(value)) <= _FLOAT32_MAX:
+            raise BadInput(f"ParquetStream: missing_becomes[{name!r}] must be a finite number, got {value!r}")
+    return {name: float(value) for name, value in by_column.items()}
+
+
+def _ratings(names: Sequence[str], labels: Sequence[str]) -> frozenset[str]:
+    if isinstance(names, str) or not set(names) <= set(labels):
+        raise BadInput(
+            f"ParquetStream: ratings is a list of columns that label has too ({', '.join(labels)}), got {names!r}"
+        )
+    return frozenset(names)
 
 
 def _name(name: object, argument: str) -> str:

@@ -22,7 +22,7 @@ from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
 from gba_hvd.data.doubtful_values import TextsReadAs
 from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
-from gba_hvd.data.parquet_columns import is_list
+from gba_hvd.data.list_columns import is_list
 from gba_hvd.data.prepare import Encoders, vocabulary_path
 from gba_hvd.data.raw_rows import RawRows, one_array
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns

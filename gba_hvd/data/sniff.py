@@ -26,6 +26,7 @@ NAMES = {"\t": "tab", "::": "'::'", ",": "comma", ";": "';'", "|": "'|'", " ": "
 _LINES = 10_000
 _PROBE_BYTES = 4096
 _LEAST_AGREEING = 5  # tenths of the lines that a delimiter cuts into the same number of columns
+_WITH_COMMA = re.compile(r"[+-]?((\d*|\d{1,3}(\.\d{3})+),\d+(e[+-]?\d+)?|\d{1,3}(,\d{3})+(\.\d+)?)", re.IGNORECASE)
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{8,}")
 
 
@@ -190,9 +191,18 @@ def why_no_number(sample: Sequence[str]) -> str | None:
         return None
     numbers = [value for value in sample if is_number(value)]
     shown = ", ".join(dict.fromkeys(others[:3]))
-    ids = sum(bool(_HEX.fullmatch(value)) for value in sample)
-    what = "ids in hexadecimal" if ids * 10 >= len(sample) * 9 else "text"
+    what, ids = "text", sum(bool(_HEX.fullmatch(value)) for value in sample)
+    if have_commas(sample):
+        what, shown = "numbers with commas", " and ".join(dict.fromkeys(others[:3]))
+    elif ids * 10 >= len(sample) * 9:
+        what = "ids in hexadecimal"
     finding = f"its values look like {what} ({shown})"
     if numbers:
         finding += f"; {len(numbers):,} of {len(sample):,} can be read as numbers, such as {numbers[0]}"
     return finding
+
+
+def have_commas(sample: Sequence[str]) -> bool:
+    """Whether the values of a column that are no numbers are some with commas: 59,12 or 1.234,5, 1,234 or 1,234.5."""
+    others = [value.strip() for value in sample if not is_number(value)]
+    return sum(bool(_WITH_COMMA.fullmatch(value)) for value in others) * 10 >= len(others) * 9 > 0

@@ -89,7 +89,7 @@ class ScoreAccumulator:
             raise ValueError(f"as many labels as logits are needed, got {y.size} labels and {x.size} logits")
         wrong = ~((y == 0) | (y == 1))
         if wrong.any():
-            raise BadInput(f"a label must be 0 or 1, got {y[wrong][0]!r} in {int(wrong.sum())} of {y.size} samples")
+            raise BadInput(f"a label must be 0 or 1, got {y[wrong][0]:g} in {int(wrong.sum())} of {y.size} samples")
         self._n += x.size
         # NaN is counted, not raised: one worker that leaves an evaluation alone would keep the others waiting.
         known = ~np.isnan(x)

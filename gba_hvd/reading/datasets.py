@@ -59,6 +59,14 @@ def source_names(dataset: object) -> Sequence[str]:
     return tuple(getattr(dataset, "source_names", ()))
 
 
+def place_of(dataset: object, row: int) -> str:
+    """Where a sample is stored, in words, by `place_of(row)` of the dataset, or by its `files_of(rows)`; else empty."""
+    if hasattr(dataset, "place_of"):
+        return str(dataset.place_of(row))
+    files_of = getattr(dataset, "files_of", None)
+    return "" if files_of is None else str(files_of(np.array([row], dtype=np.int64)))
+
+
 @dataclass(frozen=True)
 class Block:
     """Groups of samples that are needed at once, by number, in a lane: the micro-batches i of one i mod M."""

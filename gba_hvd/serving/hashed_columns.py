@@ -79,7 +79,7 @@ def _texts(values: Any) -> list[Any]:
 def holds_strings(kind: Any) -> bool:
     """Whether a type of pyarrow is of strings, or of lists of them."""
     from gba_hvd.data.hashing import is_text
-    from gba_hvd.data.parquet_columns import is_list
+    from gba_hvd.data.list_columns import is_list
 
     return is_text(kind.value_type if is_list(kind) else kind)
 

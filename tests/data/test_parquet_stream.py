@@ -107,8 +107,14 @@ def test_samples_arrive_whole_in_the_order_asked_for(files: list[str]):
     assert [one.tolist() for one in words] == [[] if row % 5 == 4 else [row] * (row % 3) for row in rows.tolist()]
 
 
+@pytest.mark.parametrize(("row", "place"), [(0, (0, 0, 0)), (59, (0, 1, 29)), (60, (0, 2, 0)), (107, (1, 1, 0))])
+def test_a_sample_is_found_in_its_file_by_row_group_and_row(files: list[str], row: int, place: tuple[int, int, int]):
+    number, group, inside = place
+    assert stream(files).place_of(row) == f"{files[number]}, row group {group}, row {inside}"
+
+
 def test_several_labels_and_tables_of_other_names(files: list[str]):
-    batch = stream(files, ids={"customer": "user"}, label=["click", "buy"]).take(np.array([4, 5]))
+    batch = stream(files, ids={"customer": "user"}, label=["click", "buy"], ratings=["buy"]).take(np.array([4, 5]))
     assert list(batch.ids) == ["customer"]
     assert batch.label.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
@@ -172,6 +178,13 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"hashed": ["user"]}, "column 'user' of hashed= has int64, expected strings"),
         ({"hashed": ["price"]}, r"hashed is a list of columns that ids has too \(user, words\), got \['price'\]"),
         ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
+        ({"ratings": ["buy"]}, r"ratings is a list of columns that label has too \(click\), got \['buy'\]"),
+        ({"ratings": "click"}, "ratings is a list of columns"),
+        ({"missing_becomes": {"user": 0}}, r"missing_becomes is for columns of dense \(price\), got 'user'"),
+        ({"missing_becomes": {"click": 0}, "dense": []}, r"for columns of dense \(none\), got 'click'"),
+        ({"missing_becomes": {"price": float("nan")}}, r"missing_becomes\['price'\] must be a finite number, got nan"),
+        ({"missing_becomes": {"price": 1e39}}, "must be a finite number, got 1e"),
+        ({"missing_becomes": {"price": "0"}}, "must be a finite number, got '0'"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
 )
@@ -278,8 +291,39 @@ def test_a_missing_string_has_no_hash(tmp_path: Path):
         taken(tmp_path, [0], {"user": ["ann", None, ""]}, hashed=["user"])
     with pytest.raises(gba_hvd.BadInput, match="1 of 2 strings are null, and a missing value has no hash"):
         hash_strings(pa.array(["", None]))
-    with pytest.raises(gba_hvd.BadInput, match="expected strings, got int64"):
+    with pytest.raises(gba_hvd.BadInput, match="expected strings, or lists of them, got int64"):
         hash_strings(pa.array([1]))
+
+
+LISTS = [["ann", "x"], [], None, ["bob"], ["x", "x"]]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.dictionary(pa.int32(), pa.string()))])
+def test_lists_of_strings_are_hashed_list_by_list(kind: pa.DataType):
+    """Also of a part of an array, and of one in chunks."""
+    ann, bob, x = hash_strings(pa.array(["ann", "bob", "x"])).tolist()
+    expected = [[ann, x], [], [], [bob], [x, x]]
+    array = pa.array(LISTS, pa.list_(pa.string())).cast(kind)
+    for column, first in ((array, 0), (array[3:], 3), (pa.chunked_array([array[:2], array[2:]]), 0)):
+        found = hash_strings(column)
+        assert [one.tolist() for one in found] == expected[first:]
+        assert all(one.dtype == np.uint64 for one in found)
+    assert len(hash_strings(pa.chunked_array([], kind))) == 0
+
+
+def test_strings_in_lists_of_lists_and_of_a_fixed_size_are_hashed():
+    ann, bob = hash_strings(pa.array(["ann", "bob"])).tolist()
+    nested = hash_strings(pa.array([[["ann"], ["bob", "ann"]], []]))
+    assert [[one.tolist() for one in some] for some in nested] == [[[ann], [bob, ann]], []]
+    pairs = hash_strings(pa.array([["ann", "bob"], ["bob", "ann"]], pa.list_(pa.string(), 2)))
+    assert [one.tolist() for one in pairs] == [[ann, bob], [bob, ann]]
+
+
+def test_lists_of_something_else_and_null_in_a_list_are_refused():
+    with pytest.raises(gba_hvd.BadInput, match=r"expected strings, or lists of them, got list<.*int64>"):
+        hash_strings(pa.array([[1]]))
+    with pytest.raises(gba_hvd.BadInput, match="1 of 2 strings are null"):
+        hash_strings(pa.array([["a"], [None]]))
 
 
 @pytest.mark.parametrize("strings", [["a"], np.array(["a"]), "a"])
@@ -321,6 +365,35 @@ def test_a_dense_value_that_is_not_finite_is_named_by_column_file_and_row(tmp_pa
         taken(tmp_path, [0], {"user": [5, 6, 7], "price": [1.0, bad, 2.0]}, dense=["price"])
 
 
+@pytest.mark.parametrize(
+    "prices",
+    [
+        pa.array([1.5, None, float("nan")]),
+        pa.array(np.array([1.5, 0, np.nan], np.float16), mask=np.array([False, True, False])),
+    ],
+)
+def test_missing_numbers_become_what_is_given_for_their_column(tmp_path: Path, prices: pa.Array):
+    columns = {"user": [5, 6, 7], "price": prices, "age": pa.array([None, 2**40, None], pa.uint64())}
+    columns |= {"known": pa.array([True, None, False]), "whole": [1, 2, 3]}
+    becomes = {"price": -1, "age": np.float32(30.5), "known": 0.5}
+    batch = taken(tmp_path, [0, 1, 2], columns, dense=["price", "age", "known", "whole"], missing_becomes=becomes)
+    assert batch.dense.T.tolist() == [[1.5, -1, -1], [30.5, 2.0**40, 30.5], [1, 0.5, 0], [1, 2, 3]]
+    del becomes["known"]
+    message = r"column 'known': 1 of 3 values are missing\. .*missing_becomes= a number for this column"
+    with pytest.raises(gba_hvd.BadInput, match=message):
+        taken(tmp_path, [0], columns, dense=["price", "age", "known"], missing_becomes=becomes)
+
+
+def test_infinity_is_no_missing_number(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "price": [None, float("inf"), float("nan")]}
+    with pytest.raises(gba_hvd.BadInput, match=r"1 of 3 values are NaN, infinite .*at row 1 of the row group, is inf"):
+        taken(tmp_path, [0], columns, dense=["price"], missing_becomes={"price": 0})
+
+
+def test_what_missing_numbers_become_can_be_given_to_requests_too(files: list[str]):
+    assert stream(files, missing_becomes={"price": 2}).missing_becomes == {"price": 2.0}
+
+
 def test_lists_of_a_fixed_size_are_bags(tmp_path: Path):
     user = pa.array([[1, 2], [5, 6], [3, 4]], pa.list_(pa.int64(), 2))
     bag = taken(tmp_path, [2, 1, 0], {"user": user}).ids["user"]
@@ -338,17 +411,52 @@ def test_files_without_a_label_give_batches_without_one(tmp_path: Path):
     ("columns", "message"),
     [
         ({"click": [0.0, float("nan"), 1.0]}, "column 'click': 1 of 3 labels are NaN"),
-        ({"click": [1, 2**24 + 1, 0]}, "labels are float32, .*one is 16777217"),
+        ({"click": [1, 2**24 + 1, 0], "ratings": ["click"]}, "labels are float32, .*one is 16777217"),
         ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing. Leave these samples out"),
     ],
 )
 def test_labels_that_are_missing_or_would_change_are_refused(tmp_path: Path, columns: Any, message: str):
+    settings = {"ratings": columns.pop("ratings")} if "ratings" in columns else {}
     with pytest.raises(gba_hvd.BadInput, match=message):
-        taken(tmp_path, [0], {"user": [5, 6, 7], **columns})
+        taken(tmp_path, [0], {"user": [5, 6, 7], **columns}, **settings)
 
 
-def test_large_labels_that_float32_holds_are_kept(tmp_path: Path):
-    assert taken(tmp_path, [1], {"user": [5, 6, 7], "click": [0, 2**25, 1]}).label.tolist() == [2.0**25]
+def test_large_ratings_that_float32_holds_are_kept(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "click": [0, 2**25, 1]}
+    assert taken(tmp_path, [1], columns, ratings=["click"]).label.tolist() == [2.0**25]
+
+
+@pytest.mark.parametrize(
+    ("click", "n", "row", "shown"),
+    [([0, 1, 2, 2], 2, 0, "2"), ([1, 0, 1, -1], 1, 1, "-1"), ([0.0, 1.0, 1.0, 0.25], 1, 1, "0.25")],
+)
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_a_label_that_is_not_0_or_1_is_named_by_file_row_group_column_and_row(
+    tmp_path: Path, click: list[Any], n: int, row: int, shown: str, has_statistics: bool
+):
+    """At the start where the footer shows it, which has the least and the greatest number of each row group."""
+    table = pa.table({"user": [1, 2, 3, 4], "click": click})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2, write_statistics=has_statistics)
+    message = (
+        rf"a\.parquet, row group 1, column 'click': {n} of 2 labels are not 0 or 1 \(the first, at row {row} of the "
+        rf"row group, is {shown}\)\. .*named in ratings="
+    )
+    settings: dict[str, Any] = {"ids": ["user"], "label": "click"}
+    if has_statistics and shown != "0.25":
+        with pytest.raises(gba_hvd.BadInput, match=message):
+            ParquetStream(str(tmp_path), **settings)
+    else:
+        data = ParquetStream(str(tmp_path), **settings)
+        assert data.take(np.array([0, 1])).label.tolist() == click[:2]
+        with pytest.raises(gba_hvd.BadInput, match=message):
+            data.take(np.array([2]))
+    assert ParquetStream(str(tmp_path), **settings, ratings=["click"]).take(np.arange(4)).label.tolist() == click
+
+
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.int8(), pa.uint64(), pa.float16(), pa.float64()])
+def test_labels_0_and_1_of_any_type_are_taken(tmp_path: Path, kind: pa.DataType):
+    click = pa.array(np.array([0, 1, 1], kind.to_pandas_dtype()), kind)
+    assert taken(tmp_path, [0, 1, 2], {"user": [5, 6, 7], "click": click}).label.tolist() == [0.0, 1.0, 1.0]
 
 
 def test_no_samples_are_no_batch(files: list[str]):

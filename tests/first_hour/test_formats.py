@@ -15,7 +15,7 @@ from gba_hvd_tools.cli import main
 
 from gba_hvd.data import ClickLog
 from gba_hvd.data.recipe import Part
-from gba_hvd.data.sniff import why_no_number
+from gba_hvd.data.sniff import have_commas, why_no_number
 from gba_hvd.data.times import format_of, part_of
 
 from .clicks import ratings, tagged
@@ -203,3 +203,34 @@ def test_a_bad_value_now_and_then_makes_no_column_of_numbers_text() -> None:
     assert why_no_number(["1.5"] * 999 + ["n/a"]) is None
     assert why_no_number(["12345678", "123e4567"] * 50) is None
     assert "text" in (why_no_number(["red", "blue", "1"]) or "")
+
+
+@pytest.mark.parametrize(
+    "numbers", [["59,12", "7", ",5", "-1,5e-3"], ["1.234,56", "1.234.567,8"], ["1,234", "12,345,678.9"]]
+)
+def test_numbers_with_commas_are_recognised(numbers: list[str]) -> None:
+    assert "its values look like numbers with commas (" in (why_no_number(numbers) or "")
+    assert have_commas(numbers)
+
+
+@pytest.mark.parametrize("texts", [["red,blue"], ["1,2,3"], ["1,234,5"], ["12.34,5", "x"], ["7"], []])
+def test_other_texts_and_plain_numbers_are_no_numbers_with_commas(texts: list[str]) -> None:
+    assert not have_commas(texts)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_decimal_commas_are_refused_with_how_to_write_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path, dwell = tmp_path / f"a.{kind}", ["59,12", "3,5", "8"] * 20
+    if kind == "csv":
+        path.write_text("user;dwell;click\n" + "".join(f"u{i};{one};{i % 2}\n" for i, one in enumerate(dwell)))
+    else:
+        columns = {"user": [f"u{i}" for i in range(60)], "dwell": dwell, "click": [i % 2 for i in range(60)]}
+        pa.parquet.write_table(pa.table(columns), path)
+    reported = refused(
+        capsys, tmp_path / "out", path, "--label", "click", "--numeric", "dwell", "--categorical", "user"
+    )
+    assert "--numeric dwell: its values look like numbers with commas (59,12 and 3,5); 20 of 60 can be read" in reported
+    assert "write them with a point before the decimals and nothing between thousands, such as 1234.5" in reported
+    assert "--categorical" not in reported

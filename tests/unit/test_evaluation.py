@@ -233,6 +233,30 @@ def test_what_has_no_effect_or_is_ambiguous_is_refused(training: Any, how: dict[
         gba_hvd.evaluate(Towers(job.tables), Impressions(30), job.state, **how)
 
 
+class WithPlaces(Impressions):
+    def place_of(self, row: int) -> str:
+        return f"shelf {row // 10}, box {row % 10}"
+
+
+class InFiles(Impressions):
+    def files_of(self, rows: np.ndarray) -> str:
+        return ", ".join(f"{row // 10}.bin" for row in rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(Impressions, ""), (WithPlaces, ": shelf 1, box 7"), (InFiles, r": 1\.bin")]
+)
+def test_a_wrong_label_is_named_by_its_sample_and_its_place(training: Any, kind: Any, place: str) -> None:
+    job, data = training(), kind(30)
+    data.user[:] = 1
+    data.user[11:15] = 2
+    data.click[[12, 17, 18, 25]] = 2
+    message = rf"must be 0 or 1, got 2 \(sample 17 of the evaluated dataset{place}\) in 2 of 6 samples of a batch"
+    tasks = {"ctr": Task(output=0, label=lambda b: b.click, where=lambda b: b.ids["user"] == 1)}
+    with pytest.raises(BadInput, match=message):
+        gba_hvd.evaluate(Towers(job.tables), data, job.state, batch=10, activation="sigmoid", tasks=tasks)
+
+
 @pytest.mark.parametrize("settings", [{"metrics": ["mse"], "activation": "none"}, {"activation": "tanh"}])
 def test_a_task_refuses_an_activation_that_does_not_fit(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="activation"):

@@ -27,7 +27,7 @@ from gba_hvd.data.recipe import (
     Vocabulary,
     require_columns,
 )
-from gba_hvd.data.sniff import NAMES, Looks, look, split, why_no_number
+from gba_hvd.data.sniff import NAMES, Looks, have_commas, look, split, why_no_number
 from gba_hvd.data.times import format_of
 from gba_hvd.errors import BadInput
 
@@ -35,6 +35,7 @@ By = Literal["random", "order"]
 REST = "rest"
 _NAMED = {"parquet": "Parquet", "jsonl": "JSON-lines"}
 _DELIMITERS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+_WITHOUT_COMMAS = "write them with a point before the decimals and nothing between thousands, such as 1234.5"
 
 
 def recipe_of(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[Recipe, By | None]:
@@ -175,8 +176,10 @@ def _shared_tables(texts: Iterable[str], names: Sequence[str]) -> dict[str, str]
 
 def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:
     for name in numeric:
-        if why := why_no_number(looks.sample_of(names, name)):
-            raise BadInput(f"--numeric {name}: {why}; make it --categorical {name} (file {looks.path})")
+        sample = looks.sample_of(names, name)
+        if why := why_no_number(sample):
+            how = _WITHOUT_COMMAS if have_commas(sample) else f"make it --categorical {name}"
+            raise BadInput(f"--numeric {name}: {why}; {how} (file {looks.path})")
 
 
 def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iterable[Categorical]:
