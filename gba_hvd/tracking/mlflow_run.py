@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -32,7 +31,6 @@ from gba_hvd.tracking.recovery_records import (
     RESUMED_FROM,
     Resume,
     in_force,
-    is_superseded,
     pointers,
     resumes_of_points,
 )
@@ -165,9 +163,9 @@ class JobRun:
             return point.ms in known
         if point.key == EPOCH:  # one ends and the next begins at one step
             return point.ms in known
-        # A job that resumed from a checkpoint does steps again: points from before that are of lost training.
+        # A job that resumed has measured again, at that step and later ones, what the run has from before.
         resumes = [one for one in self._resumes if one.ms <= point.ms]
-        return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
+        return any(not any(one.repeats(point.step, ms) for one in resumes) for ms in known)
 
     def claim(self, stamp: str) -> None:
         """Become the process that reports for the run, unless a later chief already does; then the run is running.

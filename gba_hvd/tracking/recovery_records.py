@@ -109,6 +109,10 @@ class Resume:
     def supersedes(self, step: int, ms: float) -> bool:
         return step > self.step and ms < self.ms
 
+    def repeats(self, step: int, ms: float) -> bool:
+        """Whether what was measured then may be measured again: also at `step` itself, before its next step."""
+        return step >= self.step and ms < self.ms
+
 
 def resumes_of_points(points: Iterable[Point]) -> list[Resume]:
     """From the history of `resumed_from_step`."""

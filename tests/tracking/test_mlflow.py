@@ -405,6 +405,23 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     assert {one["url"] for one in saved} == {where["url"]}
 
 
+def test_what_is_measured_again_at_the_step_that_a_launch_resumes_at_arrives(database: str, tmp_path: Path):
+    """As of a launch that ended, and of one that went back: before its first step it evaluates on other data."""
+
+    def launch(before_auc: float) -> str:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+        callback.on_job(job("nights"))
+        callback.on_event(Event("resumed", 3, "resuming at step 3", {"manifest": "m-3"}))
+        callback.on_metrics(3, {"before_auc": before_auc})
+        callback.on_end("FINISHED", None)
+        return only_run(database, "nights").info.run_id
+
+    run_id = [launch(0.6903), launch(0.6897)][-1]
+    sent = client(database).get_metric_history(run_id, "before_auc")
+    assert [(point.step, point.value) for point in sent] == [(3, 0.6903), (3, 0.6897)]
+    assert [(one.step, one.value) for one in read("nights", database).history["before_auc"]] == [(3, 0.6897)]
+
+
 @pytest.mark.parametrize("left_out", ["nothing", "run_of", "run_id"])  # of an older version; saved before the run
 def test_another_job_that_resumes_from_a_checkpoint_has_a_run_of_its_own(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], left_out: str
