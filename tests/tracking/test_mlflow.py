@@ -343,6 +343,10 @@ def test_steps_that_are_made_again_in_the_same_process_supersede_the_first_ones(
     found = read("went-back", database)
     history = found.history["train/loss"]
     assert [(point.step, point.value) for point in history] == [(k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)]
+    assert re.search(
+        "^steps 4 to 6 from before .* UTC: trained again from 3$", run.data.tags["gba_hvd.superseded_steps"]
+    )
+    assert "curves in MLflow still have: steps 4 to 6 from" in run.data.tags["mlflow.note.content"]
     names = ("resumed_from_step", "samples_redone", "recovery_full", *(f"recovery_{name}" for name in costs))
     assert [run.data.metrics[name] for name in names] == [3, 288, 1.0, 0.02, 0.01]
     (recovery,) = found.recoveries

@@ -16,7 +16,14 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, is_failure, lost_the_job
+from gba_hvd.tracking.recovery_records import (
+    PAUSE_WORDS,
+    PAUSES,
+    cause_of,
+    is_failure,
+    lost_the_job,
+    superseded_words,
+)
 from gba_hvd.tracking.report.tables import Table, counted, duration, table, time_of_day
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from gba_hvd.tracking.run_summary import mean_rate, mode_seconds
@@ -265,6 +272,8 @@ def _recovered(story: RunHistory) -> list[Fact]:
         facts.append(Fact("portion of lost samples (PLS)", f"{story.pls:.5f}"))
     if total["samples_redone"]:
         facts.append(Fact("samples trained again", f"{total['samples_redone']:,}"))
+    if words := superseded_words(story.resumes, story.applied):
+        facts.append(Fact("superseded points, which curves in MLflow still have", words))
     return facts
 
 
