@@ -156,7 +156,9 @@ def epochs(story: RunHistory) -> Table | None:
         for one in measured
     ]
     marked = [i for i, one in enumerate(measured) if best is not None and one.is_of(best.step, best.epoch)]
-    note = "The best epoch by validation is marked; its test figures are the ones to quote." if marked else ""
+    quote = "; its test figures are the ones to quote."
+    others = ". Where each launch adds an epoch with data of its own, epochs do not compare."
+    note = f"The best epoch by validation is marked{others if story.adds_an_epoch else quote}" if marked else ""
     return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
 
 
