@@ -2,6 +2,7 @@
 
 Names in the store: `versions/000001.json` is a version, `rows/ab/SHA256` a shard of rows, `files/SHA256.KIND` all else.
 A writer takes the number of a version by `versions/000001-NONCE`, since a store may overwrite what has a name.
+`versions/000001.withdrawn` keeps the number of a version that was withdrawn (`withdrawal`).
 A document has its own checksum, computed without it. What it says is checked before it is used; whether the bytes of
 its objects are right is not decided here.
 """
@@ -32,6 +33,7 @@ _WITH_HASHED = 4  # of a model that has `hashed` columns: the same
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
+_WITHDRAWN = re.compile(r"versions/(\d{6})\.withdrawn")
 _DELETES = "versions/deletes-"  # names of objects of `no_new_version` begin so
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -262,6 +264,10 @@ def version_name(version: int) -> str:
     return f"versions/{version:06d}.json"
 
 
+def withdrawn_name(version: int) -> str:
+    return f"versions/{version:06d}.withdrawn"
+
+
 def rows_at(n_keys: int) -> int:
     """The byte at which rows start behind so many keys."""
     return -(-8 * n_keys // ALIGNMENT) * ALIGNMENT
@@ -333,7 +339,7 @@ def next_version(store: Store) -> Iterator[int]:
             raise StoreError(f"{store.url}: another process saves version {number} at the same time; save again")
         if others := sorted(store.names(_DELETES)):
             raise StoreError(
-                f"{store.url}: `gba-hvd model gc` deletes what no version names; save again when it has ended (if it "
+                f"{store.url}: `gba-hvd model gc` or `rollback` deletes versions; save again when it has ended (if it "
                 f"was killed: `gba-hvd model gc URL --yes --force` removes {others[0]})"
             )
         yield number
@@ -344,17 +350,21 @@ def next_version(store: Store) -> Iterator[int]:
 
 @contextlib.contextmanager
 def no_new_version(store: Store) -> Iterator[None]:
-    """No save makes a version in this context. Raises StoreError where one is about to.
+    """No save makes a version in this context, and no other process deletes any. Raises StoreError where one is at it.
 
     Both this and `next_version` write, then list: so at least one sees the other.
     """
     mark = f"{_DELETES}{secrets.token_hex(8)}"
     store.put(mark, [b"claimed"])
     try:
-        if others := sorted(name for name in store.names("versions/") if _CLAIM.fullmatch(name)):
+        names = store.names("versions/").keys() - {mark}
+        if others := sorted(name for name in names if _CLAIM.fullmatch(name) or name.startswith(_DELETES)):
+            what = (
+                "another process deletes versions" if others[0].startswith(_DELETES) else "a save completes a version"
+            )
             raise StoreError(
-                f"{store.url}: a save completes a version; try again when it has ended (if it was killed: --force "
-                f"removes {others[0]})"
+                f"{store.url}: {what}; try again when it has ended (if it was killed: `gba-hvd model gc URL --yes "
+                f"--force` removes {others[0]})"
             )
         yield
     finally:
@@ -368,7 +378,7 @@ def remove_marks(store: Store) -> None:
 
 
 def _numbered(name: str) -> re.Match[str] | None:
-    return _VERSION.fullmatch(name) or _CLAIM.fullmatch(name)
+    return _VERSION.fullmatch(name) or _CLAIM.fullmatch(name) or _WITHDRAWN.fullmatch(name)
 
 
 def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
@@ -381,7 +391,9 @@ def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
     if not there:
         raise BadInput(f"{store.url} has no model: gba_hvd.save_model and `gba-hvd model export` write one")
     if version != "newest" and version not in there:
-        raise BadInput(f"{store.url} has no version {version!r}; it has {', '.join(map(str, there))}")
+        gone = isinstance(version, int) and withdrawn_name(version) in store.names("versions/")
+        why = ", which `gba-hvd model rollback` has withdrawn" if gone else ""
+        raise BadInput(f"{store.url} has no version {version!r}{why}; it has {', '.join(map(str, there))}")
     numbers = there[::-1] if version == "newest" else [int(version)]
     for name in map(version_name, numbers):
         try:

@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -32,9 +31,9 @@ from gba_hvd.tracking.recovery_records import (
     RESUMED_FROM,
     Resume,
     in_force,
-    is_superseded,
     pointers,
     resumes_of_points,
+    superseded_words,
 )
 from gba_hvd.tracking.report.run_note import OWN, run_note
 from gba_hvd.tracking.run_history import DATA_FILE, RunHistory
@@ -51,6 +50,7 @@ RUN_NAME_TAG = "gba_hvd.run_name"  # as the first launch asked for it: a person 
 _MAX_TAGS, _MAX_TAG_CHARS = 100, 4000  # of one call, in one tag
 CONTINUES_TAG = "gba_hvd.continues_run"  # the run of another job, from whose checkpoint this one resumed first
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
+SUPERSEDED_STEPS_TAG = "gba_hvd.superseded_steps"  # of which steps, and from before when, the curves have lost training
 PARENT_TAG = "mlflow.parentRunId"  # MLflow's own
 _NO_SUCH_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter where it cannot be an id
 NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description
@@ -116,7 +116,13 @@ class JobRun:
                 synchronous=True,
             )
         self._params |= params
+        if any(point.key == RESUMED_FROM for point in batch.points):  # also where it is sent again
+            self._tag_superseded(resumes_of_points(self._history_of(RESUMED_FROM)), self._history_of(APPLIED))
         return changed
+
+    def _tag_superseded(self, resumes: Sequence[Resume], applied: Sequence[Point]) -> None:
+        if words := superseded_words(resumes, applied):
+            self.set_tags({SUPERSEDED_STEPS_TAG: words[:_MAX_TAG_CHARS]})
 
     def nest_under(self, parent_run_id: str) -> bool:
         """Make it a child of that run; False where there is none."""
@@ -165,9 +171,9 @@ class JobRun:
             return point.ms in known
         if point.key == EPOCH:  # one ends and the next begins at one step
             return point.ms in known
-        # A job that resumed from a checkpoint does steps again: points from before that are of lost training.
+        # A job that resumed has measured again, at that step and later ones, what the run has from before.
         resumes = [one for one in self._resumes if one.ms <= point.ms]
-        return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
+        return any(not any(one.repeats(point.step, ms) for one in resumes) for ms in known)
 
     def claim(self, stamp: str) -> None:
         """Become the process that reports for the run, unless a later chief already does; then the run is running.
@@ -214,6 +220,7 @@ class JobRun:
     def put_report(self, story: RunHistory, html: str) -> None:
         """The report as an artifact, and its first part as the run's description, unless a person has written one."""
         self.put_text(REPORT_FILE, html)
+        self._tag_superseded(story.resumes, story.applied)  # points of the launch before may have come later
         note = self._client.get_run(self.run_id).data.tags.get(NOTE_TAG, "")
         if not note or OWN in note:
             address = f"#/experiments/{self.experiment_id}/runs/{self.run_id}/artifacts/{REPORT_FILE}{PAGE_QUERY}"

@@ -5,13 +5,14 @@ records hold of later steps is of training that was lost. MLflow can neither del
 the metric `resumed_from_step` covers all of them: its value is k, its time is when the job resumed. A point of a
 step above k and of an earlier time is *superseded*. This is one small point however many it covers; no later resume
 overwrites it, as it would a tag; it comes in order with the points around it; and readers with other tools can apply
-the same rule. Readers here leave superseded points out.
+the same rule. Readers here leave superseded points out. In words, they are a tag of the run and in its description.
 
 Pure functions over plain values; no file, no MLflow.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,10 @@ class Resume:
     def supersedes(self, step: int, ms: float) -> bool:
         return step > self.step and ms < self.ms
 
+    def repeats(self, step: int, ms: float) -> bool:
+        """Whether what was measured then may be measured again: also at `step` itself, before its next step."""
+        return step >= self.step and ms < self.ms
+
 
 def resumes_of_points(points: Iterable[Point]) -> list[Resume]:
     """From the history of `resumed_from_step`."""
@@ -128,6 +133,23 @@ def is_superseded(point: Point, resumes: Sequence[Resume]) -> bool:
     if point.key.startswith(_MEASURED_ANYWAY) or point.key == RESUMED_FROM:
         return False
     return any(resume.supersedes(point.step, point.ms) for resume in resumes)
+
+
+def superseded_words(resumes: Sequence[Resume], applied: Sequence[Point]) -> str:
+    """Which steps were trained again, and until when their points are superseded, newest resume first; may be empty.
+
+    applied: all points of APPLIED, which say how far training had come
+    """
+    words = []
+    for i, resume in enumerate(resumes):
+        lost = [one for one in applied if resume.supersedes(one.step, one.ms) and not is_superseded(one, resumes[:i])]
+        if lost:
+            last = max(one.step for one in lost)
+            until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(resume.ms / 1000))
+            words.append(
+                f"steps {resume.step + 1:,} to {last:,} from before {until}: trained again from {resume.step:,}"
+            )
+    return "; ".join(reversed(words))
 
 
 def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:

@@ -146,6 +146,17 @@ class RunHistory:
         return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=True)]
 
     @property
+    def adds_an_epoch(self) -> bool:
+        """Whether the newest scores are of the one epoch that was trained since the job had finished others: as of a
+        job that is launched again for each day, with data of its own."""
+        scores = [(points[-1].ms, epoch) for (_, epoch), points in _reported_together(self.history).items()]
+        newest_ms = max((ms for ms, _ in scores), default=0)
+        ends = [recovery_records.ms_of(event) for event in self.events_of("finished") if "unix_s" in event]
+        finished_ms = max((ms for ms in ends if ms < newest_ms), default=0)
+        before, since = ({epoch for ms, epoch in scores if (ms > finished_ms) is late} for late in (False, True))
+        return len(since) == 1 and bool(before - since)
+
+    @property
     def seconds(self) -> float | None:
         """Of all launches; None where the end is not known."""
         if self.started_ms is None or self.ended_ms is None:
@@ -238,7 +249,7 @@ class RunHistory:
             return ""
         if kept is not None:
             return f"{kept.words}, in the checkpoint of step {kept.saved_step:,}" if kept.saved_step != step else ""
-        if best is None or step <= best.step or all(one.step <= best.step for one in self.measured):
+        if best is None or step <= best.step or self.adds_an_epoch or self.measured[-1].step <= best.step:
             return ""  # nothing says that a later model is worse
         return f"{best.name}, at step {best.step:,}"
 

@@ -343,6 +343,10 @@ def test_steps_that_are_made_again_in_the_same_process_supersede_the_first_ones(
     found = read("went-back", database)
     history = found.history["train/loss"]
     assert [(point.step, point.value) for point in history] == [(k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)]
+    assert re.search(
+        "^steps 4 to 6 from before .* UTC: trained again from 3$", run.data.tags["gba_hvd.superseded_steps"]
+    )
+    assert "curves in MLflow still have: steps 4 to 6 from" in run.data.tags["mlflow.note.content"]
     names = ("resumed_from_step", "samples_redone", "recovery_full", *(f"recovery_{name}" for name in costs))
     assert [run.data.metrics[name] for name in names] == [3, 288, 1.0, 0.02, 0.01]
     (recovery,) = found.recoveries
@@ -403,6 +407,23 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     saved = json.loads(artifact(database, run, "checkpoints.json", tmp_path / "down"))
     assert [(one["step"], one["kind"], one["bytes"]) for one in saved] == [(3, "full", 2000), (8, "delta", 300)]
     assert {one["url"] for one in saved} == {where["url"]}
+
+
+def test_what_is_measured_again_at_the_step_that_a_launch_resumes_at_arrives(database: str, tmp_path: Path):
+    """As of a launch that ended, and of one that went back: before its first step it evaluates on other data."""
+
+    def launch(before_auc: float) -> str:
+        callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+        callback.on_job(job("nights"))
+        callback.on_event(Event("resumed", 3, "resuming at step 3", {"manifest": "m-3"}))
+        callback.on_metrics(3, {"before_auc": before_auc})
+        callback.on_end("FINISHED", None)
+        return only_run(database, "nights").info.run_id
+
+    run_id = [launch(0.6903), launch(0.6897)][-1]
+    sent = client(database).get_metric_history(run_id, "before_auc")
+    assert [(point.step, point.value) for point in sent] == [(3, 0.6903), (3, 0.6897)]
+    assert [(one.step, one.value) for one in read("nights", database).history["before_auc"]] == [(3, 0.6897)]
 
 
 @pytest.mark.parametrize("left_out", ["nothing", "run_of", "run_id"])  # of an older version; saved before the run

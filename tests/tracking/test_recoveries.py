@@ -6,6 +6,9 @@ import dataclasses
 import io
 import itertools
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +16,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlflow.entities import Metric
+from mlflow.entities import Metric, RunTag
 
 from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback, ProgressLine
-from gba_hvd.tracking.mlflow_run import JobRun
+from gba_hvd.tracking.mlflow_run import SUPERSEDED_STEPS_TAG, JobRun
 from gba_hvd.tracking.plots import THROUGHPUT, ModeSpan
 from gba_hvd.tracking.progress_line import recovery_words
 from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import (
+    APPLIED,
     RESUMED_FROM,
     Resume,
     events_in_force,
@@ -32,6 +36,7 @@ from gba_hvd.tracking.recovery_records import (
     pointers,
     recoveries,
     resumes_of_points,
+    superseded_words,
     without_survived,
 )
 from gba_hvd.tracking.report import timeline
@@ -123,6 +128,17 @@ def test_every_resume_counts_also_one_that_was_superseded_itself():
     assert [(one.step, one.value) for one in in_force(points, resumes)] == [(9, 1), (15, 5)]
 
 
+def test_the_steps_that_were_trained_again_are_named():
+    """240 of a launch that was lost, 250 of one that was rolled back to 160, and what has no later steps."""
+    applied = [Point(APPLIED, 0.0, ms, at) for at, ms in ((160, 10), (240, 20), (210, 1010), (250, 1020), (170, 9020))]
+    resumes = [Resume(200, 1000), Resume(160, 9000), Resume(170, 10_000)]
+    assert superseded_words(resumes, applied) == (
+        "steps 161 to 250 from before 1970-01-01 00:00:09 UTC: trained again from 160; "
+        "steps 201 to 240 from before 1970-01-01 00:00:01 UTC: trained again from 200"
+    )
+    assert superseded_words(resumes[2:], applied[:1]) == ""
+
+
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 20))
 def test_what_is_in_force_is_one_line_of_training(stops: list[int], more: int):
     """A job that resumes from any earlier step again and again: each step is there once, from its last doing."""
@@ -153,16 +169,18 @@ def test_what_is_reported_again_after_a_resume_happened_again():
 
 
 class Points:
-    """Stands for MLflow: keeps the points of one run."""
+    """Stands for MLflow: keeps the points and the tags of one run."""
 
     def __init__(self) -> None:
         self.kept: list[Metric] = []
+        self.tags: dict[str, str] = {}
 
     def get_metric_history(self, run_id: str, key: str) -> list[Metric]:
         return [one for one in self.kept if one.key == key]
 
-    def log_batch(self, run_id: str, metrics: list[Metric], **more: Any) -> None:
+    def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), tags: Sequence[RunTag] = (), **more: Any) -> None:
         self.kept += metrics
+        self.tags |= {tag.key: tag.value for tag in tags}
 
 
 def send(mlflow: Points, *points: Point) -> None:
@@ -183,7 +201,7 @@ def test_steps_that_are_done_again_are_sent_again_and_others_are_not():
     send(mlflow, *(lossy(k, 200 + k) for k in range(1, 7)))  # a survivor reports what the chief reported
     assert [one.step for one in mlflow.kept] == [1, 2, 3, 4, 5, 6]
     send(mlflow, Point(RESUMED_FROM, 4, 300, 4), *(lossy(k, 300 + k) for k in range(3, 8)))
-    assert [one.step for one in mlflow.kept if one.timestamp > 300] == [5, 6, 7]
+    assert [one.step for one in mlflow.kept if one.timestamp > 300] == [4, 5, 6, 7]  # (of 4: measured again)
     send(mlflow, *(lossy(k, 400 + k) for k in range(3, 9)))  # a survivor of the second start
     assert [one.step for one in mlflow.kept if one.timestamp > 400] == [8]
 
@@ -196,6 +214,33 @@ def test_a_job_may_go_on_from_one_checkpoint_again_and_again():
     assert [(one.key, one.timestamp) for one in mlflow.kept] == [
         (key, ms + at) for ms in (100, 200, 300) for key, at in ((RESUMED_FROM, 0), ("train/loss", 5))
     ]
+
+
+def score(value: float, ms: int) -> Point:
+    return Point("before_auc", value, ms, 4)
+
+
+def test_a_score_at_the_step_that_a_launch_resumes_at_arrives_once_for_each_launch():
+    """It is measured before the first step, as on other data."""
+    mlflow = Points()
+    send(mlflow, Point(RESUMED_FROM, 4, 100, 4), score(0.69, 110))
+    for _ in range(2):  # a sender that was killed before it noted it
+        send(mlflow, Point(RESUMED_FROM, 4, 200, 4), score(0.68, 210))
+    send(mlflow, score(0.68, 213))  # a survivor
+    assert [(one.value, one.timestamp) for one in mlflow.get_metric_history("r", "before_auc")] == [
+        (0.69, 110), (0.68, 210)
+    ]  # fmt: skip
+
+
+def test_steps_that_a_launch_trains_again_are_a_tag_of_the_run():
+    mlflow = Points()
+    send(mlflow, Point(APPLIED, 64.0, 100, 4), Point(RESUMED_FROM, 4, 200, 4), Point(APPLIED, 96.0, 300, 6))
+    assert mlflow.tags == {}
+    send(mlflow, Point(RESUMED_FROM, 2, 2000, 2))
+    words = "steps 3 to 6 from before 1970-01-01 00:00:02 UTC: trained again from 2"
+    assert mlflow.tags.pop(SUPERSEDED_STEPS_TAG) == words
+    send(mlflow, Point(RESUMED_FROM, 2, 2000, 2))  # by a sender that died before the tag
+    assert mlflow.tags == {SUPERSEDED_STEPS_TAG: words}
 
 
 # --- through the spool -----------------------------------------------------------------------------------------------
@@ -243,6 +288,13 @@ def test_a_story_leaves_out_what_was_superseded(reported: RunHistory):
     ]
     assert [p.step for p in reported.history[THROUGHPUT]] == list(range(1, 9))
     assert reported.spans == [ModeSpan(0, 8, "allreduce")]
+
+
+def test_the_report_names_the_steps_whose_points_stay_in_mlflow(reported: RunHistory):
+    (named,) = [one.value for one in what_went_wrong(reported) if one.name.startswith("superseded points")]
+    assert re.fullmatch(r"steps 5 to 6 from before [-0-9]+ [:0-9]+ UTC: trained again from 4", named)
+    never = replace(reported, events=(), status="FINISHED")
+    assert not [one for one in what_went_wrong(never) if one.name.startswith("superseded points")]
 
 
 def test_a_story_has_checkpoints_and_recoveries_in_figures(reported: RunHistory):

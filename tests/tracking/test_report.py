@@ -29,7 +29,7 @@ from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, ceiling, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import metrics_of
-from gba_hvd.tracking.report import timeline
+from gba_hvd.tracking.report import overview, timeline
 from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline, how_well, warnings, what_trained, what_went_wrong
 from gba_hvd.tracking.report.page import page
@@ -477,6 +477,50 @@ def test_whether_more_epochs_help():
     assert "more epochs may be better" in texts[0]
     assert "No epoch after step 10 was better: 2 epochs could be saved" in texts[1]
     assert "epoch" not in texts[2]
+
+
+def finished(unix_s: float) -> Record:
+    return {"event": "finished", "step": 0, "message": "", "data": {}, "unix_s": unix_s}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "ends_s", "adds"),
+    [
+        ([1, 2], [15.0, 25.0], True),  # each in a launch that finished
+        ([0, 1, 2], [25.0], True),  # several at first
+        ([1, 2, 2], [15.0], True),  # a launch failed, and the same epoch came again
+        ([1, 2], [25.0], False),  # in one launch
+        ([1, 2], [], False),  # the launch before failed
+        ([0, 1, 2], [15.0], False),  # two were added
+        ([1, 1], [15.0], False),  # the same again
+    ],
+)
+def test_an_epoch_with_data_of_its_own_gives_no_advice_on_the_number_of_epochs(
+    epochs: list[int], ends_s: list[float], adds: bool
+):
+    at = [(10 * i, 10_000 * i) for i in range(1, len(epochs) + 1)]
+    scores = [Point("valid_auc", step / 100, ms, step) for step, ms in at]
+    points = [Point("epoch", float(epoch), ms, step) for epoch, (step, ms) in zip(epochs, at, strict=True)]
+    story = story_of(*map(finished, ends_s), history={"valid_auc": scores, "epoch": points})
+    table = overview.epochs(story)
+    assert table is not None and story.adds_an_epoch is adds
+    assert ("the ones to quote" in table.note, "do not compare" in table.note) == (not adds, adds)
+    assert any("more epochs may be better" in one.text for one in next_steps(story)) is not adds
+
+
+def test_a_later_epoch_with_data_of_its_own_is_not_behind_the_best_one():
+    history = {"valid_auc": [Point("valid_auc", 0.8, 10_000, 10), Point("valid_auc", 0.7, 20_000, 20)]}
+    history["epoch"] = [Point("epoch", 0.0, 10_000, 10), Point("epoch", 1.0, 20_000, 20)]
+    texts = []
+    for end in (finished(25.0), finished(15.0)):
+        story = story_of(SAVED, end, history=history)
+        logged = story_of(
+            {"event": "model_logged", "step": 20, "message": "", "data": {"model_uri": "m", "model_step": 20}},
+            end, history=history,
+        )  # fmt: skip
+        texts.append((next_steps(story)[0].text, logged.better_than_logged))
+    assert "which is not the model of epoch 0" in texts[0][0] and texts[0][1] == "epoch 0, at step 10"
+    assert "which is not" not in texts[1][0] and texts[1][1] == ""
 
 
 def test_the_headline_is_the_story_in_short():

@@ -121,7 +121,8 @@ def print_rollback(found: Mapping[str, Any]) -> None:
         return
     print(
         f"{these} deleted. {short(found['to'])} is the newest now, as {short(found['newest'])}: the next launch "
-        f"resumes from step {step}, also where a host still has later training in memory. Saved models stay"
+        f"resumes from step {step}, also where a host still has later training in memory. Saved models stay "
+        "(`gba-hvd model rollback` withdraws versions of one)"
     )
 
 

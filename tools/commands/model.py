@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     model = subparsers.add_parser(
-        "model", help="export a model from a checkpoint, predict, serve, log, verify, compare versions, tidy up"
+        "model",
+        help="export a model from a checkpoint, predict, serve, log, verify, compare or withdraw versions, tidy up",
     )
     commands = model.add_subparsers(title="commands", metavar="COMMAND", required=True)
     export = _add(commands, "export", "make a model from a checkpoint, as a new version at a URL")
@@ -117,6 +119,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     diff.set_defaults(run=_with_downloads(run_diff))
 
+    rollback = _add(commands, "rollback", "go back to a version: what would go, or with --yes withdraw those after it")
+    rollback.description = (
+        "Make an earlier version the newest again: it is checked, those after it are withdrawn, and their numbers are "
+        "not used again. Refused while a save completes a version. Without --yes nothing is changed."
+    )
+    rollback.add_argument("url", metavar="URL", help="of the model")
+    rollback.add_argument("version", type=int, metavar="VERSION", help="that is to be the newest")
+    rollback.add_argument("--yes", action="store_true", help="do it, after every byte of the version was checked")
+    rollback.set_defaults(run=run_rollback)
     gc = _add(commands, "gc", "objects that no version names, and old versions: list them, or with --yes delete them")
     gc.add_argument("url", metavar="URL", help="of the model")
     keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
@@ -455,6 +466,52 @@ def run_diff(args: argparse.Namespace) -> int:
     for line in found.other:
         print(line)
     return 0
+
+
+def run_rollback(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.withdrawal import plan_withdrawal, withdraw
+
+    store = store_of(args.url, args.option)
+    plan = plan_withdrawal(store, args.version)
+    if args.yes:
+        _require_whole(store, plan.to)
+        withdraw(store, plan)
+    if args.json:
+        known = {one.version: one for one in plan.manifests}
+        gone = [{"version": one, "step": known[one].source.get("step") if one in known else None} for one in plan.later]
+        about = {"url": store.url, "to": plan.to.version, "step": plan.to.source.get("step")}
+        print(json.dumps({**about, "done": args.yes, "withdrawn": gone}, indent=2))
+        return 0
+    for one in plan.manifests:
+        print(_described(one))
+    n, kept = len(plan.later), _described(plan.to)
+    these = f"{n} later version{'s' * (n > 1)} ({', '.join(map(str, plan.later))})"
+    if not args.yes:
+        print(f"{these}, to be withdrawn; {kept}, becomes the newest: add --yes to do it")
+        return 0
+    print(
+        f"{these} withdrawn. The newest is {kept}: what opens the model from now on takes it. Processes that have a "
+        "later one open keep it until they are started again; its objects stay until `gba-hvd model gc URL --yes`"
+    )
+    return 0
+
+
+def _described(manifest: ModelManifest) -> str:
+    step = manifest.source.get("step")
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_unix_s))
+    return f"version {manifest.version}, saved {saved}" + (f", of step {step:,}" if isinstance(step, int) else "")
+
+
+def _require_whole(store: Store, manifest: ModelManifest) -> None:
+    """Raises Damaged, naming what is wrong with the version."""
+    from gba_hvd.serving.compare import verify_model
+    from recovery.errors import Damaged
+
+    with progress("checking", manifest.n_bytes) as on_bytes:
+        flaws = verify_model(store, manifest, on_bytes)
+    if flaws:
+        more = f", and {len(flaws) - 1} more" if len(flaws) > 1 else ""
+        raise Damaged(f"nothing was changed: {flaws[0]}{more}. Go back to another version")
 
 
 def run_gc(args: argparse.Namespace) -> int:

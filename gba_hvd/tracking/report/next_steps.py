@@ -91,7 +91,7 @@ def _not_the_best(story: RunHistory) -> str:
     newest = story.checkpoints[-1].get("step", 0)
     if kept is not None and kept.saved_step != newest:
         return f", which is not the best model: --step {kept.saved_step} is, with {kept.words}"
-    if best is None or newest <= best.step or kept is not None:
+    if best is None or newest <= best.step or kept is not None or story.adds_an_epoch:
         return ""
     return (
         f", which is not the model of {best.name}, the best one (--step N: an older one that `gba-hvd checkpoint ls` "
@@ -145,6 +145,8 @@ def _of_quality(story: RunHistory) -> list[NextStep]:
     if best is None:
         return [NextStep("How good the model is is not known: report scores of data it was not trained on:",
                          "state.report(valid_auc=...)")]  # fmt: skip
+    if story.adds_an_epoch:  # of other data, to which the epochs before do not compare
+        return []
     after = [one for one in measured if one.step > best.step]
     if story.status == "FINISHED" and len(measured) > 1 and not after:
         return [NextStep("The last epoch is the best one: more epochs may be better still.")]

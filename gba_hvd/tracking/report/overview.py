@@ -16,7 +16,14 @@ from gba_hvd.tracking.epochs import chooser
 from gba_hvd.tracking.gauges import ELP, mean_staleness
 from gba_hvd.tracking.open_warnings import over_since
 from gba_hvd.tracking.plots import THROUGHPUT, WORKERS
-from gba_hvd.tracking.recovery_records import PAUSE_WORDS, PAUSES, cause_of, is_failure, lost_the_job
+from gba_hvd.tracking.recovery_records import (
+    PAUSE_WORDS,
+    PAUSES,
+    cause_of,
+    is_failure,
+    lost_the_job,
+    superseded_words,
+)
 from gba_hvd.tracking.report.tables import Table, counted, duration, table, time_of_day
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode, changes_of_workers
 from gba_hvd.tracking.run_summary import mean_rate, mode_seconds
@@ -149,7 +156,9 @@ def epochs(story: RunHistory) -> Table | None:
         for one in measured
     ]
     marked = [i for i, one in enumerate(measured) if best is not None and one.is_of(best.step, best.epoch)]
-    note = "The best epoch by validation is marked; its test figures are the ones to quote." if marked else ""
+    quote = "; its test figures are the ones to quote."
+    others = ". Where each launch adds an epoch with data of its own, epochs do not compare."
+    note = f"The best epoch by validation is marked{others if story.adds_an_epoch else quote}" if marked else ""
     return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
 
 
@@ -265,6 +274,8 @@ def _recovered(story: RunHistory) -> list[Fact]:
         facts.append(Fact("portion of lost samples (PLS)", f"{story.pls:.5f}"))
     if total["samples_redone"]:
         facts.append(Fact("samples trained again", f"{total['samples_redone']:,}"))
+    if words := superseded_words(story.resumes, story.applied):
+        facts.append(Fact("superseded points, which curves in MLflow still have", words))
     return facts
 
 

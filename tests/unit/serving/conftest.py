@@ -98,3 +98,13 @@ def evaluated(model: nn.Module, one: Any) -> torch.Tensor:
 
 def objects(url: Path) -> dict[str, int]:
     return {str(path.relative_to(url)): path.stat().st_size for path in url.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def three(trained: Callable[..., nn.Module], tmp_path: Path) -> tuple[nn.Module, Path]:
+    """The third of three versions, each with rows that the one before has not."""
+    model = trained()
+    for seed in range(3):
+        change_rows(model, "user", np.arange(4), seed)
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(2))
+    return model, tmp_path / "m"
