@@ -57,6 +57,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
             short(one["name"]),
             one.get("kind", "-"),
             _count(one.get("step")),
+            _count(one.get("epoch")),
             _count(one.get("samples")),
             _size(one.get("n_bytes")),
             _age(one.get("age_s")),
@@ -65,7 +66,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
         )
         for one in listed
     ]
-    print_table(("name", "kind", "step", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 7))
+    print_table(("name", "kind", "step", "epoch", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 8))
     for one in listed:
         if not one["ok"]:
             print(one["why"])

@@ -327,11 +327,14 @@ def _chain(store: Store, name: str) -> Chain:
 
 
 def _facts(chain: Chain) -> dict[str, Any]:
+    from recovery.catalog.retention import trained_epoch_of
+
     manifest = chain.newest
     return {
         "name": manifest.name,
         "kind": manifest.kind,
         "step": manifest.step,
+        "epoch": trained_epoch_of(manifest),
         "samples": manifest.samples,
         "n_bytes": manifest.n_bytes,
         "saved_unix_s": manifest.saved_unix_s,
