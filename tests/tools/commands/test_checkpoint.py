@@ -247,7 +247,7 @@ def test_diff_looks_at_a_large_table_in_parts(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = as_json(capsys, "diff", saved.url, "000001-00000001")
-    monkeypatch.setattr("tools.commands.checkpoint._COMPARED_BYTES", 100)
+    monkeypatch.setattr("gba_hvd_tools.commands.checkpoint._COMPARED_BYTES", 100)
     assert as_json(capsys, "diff", saved.url, "000001-00000001") == whole
 
 
