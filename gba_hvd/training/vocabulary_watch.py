@@ -19,7 +19,7 @@ from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.shm.vocabulary import VocabularyStats
 
 _EVERY_S = 5.0
-_STEP_S = 5.0  # for so long a step is awaited that neighbours are still applying
+_STEP_S = 2.0  # for so long a step is awaited that neighbours are still applying
 _WHY = {
     None: "it evicts nothing",
     "ttl": "all ids in reach were looked up within evict_after_steps",
