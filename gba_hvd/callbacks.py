@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from recovery.old_names import accepts
 
+OWN_POINT = "own_point"  # in the data of an event with readings: they are of its very step, not of the next point
 KEEP_BEST = "keep_best"  # in `Job.settings`: the metric by which the checkpoint of the best model is kept
 
 

@@ -57,6 +57,8 @@ class Config:
     keep_last:        checkpoints that this run keeps, with what they are on top of
     keep_every_steps: and the first one of every so many steps
     keep_every_s:     and the first one of every so many seconds
+    keep_epochs:      and the last one of each of the newest so many epochs of the training; a checkpoint is of the
+                      epoch that its `about` has as "trained_epoch", which jobs of gba_hvd write
     lease_s:          another job may take over when this one has not renewed its claim for so long
     verify:           what is read back before a checkpoint counts as saved and older ones expire: "sizes" (manifests,
                       and the size of every object of the chain), "state" (also the checksum of the training state),
@@ -85,6 +87,7 @@ class Config:
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_every_s: float | None = None
+    keep_epochs: int | None = None
     lease_s: float = 30.0
     verify: str = "state"
     strict: bool = False
@@ -135,7 +138,7 @@ class Config:
     @property
     def keep(self) -> Keep:
         """Which checkpoints of this run do not expire. Raises BadInput when that would be none."""
-        return Keep(self.keep_last, self.keep_every_steps, self.keep_every_s)
+        return Keep(self.keep_last, self.keep_every_steps, self.keep_every_s, self.keep_epochs)
 
     @property
     def blob_buffer_bytes(self) -> int:

@@ -428,6 +428,9 @@ class Checkpoint:
     row_fraction: float = setting(Saving.row_fraction, "share of a table's rows that mfu, ssu and scar take")
     bits: int | None = setting(Saving.bits, "8 or 4: partial saves are quantised", off="null")
     keep_last: int = setting(Saving.keep_last, "checkpoints that are kept")
+    keep_epochs: int | None = setting(
+        None, "the last one of each of so many epochs, the newest, stays, too", off="null"
+    )
     keep_best: str | None = setting(
         None, "a metric, such as valid_auc, or -valid_logloss: the checkpoint of the best model stays, too", off="null"
     )

@@ -171,7 +171,8 @@ def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     policy = checkpoint.policy or ("delta" if often else "mfu (on one host: delta)")
     partial = "all rows" if policy == "full" else f"rows chosen by {policy} on top of a full save"
     start = "resumes from the newest one there" if checkpoint.resume else "starts over beside those there"
-    yield "", f"{partial}; keeps {checkpoint.keep_last}; {start}"
+    epochs = f" and the last of each of {checkpoint.keep_epochs} epochs" if checkpoint.keep_epochs else ""
+    yield "", f"{partial}; keeps {checkpoint.keep_last}{epochs}; {start}"
 
 
 def _shares_text(n_micro: int, n_workers: int) -> str:

@@ -499,6 +499,7 @@ class JobCheckpoints(StepParticipant):
             pace=SavePace(**self.callback.pace),
             compression=self._compressor,
             hashed=engine.model.tables.layout.hashed_settings(),
+            trained_epoch=engine.progress.cursor.epoch,
             **self.callback.best,
         )
 

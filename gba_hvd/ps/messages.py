@@ -529,9 +529,10 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
-    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. best_step: see
-    `recovery.catalog.retention.BEST_STEP`; best_metric, best_value: by which it was the best; best_until: the step of
-    the next evaluation; best_unsaved_step, best_unsaved_value, best_unsaved_why: of a better one that was not saved
+    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. trained_epoch (-1: no step was
+    made), best_step: see `recovery.catalog.retention`; best_metric, best_value: by which it was the best; best_until:
+    the step of the next evaluation; best_unsaved_step, best_unsaved_value, best_unsaved_why: of a better one that was
+    not saved
     """
 
     why: str = ""
@@ -548,6 +549,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
     hashed: dict[str, dict[str, Any]] = {}
+    trained_epoch: int = -1
     best_step: int | None = None
     best_metric: str = ""
     best_value: float | None = None

@@ -1,8 +1,8 @@
 """Readings of a running job between its events: staleness, drops, the pace of every worker. Metrics named `job/...`.
 
 What they are called and how they are worked out is decided here. The engine's chief reports them every few seconds
-with an event of the kind `rates`; it is no line and no record of its own: MLflow gets the readings with its points, the
-progress line shows two of them.
+with an event of the kind `rates`; it is no line and no record of its own: MLflow gets the readings with its points, or
+those marked `OWN_POINT` at once; the progress line shows two of them.
 """
 
 from __future__ import annotations

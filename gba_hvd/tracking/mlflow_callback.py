@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.callbacks import OWN_POINT, Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
@@ -329,8 +329,8 @@ class MLflowCallback(Callback):
                 self._unreported_metrics.append(record)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == gauges.EVENT:  # reported with the next point
-            self._since.read(self._readings.take(event.data))
+        if event.kind == gauges.EVENT:
+            self._take_readings(event)
             return
         if event.kind == "resumed":
             self._resumed_step = event.step
@@ -347,6 +347,17 @@ class MLflowCallback(Callback):
             self._write_event(event)
         else:
             self._unreported.append(event)
+
+    def _take_readings(self, event: Event) -> None:
+        """They are reported with the next point, unless they are a point of their own."""
+        readings = self._readings.take(event.data)
+        if not event.data.get(OWN_POINT):
+            self._since.read(readings)
+            return
+        self._since.forget(readings)
+        if self._job is not None and self._job.is_chief:
+            for record in metrics_records(event.step, _now_ms(), readings):
+                self._write(record)
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the job that are others now than when the world formed."""
@@ -661,6 +672,11 @@ class _Interval:
     def read(self, readings: Mapping[str, float]) -> None:
         for name, value in readings.items():
             self._readings.setdefault(name, []).append(value)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Readings of these, of which there are newer ones."""
+        for name in names:
+            self._readings.pop(name, None)
 
     def values(self) -> dict[str, float]:
         values = {metric_key(name): gauges.point_of(name, read) for name, read in self._readings.items()}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gba_hvd.callbacks import Callback, Event, StepRecord
+from gba_hvd.callbacks import OWN_POINT, Callback, Event, StepRecord
 from gba_hvd.comm import traffic
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
@@ -57,6 +57,7 @@ class Reports:
         self._participants, self._traffic = participants, traffic
         self._server_patience = Patience(again_s=LATE_S)
         self._vocabularies = VocabularyWatch(model.tables)
+        self._vocabularies_at: int | None = None  # step of the newest point of their own
         self._n_rejected = 0
         self._reported: set[str] = set()  # kinds of events, see `once`
         self._full: set[str] = set()  # tables of which it was reported
@@ -75,6 +76,7 @@ class Reports:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
         if event.kind == "resumed":
             self._full.clear()  # the warning is over: the table may have room now
+            self._vocabularies_at = None  # its step may come again
         for callback in self.callbacks:
             callback.on_event(event)
         rank = self._world().rank
@@ -183,21 +185,37 @@ class Reports:
             self.emit(event, only_here=not decision.by_device)
 
     def vocabularies(self, now: bool = False) -> None:
-        """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table."""
+        """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table.
+
+        now: as after the newest step, and a point of its own where this launch has made steps since the one before
+        """
         if self._host.board is None and self._world().rank != 0:
             return
-        if not (found := self._vocabularies.look(now)):
+        if not (found := self._vocabularies.look(self._progress.step if now else None)):
             return
         if self._host.board is not None:
             self._host.board.show_vocabulary(found)
         if self._world().rank != 0:
             return
-        self.emit(Event("rates", self._progress.step, in_words(found), {"vocabulary": found}))
+        own_point = now and self._has_stepped_since_point
+        if own_point:
+            self._vocabularies_at = self._progress.step
+        data = {"vocabulary": found, **({OWN_POINT: True} if own_point else {})}
+        self.emit(Event("rates", self._progress.step, in_words(found), data))
         for name, text in self._vocabularies.full():
             if name not in self._full:
                 self._full.add(name)
                 data = {"table": name, "no_room": found[name]["no_room"]}
                 self.emit(Event("table_full", self._progress.step, text, data, level="warning"))
+
+    def last_vocabularies(self) -> None:
+        """At the end of the launch, where it ends within an epoch."""
+        if self._has_stepped_since_point:
+            self.vocabularies(now=True)
+
+    @property
+    def _has_stepped_since_point(self) -> bool:
+        return self._progress.step not in (self._vocabularies_at, self._progress.launched_at)
 
     def unused_tables(self) -> None:
         """At the end of an epoch, once in a process: on rank 0, warn of tables of which no row was looked up."""

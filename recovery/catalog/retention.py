@@ -23,15 +23,19 @@ from recovery.storage.store import Store, age_of, epoch_of, is_blob_name
 
 FIRST_EPOCH = "first_epoch"  # in what a manifest has about its job: of the run
 BEST_STEP = "best_step"  # there, too: at which the model was best when it was saved
+TRAINED_EPOCH = "trained_epoch"  # there, too: the training's epoch of the newest step, from 0 on
 
 
 @dataclass(frozen=True)
 class Keep:
-    """last: so many of the newest. every_steps, every_s: also the first in every so many steps, or seconds."""
+    """last: so many of the newest. every_steps, every_s: also the first in every so many steps, or seconds.
+    epochs: also the last one of each of so many epochs of the training, the newest.
+    """
 
     last: int = 3
     every_steps: int | None = None
     every_s: float | None = None
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -39,6 +43,8 @@ class Keep:
         for name, every in (("every_steps", self.every_steps), ("every_s", self.every_s)):
             if every is not None and not 0 < every < math.inf:
                 raise BadInput(f"{name} must be positive, got {every}")
+        if self.epochs is not None and (not 0 < self.epochs < math.inf or self.epochs % 1):
+            raise BadInput(f"epochs is a whole number of epochs, at least 1, got {self.epochs}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         wanted |= _first_of_each({m.name: m.step // keep.every_steps for m in own})
     if keep.every_s:
         wanted |= _first_of_each({m.name: int(m.saved_unix_s // keep.every_s) for m in own})
+    if keep.epochs:
+        wanted |= _last_of_each_epoch(own, keep.epochs)
     if (best := best_kept(own)) is not None:
         wanted.add(best[0].name)
     needed = _with_parents(by_name, [*wanted, *(name for name in by_name if name not in mine)])
@@ -85,6 +93,8 @@ def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) ->
         reason += f", one every {keep.every_steps} steps"
     if keep.every_s:
         reason += f", one every {keep.every_s:g} s"
+    if keep.epochs:
+        reason += f", the last one of each of the newest {keep.epochs} epochs"
     if best is not None:
         reason += ", the one of the best model"
     based_on = len([m for m in own if m.name in needed - wanted])
@@ -108,6 +118,12 @@ def first_epoch_of(newest: Manifest, job: str) -> int:
     first = newest.about.get(FIRST_EPOCH, newest.epoch)
     is_known = newest.about.get("job") == job and isinstance(first, int) and 0 < first <= newest.epoch
     return first if is_known else 0
+
+
+def trained_epoch_of(manifest: Manifest) -> int | None:
+    """The training's epoch of its newest step; None: it names none, or no step was made."""
+    epoch = manifest.about.get(TRAINED_EPOCH)
+    return epoch if isinstance(epoch, int) and epoch >= 0 else None
 
 
 def delete(store: Store, expired: Expired) -> None:
@@ -178,6 +194,16 @@ def _first_of_each(periods: Mapping[str, int]) -> set[str]:
     for name, period in periods.items():
         first.setdefault(period, name)
     return set(first.values())
+
+
+def _last_of_each_epoch(own: Sequence[Manifest], n: int) -> set[str]:
+    """Names of the last checkpoints of the newest n epochs. own: oldest first; those that name no epoch are of none."""
+    last: dict[int, str] = {}
+    for one in reversed(own):
+        epoch = trained_epoch_of(one)
+        if epoch is not None and len(last) < n:
+            last.setdefault(epoch, one.name)
+    return set(last.values())
 
 
 def _with_parents(by_name: Mapping[str, Manifest], names: Iterable[str]) -> set[str]:

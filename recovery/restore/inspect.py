@@ -18,7 +18,7 @@ from recovery.errors import Damaged, NotFound
 from recovery.format import row_codec
 from recovery.format.manifest import Manifest, Section
 from recovery.restore.row_loader import SectionRun, runs
-from recovery.rows import Table
+from recovery.rows import KEY, NO_KEY, Table
 from recovery.storage.store import Store, read
 
 _READ_BYTES = 16 << 20
@@ -148,6 +148,26 @@ def read_rows(
     for manifest in chain.manifests:  # the later one wins
         fill(manifest)
     return there
+
+
+def keys_of(
+    store: Store, chain: Chain, table: int, shard: int, on_bytes: Callable[[int], object] = lambda n: None
+) -> np.ndarray:
+    """int64 [n], ascending: the keys of a shard of a keyed table that have a row of their own.
+
+    Raises Damaged when a byte is not what was saved.
+    """
+    about, n_shards = chain.newest.schema.tables[table], chain.newest.schema.n_shards
+    keys = np.full(about.rows_in(shard, n_shards), NO_KEY, np.int64)
+    columns = [keys[:, None].view(np.float32) if column == KEY else None for column in about.columns]
+    read_rows(store, chain, table, columns, residue=shard, modulo=n_shards, on_bytes=on_bytes)
+    return own_keys(keys, about.shared_rows)
+
+
+def own_keys(keys: np.ndarray, n_shared: int) -> np.ndarray:
+    """int64 [n], ascending and distinct, of the keys of some rows, of which the last `n_shared` belong to no key."""
+    own = keys[: len(keys) - n_shared]
+    return np.unique(own[own != NO_KEY])
 
 
 def saved_rows(

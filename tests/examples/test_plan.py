@@ -160,6 +160,8 @@ def test_the_plan_says_where_and_how_often_the_job_is_saved(tmp_path: Path) -> N
         "save      to s3://bucket/job every 500 steps",
         "          rows chosen by mfu on top of a full save; keeps 3; resumes from the newest one there",
     ]
+    lines = plan(config(tmp_path, *settings, "checkpoint.keep_epochs=7"), None).splitlines()
+    assert "; keeps 3 and the last of each of 7 epochs; " in lines[-1]
     lines = plan(config(tmp_path, "checkpoint.url=s3://bucket/job"), None).splitlines()
     assert lines[-2] == "save      to s3://bucket/job as often as planned from what is measured"
 

@@ -456,6 +456,7 @@ def test_a_new_process_on_the_same_memory_goes_on_with_deltas(
         ({"rate_bytes_s": 0}, "rate_bytes_s must be positive"),
         ({"bits": 3}, "bits must be 8, 4 or None"),
         ({"keep_last": 0}, "last=0"),
+        ({"keep_epochs": 0}, "epochs is a whole number of epochs, at least 1, got 0"),
         ({"row_fraction": 0.5}, "row_fraction=0.5 has no effect with policy='delta', which takes no share of the rows"),
         ({"policy": "full", "row_fraction": 0.5}, "with policy='full'"),
         ({"policy": "mfu", "ssu_period": 3}, "ssu_period=3 has no effect with policy='mfu', which samples no accesses"),

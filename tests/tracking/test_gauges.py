@@ -178,6 +178,34 @@ def test_readings_come_with_the_points(quiet: MLflowCallback):
     assert story.events == ()  # they would drown the others
 
 
+def test_readings_of_the_end_of_an_epoch_are_a_point_of_their_own(quiet: MLflowCallback):
+    def size(n: int, k: int, **more: bool) -> Event:
+        return rates(k, vocabulary={"user": {"size": n}}, **more)
+
+    quiet.on_job(job("j"))
+    for k in range(1, 14):
+        quiet.on_step(step(k))
+        if k == 3:
+            quiet.on_event(size(10, k))
+        if k == 11:
+            quiet.on_event(size(40, k))  # older than the own point, so it is no later one
+    quiet.on_event(size(60, 13, own_point=True))
+    quiet.on_step(step(20))
+    quiet.on_event(size(80, 20, own_point=True))  # there is no step after it
+    points = history_of(quiet).history[g.vocabulary_of("user", "size")]
+    assert [(point.step, point.value) for point in points] == [(10, 10), (13, 60), (20, 80)]
+
+
+def test_only_the_chief_writes_points_of_their_own(quiet: MLflowCallback):
+    quiet.on_job(job("j", rank=1, size=2))
+    quiet.on_step(step(1))
+    quiet.on_event(rates(1, vocabulary={"user": {"size": 60}}, own_point=True))
+    quiet.on_job(job("j", rank=0, size=1))
+    quiet.on_event(rates(2, vocabulary={"user": {"size": 70}}, own_point=True))
+    points = history_of(quiet).history[g.vocabulary_of("user", "size")]
+    assert [(point.step, point.value) for point in points] == [(2, 70)]
+
+
 def test_no_point_is_missed_when_several_steps_are_received_at_once(quiet: MLflowCallback):
     quiet.on_job(job("j"))
     for k in (3, 8, 13, 18, 23, 49, 51):

@@ -57,6 +57,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
             short(one["name"]),
             one.get("kind", "-"),
             _count(one.get("step")),
+            _count(one.get("epoch")),
             _count(one.get("samples")),
             _size(one.get("n_bytes")),
             _age(one.get("age_s")),
@@ -65,7 +66,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
         )
         for one in listed
     ]
-    print_table(("name", "kind", "step", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 7))
+    print_table(("name", "kind", "step", "epoch", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 8))
     for one in listed:
         if not one["ok"]:
             print(one["why"])
@@ -89,10 +90,20 @@ def print_one(shown: Mapping[str, Any]) -> None:
     for key, value in shown["about"].items():
         print(f"  {key:9} {_words(value)}")
     rows = [
-        (t["name"], _count(t["n_rows"]), t["columns"], _count(t["saved"]), _size(t["n_bytes"]), t["steps"])
+        (
+            t["name"],
+            _count(t["n_rows"]),
+            _count(t["ids"]),
+            t["columns"],
+            _count(t["saved"]),
+            _size(t["n_bytes"]),
+            t["steps"],
+        )
         for t in shown["tables"]
     ]
-    print_table(("table", "rows", "columns", "saved here", "bytes", "of steps"), rows, left=(0, 2))
+    print_table(("table", "rows", "ids", "columns", "saved here", "bytes", "of steps"), rows, left=(0, 3))
+    if large := [t["name"] for t in shown["tables"] if t["hashed"] and t["ids"] is None]:
+        print(f"not counted: the ids of {', '.join(large)}, whose rows are large: --ids reads them")
 
 
 def print_diff(found: Mapping[str, Any]) -> None:
@@ -105,10 +116,22 @@ def print_diff(found: Mapping[str, Any]) -> None:
             f"{one['changed'] / one['n_rows']:.2%}",
             "-" if one["largest"] is None else f"{one['largest']:.6g} (row {one['largest_row']:,})",
             _count(one["only_one"]),
+            _count(one["ids_came"]),
+            _count(one["ids_left"]),
         )
         for one in found["tables"]
     ]
-    print_table(("table", "rows", "changed", "share", "largest change of a weight", "in one only"), rows, left=(0,))
+    headings = (
+        "table",
+        "rows",
+        "changed",
+        "share",
+        "largest change of a weight",
+        "in one only",
+        "ids came",
+        "ids left",
+    )
+    print_table(headings, rows, left=(0,))
 
 
 def print_rollback(found: Mapping[str, Any]) -> None:

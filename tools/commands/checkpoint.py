@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recovery.errors import BadInput, Damaged
-from recovery.rows import FILTER
+from recovery.rows import FILTER, KEY, Table
 from recovery.storage.store import Store
 
 from ..checkpoint.store_argument import checkpoints_at
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "state_dict")
 _COMPARED_BYTES = 256 << 20
+_COUNTED_BYTES = 256 << 20  # of saved rows of a hashed table, whose ids `show` counts without being asked to
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,6 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ls.set_defaults(run=run_ls)
     show = _add(commands, "show", "what one checkpoint holds")
     _add_name(show)
+    show.add_argument(
+        "--ids", action="store_true", help="count the ids of large hashed tables, too: reads all their rows"
+    )
     show.set_defaults(run=run_show)
     verify = _add(commands, "verify", "read every byte and compare checksums; names all that is damaged")
     verify.add_argument("name", nargs="?", metavar="NAME", help="this one and those it is based on; default: all")
@@ -128,8 +132,9 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    chain = _chain(checkpoints_at(args.url, args.option), args.name)
-    manifest = chain.newest
+    store = checkpoints_at(args.url, args.option)
+    chain = _chain(store, args.name)
+    manifest, n_ids = chain.newest, _ids_of(store, chain, args.ids)
     sections = [section for blob in manifest.blobs for section in blob.sections]
     tables = []
     for number, table in enumerate(manifest.schema.tables):
@@ -139,6 +144,8 @@ def run_show(args: argparse.Namespace) -> int:
             {
                 "name": table.name,
                 "n_rows": table.n_rows,
+                "hashed": table.is_keyed,
+                "ids": n_ids.get(number),
                 "columns": ", ".join(f"{column.name} [{column.width}]" for column in table.columns),
                 "saved": sum(section.n_rows for section in mine),
                 "n_bytes": sum(section.n_bytes for section in mine),
@@ -327,16 +334,35 @@ def _chain(store: Store, name: str) -> Chain:
 
 
 def _facts(chain: Chain) -> dict[str, Any]:
+    from recovery.catalog.retention import trained_epoch_of
+
     manifest = chain.newest
     return {
         "name": manifest.name,
         "kind": manifest.kind,
         "step": manifest.step,
+        "epoch": trained_epoch_of(manifest),
         "samples": manifest.samples,
         "n_bytes": manifest.n_bytes,
         "saved_unix_s": manifest.saved_unix_s,
         "age_s": time.time() - manifest.saved_unix_s,
     }
+
+
+def _ids_of(store: Store, chain: Chain, also_large: bool) -> dict[int, int]:
+    """By number of a hashed table, how many ids have a row of their own; of large tables only if asked for."""
+    from recovery.restore.inspect import keys_of
+
+    sizes = dict.fromkeys((n for n, table in enumerate(chain.newest.schema.tables) if table.is_keyed), 0)
+    for section in (one for manifest in chain.manifests for blob in manifest.blobs for one in blob.sections):
+        if section.table in sizes:
+            sizes[section.table] += section.n_bytes
+    counted = {number: size for number, size in sizes.items() if also_large or size <= _COUNTED_BYTES}
+    shards = range(chain.newest.schema.n_shards)
+    with progress("counting ids", sum(counted.values())) as on_bytes:
+        return {
+            number: sum(len(keys_of(store, chain, number, shard, on_bytes)) for shard in shards) for number in counted
+        }
 
 
 def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) -> dict[str, Any]:
@@ -346,7 +372,7 @@ def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) 
     table = new.newest.schema.tables[number]
     n_shards = new.newest.schema.n_shards
     parts = n_shards if table.n_rows * table.record_bytes > _COMPARED_BYTES else 1
-    changed = only_one = 0
+    changed = only_one = came = left = 0
     largest, largest_row = -1.0, None
     for part in range(parts):
         n = len(range(part, table.n_rows, parts))
@@ -355,6 +381,10 @@ def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) 
             columns = [np.zeros((n, column.width), np.float32) for column in table.columns]
             there.append(read_rows(store, chain, number, columns, residue=part, modulo=parts, on_bytes=on_bytes))
             sides.append(columns)
+        if table.is_keyed:
+            old_ids, new_ids = (_own_ids(table, columns, n_shards // parts) for columns in sides)
+            came += len(np.setdiff1d(new_ids, old_ids, assume_unique=True))
+            left += len(np.setdiff1d(old_ids, new_ids, assume_unique=True))
         only_one += int((there[0] != there[1]).sum())
         differs = np.zeros(n, np.bool_)
         for column, a, b in zip(table.columns, *sides, strict=True):
@@ -374,6 +404,16 @@ def _compared(store: Store, old: Chain, new: Chain, number: int, on_bytes: Any) 
         "n_rows": table.n_rows,
         "changed": changed,
         "only_one": only_one,
+        "ids_came": came if table.is_keyed else None,
+        "ids_left": left if table.is_keyed else None,
         "largest": largest if largest_row is not None else None,
         "largest_row": largest_row,
     }
+
+
+def _own_ids(table: Table, columns: list[np.ndarray], n_shards: int) -> np.ndarray:
+    """int64 [n], distinct: stand for the ids with a row of their own, of columns that have the rows of some shards."""
+    from recovery.restore.inspect import own_keys
+
+    keys = columns[table.columns.index(KEY)].view(np.int64)[:, 0]
+    return own_keys(keys, n_shards * table.shared_rows)

@@ -26,6 +26,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if kind != "failed" or ends_alone:
         engine.reports.job_ends(finished=kind == "finished")
+    if kind != "failed":
+        engine.reports.last_vocabularies()
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     if engine.progress.account.redone:
         account["samples_redone"] = engine.progress.account.redone

@@ -51,7 +51,8 @@ class PendingSave:
         number, newest = max(request.number, position.step), self._saver.report()
         if newest.epoch == request.epoch and request.number < newest.number:  # of a chief without the newest report
             number = max(number, newest.number + 1)
-        request = msgspec.structs.replace(request, number=number, **facts)
+        about = msgspec.structs.replace(request.about, trained_epoch=position.epoch)
+        request = msgspec.structs.replace(request, number=number, about=about, **facts)
         living = workers if request.about.is_compressed else None
 
         def state(extras: list[bytes]) -> bytes:

@@ -173,7 +173,8 @@ class FinalCheckpoint:
         if self._index or state is None or state.generation or len(shards) < self._memory.layout.n_shards:
             return False
         position = state_codec.decode(state.state)["position"]
-        request = self._saver.last_request(state.step, position["account"]["applied"])
+        applied, epoch = position["account"]["applied"], position["cursor"]["epoch"]
+        request = self._saver.last_request(state.step, applied, trained_epoch=epoch)
         if request is None:
             return False
         mine = final_checkpoint_hosts.rows_of(self._memory, state.step)

@@ -68,8 +68,9 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
     request: Save | None = None
     assert held is not None
     if not held.part and state is not None and not state.generation:
-        applied = state_codec.decode(state.state)["position"]["account"]["applied"]
-        request = saver.last_request(state.step, applied)
+        position = state_codec.decode(state.state)["position"]
+        applied, epoch = position["account"]["applied"], position["cursor"]["epoch"]
+        request = saver.last_request(state.step, applied, trained_epoch=epoch)
 
     def first(store: Store, cancel: threading.Event) -> Agreed:
         epoch = held.claim.epoch

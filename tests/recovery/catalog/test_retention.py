@@ -77,6 +77,42 @@ def test_the_first_of_every_period_is_kept_for_good(keep: Keep) -> None:
     assert kept(later, expired(later, names(later), keep)) == [0, 3, 6, 9, 10]
 
 
+def of_epochs(manifests: list[Manifest], *epochs: int | None) -> list[Manifest]:
+    return [replace(one, about={"trained_epoch": epoch}) for one, epoch in zip(manifests, epochs, strict=True)]
+
+
+def test_the_last_one_of_each_of_the_newest_epochs_is_kept() -> None:
+    manifests = of_epochs([saved(number) for number in range(8)], 0, 0, 2, 2, 2, 3, 4, 4)
+    found = expired(manifests, names(manifests), Keep(last=1, epochs=3))
+    assert kept(manifests, found) == [4, 5, 7]
+    assert "the last 1 are kept, the last one of each of the newest 3 epochs, and 0" in found.reason
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=1, epochs=9))) == [1, 4, 5, 7]
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=4, epochs=2))) == [4, 5, 6, 7]
+    assert kept(manifests, expired(manifests, names(manifests), Keep(1, every_steps=300, epochs=2))) == [0, 3, 5, 6, 7]
+
+
+def test_an_epoch_has_one_last_checkpoint_also_where_several_launches_saved_it() -> None:
+    manifests = of_epochs([saved(0), saved(1), saved(2, epoch=2), saved(2, epoch=3)], 0, 1, 1, 1)
+    found = expired(manifests, names(manifests), Keep(last=1, epochs=2))
+    assert found.manifests == (manifests[2].name, manifests[1].name)
+
+
+def test_what_the_last_one_of_an_epoch_is_based_on_and_the_best_one_stay_beside_it() -> None:
+    manifests = of_epochs(chain(0, 1, 2) + chain(3, 4, 5), 0, 0, 1, 1, 2, 2)
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=1, epochs=2))) == [3, 4, 5]
+    alone = of_epochs([saved(number) for number in range(4)], 0, 0, 1, 1)
+    best = [replace(one, about={**one.about, "best_step": 150}) for one in alone]
+    assert kept(best, expired(best, names(best), Keep(last=1, epochs=1))) == [2, 3]
+    based = of_epochs(chain(0, 1, 2) + chain(3), 0, 1, 1, 2)
+    assert kept(based, expired(based, names(based), Keep(last=1, epochs=2))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("none", [None, -1, "2"])
+def test_checkpoints_that_name_no_epoch_are_of_none(none: Any) -> None:
+    manifests = of_epochs([saved(number) for number in range(5)], none, 0, none, 0, none)
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=1, epochs=5))) == [3, 4]
+
+
 def test_the_first_one_from_the_best_step_on_is_kept_with_what_it_is_based_on() -> None:
     manifests = chain(0, 1, 2) + chain(3, 4, 5)
     best = [replace(manifest, about={"best_step": 50 if manifest.number < 5 else 130}) for manifest in manifests]
@@ -181,7 +217,18 @@ def test_whatever_is_left_can_still_be_restored(parents: list[int], data: st.Dat
         assert max(mine) in names(left)
 
 
-@pytest.mark.parametrize("bad", [{"last": 0}, {"every_steps": 0}, {"every_s": -1.0}, {"every_s": float("inf")}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"last": 0},
+        {"every_steps": 0},
+        {"every_s": -1.0},
+        {"every_s": float("inf")},
+        {"epochs": 0},
+        {"epochs": 1.5},
+        {"epochs": float("inf")},
+    ],
+)
 def test_settings_without_sense_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadInput):
         Keep(**bad)  # type: ignore[arg-type]

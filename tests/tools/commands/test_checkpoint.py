@@ -72,6 +72,19 @@ def test_ls_lists_the_newest_first(saved: Saved, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+def test_ls_has_the_epoch_of_each(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one["epoch"] for one in as_json(capsys, "ls", saved.url)["checkpoints"]] == [None, None]
+    assert [line.split()[3] for line in said(capsys, "ls", saved.url).splitlines() if " ok" in line] == ["-", "-"]
+    saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path / "own"), Config(policy="full"))
+    for epoch in (0, 7):
+        train(saver.rows, 2, seed=epoch)
+        saver.save(about={"trained_epoch": epoch})
+    assert [one["epoch"] for one in as_json(capsys, "ls", str(tmp_path / "own"))["checkpoints"]] == [7, 0]
+    lines = [line.split() for line in said(capsys, "ls", str(tmp_path / "own")).splitlines() if " ok" in line]
+    assert [(one[2], one[3]) for one in lines] == [("4", "7"), ("2", "0")]
+
+
+@pytest.mark.slow
 def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
     for seed in range(3):
@@ -234,7 +247,7 @@ def test_diff_looks_at_a_large_table_in_parts(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = as_json(capsys, "diff", saved.url, "000001-00000001")
-    monkeypatch.setattr("tools.commands.checkpoint._COMPARED_BYTES", 100)
+    monkeypatch.setattr("gba_hvd_tools.commands.checkpoint._COMPARED_BYTES", 100)
     assert as_json(capsys, "diff", saved.url, "000001-00000001") == whole
 
 

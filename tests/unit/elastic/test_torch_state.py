@@ -223,6 +223,28 @@ def test_the_checkpoint_of_the_best_night_stays(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("keep_epochs", "steps"), [(None, [6]), (2, [4, 6]), (9, [2, 4, 6])])
+def test_the_last_checkpoints_of_the_newest_nights_stay(
+    training: Any, clicks: Any, tmp_path: Path, keep_epochs: int | None, steps: list[int]
+) -> None:
+    url = tmp_path / "saved"
+    for night in range(3):
+        job = training(epoch=0)
+        settings: dict[str, Any] = {"every_steps": 1, "keep_last": 1, "policy": "full", "keep_epochs": keep_epochs}
+        job.state.register_callbacks([CheckpointCallback(str(url), **settings)])
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, night: int = night) -> None:
+            state.epoch = night
+            job.epoch(clicks(20))
+
+        train(job.state)
+    left = [from_json(path.read_bytes(), f"manifests/{path.name}") for path in (url / "manifests").iterdir()]
+    assert sorted(one.step for one in left) == steps
+    assert all(one.about["trained_epoch"] == one.step / 2 - 1 for one in left)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_up", [True, False])
 def test_a_best_model_waits_for_the_server_for_a_limited_time_and_is_named_where_it_was_not_saved(
     training: Any, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_up: bool

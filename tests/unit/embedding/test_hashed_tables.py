@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
-from gba_hvd.callbacks import Event
+from gba_hvd.callbacks import OWN_POINT, Event
 from gba_hvd.embedding.apply_rows import apply_rows, write_rows
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.shm import job_board
@@ -640,6 +640,50 @@ def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_
     assert len(log.of("table_full")) == 2  # the table is still full
 
 
+def hashed_job(training: Any) -> tuple[Any, Any]:
+    """(a job with a hashed table, its events)"""
+    job, log = training(tables={"user": USERS, "item": (7, 3)}, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    return job, log
+
+
+def own_points(log: Any) -> list[tuple[int, dict[str, Any]]]:
+    found = [event for event in log.of("rates") if event.data.get(OWN_POINT)]
+    return [(event.step, event.data["vocabulary"]["user"]) for event in found]
+
+
+@pytest.mark.slow
+def test_the_end_of_an_epoch_has_a_point_of_its_own_with_what_the_table_has_then(training: Any) -> None:
+    job, log = hashed_job(training)
+    sizes = []
+    for job.state.epoch in range(2):
+        job.epoch(RawClicks(seed=3 + job.state.epoch))
+        sizes.append(len(job.tables.vocabulary("user")))
+    assert [(step, found["size"]) for step, found in own_points(log)] == [(13, sizes[0]), (26, sizes[1])]
+    assert 0 < sizes[0] < sizes[1]
+    shares = [found["missed_share"] for _, found in own_points(log)]
+    with pytest.warns(UserWarning, match="epoch 1 is done and has no batches left"):
+        job.epoch(RawClicks(seed=4))
+    job.state.close()
+    assert len(own_points(log)) == 2, "nothing was trained since"
+    last = [event.data["vocabulary"]["user"] for event in log.of("rates") if "vocabulary" in event.data][-1]
+    assert last["missed_share"] == shares[-1] > 0, "of the newest lookups, since there were none after them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt("SIGTERM")])
+def test_a_launch_that_ends_within_an_epoch_reports_what_its_tables_have(training: Any, error: Any) -> None:
+    job, log = hashed_job(training)
+    for number, batch in enumerate(gba_hvd.batches(RawClicks(), job.state)):
+        job.micro_step(batch)
+        if number == 4 * 5 - 1:
+            break
+    assert own_points(log) == []
+    size = len(job.tables.vocabulary("user"))
+    job.state.close("FINISHED" if error is None else "KILLED", error)
+    assert [(step, found["size"]) for step, found in own_points(log)] == [(5, size)]
+
+
 def test_a_full_table_that_evicts_is_not_advised_to_evict(training: Any) -> None:
     user = Table(dim=4, keys="hash64", capacity=16, evict="ttl", evict_after_steps=50)
     job, log = training(tables={"user": user, "item": (7, 3)}, epoch=0), EventLog()
@@ -664,6 +708,55 @@ def test_an_export_has_the_id_of_every_row(make_tables: Any, tmp_path: Path) -> 
     mine = ids != -(2**63)
     assert sorted(ids[mine].tolist()) == tables.vocabulary("t").tolist()
     assert np.array_equal(rows[mine], tables.rows("t", ids[mine]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compared_bytes", [100, 1 << 20])
+def test_show_counts_the_ids_of_a_hashed_table_and_diff_those_that_came_and_left(
+    make_tables: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compared_bytes: int,
+) -> None:
+    url, config = str(tmp_path / "store"), Config(policy="delta")
+    monkeypatch.setattr("gba_hvd_tools.commands.checkpoint._COMPARED_BYTES", compared_bytes)
+    names, counts = list[str](), list[int]()
+    for number, n in enumerate((150, 100), 1):
+        tables = filled(make_tables, n=n)
+        rows = ShardRows(tables.memory)
+        selection = Selection(rows, config)
+        names.append(saved(rows, selection, url, config, number))
+        counts.append(len(tables.vocabulary("t")))
+    look_up(tables, np.arange(500, 530), 3)
+    names.append(saved(rows, selection, url, config, 3, names[-1]))
+    counts.append(len(tables.vocabulary("t")))
+
+    def printed(*args: str) -> Any:
+        assert cli.main(["checkpoint", args[0], url, *args[1:], "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["tables"]
+
+    assert [[one["ids"] for one in printed("show", name)] for name in names] == [[None, n] for n in counts]
+    assert counts[2] == 130
+    plain, hashed = printed("diff", names[0], names[2])
+    assert (plain["ids_came"], plain["ids_left"]) == (None, None)
+    assert (hashed["ids_came"], hashed["ids_left"]) == (30, counts[0] - 100)
+    cli.main(["checkpoint", "diff", url, names[0], names[2]])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["t"])
+    assert line.split()[-2:] == ["30", "50"]
+
+
+@pytest.mark.slow
+def test_show_counts_the_ids_of_a_large_table_only_when_asked(
+    make_tables: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    save_all(filled(make_tables, n=40), url)
+    monkeypatch.setattr("gba_hvd_tools.commands.checkpoint._COUNTED_BYTES", 100)
+    assert cli.main(["checkpoint", "show", url]) == 0
+    assert "not counted: the ids of t, whose rows are large: --ids reads them" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "show", url, "--ids", "--json"]) == 0
+    assert [one["ids"] for one in json.loads(capsys.readouterr().out)["tables"]] == [None, 40]
 
 
 def test_a_checkpoint_is_read_by_raw_ids_and_other_ids_give_the_row_that_they_share(

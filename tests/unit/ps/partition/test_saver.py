@@ -348,5 +348,5 @@ def test_a_chief_that_does_not_know_the_newest_number_gets_a_later_one(
         settings=SaveSettings("place", {}, Config()), claim=claim, about=SaveAbout(), first_epoch=1,
     )  # fmt: skip
     pending.ask(request, b"")
-    pending.begin(JobPosition(step=step, account={"applied": 96 * step}), [0])
-    assert [(one.number, one.step) for one in begun] == [(number, step)]
+    pending.begin(JobPosition(step=step, epoch=3, account={"applied": 96 * step}), [0])
+    assert [(one.number, one.step, one.about.trained_epoch) for one in begun] == [(number, step, 3)]

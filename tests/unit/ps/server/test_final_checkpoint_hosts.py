@@ -75,8 +75,8 @@ def hosts(make_tables: Callable[..., gba_hvd.EmbeddingTables], tmp_path: Path) -
 
 
 def state_of(step: int = STEP) -> RetainedState:
-    account = {"applied": 96 * step, "shard_steps_missed": 5}
-    return RetainedState(step, 0, 77, state_codec.encode({"position": {"account": account}, "model": np.arange(3.0)}))
+    position = {"account": {"applied": 96 * step, "shard_steps_missed": 5}, "cursor": {"epoch": 4}}
+    return RetainedState(step, 0, 77, state_codec.encode({"position": position, "model": np.arange(3.0)}))
 
 
 def missed_in(chain: Chain, place: Hosts, into: ShardMemory) -> int:
@@ -98,6 +98,7 @@ def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> 
     assert (job.report(0).state, job.report(1).state) == ("done", "part")
     (chain,) = job.checkpoints()
     assert (chain.newest.step, chain.newest.samples, chain.newest.about["last_gasp"]) == (STEP, 96 * STEP, True)
+    assert chain.newest.about["trained_epoch"] == 4, "as the training state, not as when the world formed"
     assert missed_in(chain, job, job.memories[0]) == 5
     rows = ShardRows(job.memories[0], lambda: [0, 1, 2], filling=True)
     assert [rows.slab(0, shard).columns[0][0, 0] for shard in range(3)] == [0.0, 11.0, 2.0]
