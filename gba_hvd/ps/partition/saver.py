@@ -111,7 +111,7 @@ class Saver:
             epoch=epoch, number=number, part=0, n_parts=1, kind=kind if is_on_top else "full",
             parent=before.facts.manifest if is_on_top and kind != "full" else None, step=step, samples=samples,
             settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
-            about=msgspec.structs.replace(held.about, why="all workers were gone", is_final=True),
+            about=msgspec.structs.replace(held.about, why="all workers were gone", is_final=True, position=None),
         )  # fmt: skip
 
     @property

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gba_hvd.epoch import position_in
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout
 from gba_hvd.ps.partition.saver import Agreed, Saver, last_prefix
@@ -68,8 +69,10 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
     request: Save | None = None
     assert held is not None
     if not held.part and state is not None and not state.generation:
-        applied = state_codec.decode(state.state)["position"]["account"]["applied"]
-        request = saver.last_request(state.step, applied)
+        position = state_codec.decode(state.state)["position"]
+        request = saver.last_request(state.step, position["account"]["applied"])
+        if request is not None:
+            request.about.position = position_in(position)
 
     def first(store: Store, cancel: threading.Event) -> Agreed:
         epoch = held.claim.epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -21,11 +22,14 @@ import recovery
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.elastic import training_state
+from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
+from recovery.catalog.chains import Chain, chains
+from recovery.catalog.epoch_position import position_of
 from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.format.manifest import from_json
 from recovery.storage.open import open_store
@@ -300,6 +304,68 @@ def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any,
         is_unchanged = change == "an evaluation"
         assert launch(url, change) == ["checkpoint_unchanged" if is_unchanged else "checkpoint", "nothing_trained"]
         assert len(manifest_names(open_store(str(url)))) == (1 if is_unchanged else 2), change
+
+
+@pytest.mark.slow
+def test_an_epoch_of_other_data_is_refused_with_the_way_to_train_it_from_its_first_batch(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    """In the middle, and where it is complete."""
+    place = tmp_path / "saved"
+
+    def launch(epoch: int, n: int, n_steps: int = 9) -> int:
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(place))])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            state.epoch = epoch
+            end = state.step + n_steps
+            for batch in gba_hvd.batches(clicks(n), state):
+                job.micro_step(batch)
+                if state.step == end:
+                    break
+
+        train(job.state)
+        return int(job.state.step)
+
+    def stands() -> list[str]:
+        found = [one for one in chains(open_store(str(place))) if isinstance(one, Chain)]
+        return [position.words for one in found if (position := position_of(one.newest))]
+
+    def roll_back_as(error: StateMismatch) -> None:
+        found = re.search(r"`gba-hvd checkpoint rollback (\S+) (\S+)`\. Then give the same command again", str(error))
+        assert found is not None and found[1] == str(place), error
+        store = open_store(str(place))
+        roll_back(store, plan_rollback(store, f"manifests/{found[2]}.json"))
+
+    assert launch(0, 20) == 2 and launch(1, 50, n_steps=1) == 3
+    assert stands() == ["epoch 1, 1 of 4 steps", "epoch 0, complete"]
+    with pytest.raises(
+        StateMismatch, match=r"To train epoch 1 from its first batch.*it \(epoch 0, complete\): "
+    ) as raised:
+        launch(1, 60)
+    assert "resume=False would start over, which discards all that was trained (3 steps)" in str(raised.value)
+    roll_back_as(raised.value)
+    assert launch(1, 60) == 6
+    with pytest.raises(StateMismatch, match=r"set state.epoch = 2 before.*Corrected data of epoch 1 ") as raised:
+        launch(1, 40)
+    roll_back_as(raised.value)
+    assert launch(1, 40) == 5
+
+
+@pytest.mark.slow
+def test_the_first_epoch_can_only_be_trained_again_from_the_start(training: Any, clicks: Any, tmp_path: Path) -> None:
+    for n in (20, 30):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"))])
+        train = gba_hvd.elastic.run(lambda state, job=job, n=n: job.epoch(clicks(n)))
+        if n == 20:
+            train(job.state)
+            continue
+        with pytest.raises(StateMismatch, match=r"start over.* discards all.*\(2 steps\): .* before epoch 0") as raised:
+            train(job.state)
+        assert "rollback" not in str(raised.value)
 
 
 @pytest.mark.slow
