@@ -44,8 +44,14 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts |= delays_of(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
-    if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
+    to_repair = kind == "failed" and endings.is_to_repair(error)
+    continued_by = (
+        _what_continues(engine, to_repair) if kind == "interrupted" or (ends_alone and not is_refused) else ""
+    )
+    if continued_by:
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
+    if to_repair:
+        facts["to_repair"] = True
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
     switching = switching_of(engine)
@@ -108,8 +114,11 @@ def _interruption(error: str) -> str:
     return error or "Ctrl-C"
 
 
-def _what_continues(engine: Engine) -> str:
-    """Where the same command begins; empty where it starts over and nothing was trained. On the chief."""
+def _what_continues(engine: Engine, to_repair: bool = False) -> str:
+    """Where the same command begins; empty where it starts over and nothing was trained. On the chief.
+
+    to_repair: it would end as this launch, unless something is changed first, the newest checkpoint perhaps
+    """
     if engine.world.rank != 0:
         return ""
     step, checkpoints = engine.progress.step, checkpoints_of(engine)
@@ -117,13 +126,16 @@ def _what_continues(engine: Engine) -> str:
         found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
     else:
         assert checkpoints is not None
-        found = [f"resumes from step {checkpoints.schedule.saved_step:,}, of the newest checkpoint"]
+        newest = f"step {checkpoints.schedule.saved_step:,}"
+        at = f"the newest checkpoint, so far of {newest}" if to_repair else f"{newest}, of the newest checkpoint"
+        found = [f"resumes from {at}"]
     if _is_found_in_memory(engine):
         grace_s = engine.model.tables.config.grace_s
         found.insert(
             0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
         )
-    return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+    when = "when that is repaired and all workers have ended" if to_repair else "when all workers have ended"
+    return f"{when}, the same command {', else '.join(found)}" if found else ""
 
 
 def _steps_not_saved(engine: Engine) -> str:

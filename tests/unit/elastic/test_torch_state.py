@@ -307,6 +307,37 @@ def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "begins"),
+    [
+        (BadInput("row 7: inf"), "when that is repaired and all workers have ended, the same command "),
+        (OSError("the disk"), "when all workers have ended, the same command "),
+    ],
+    ids=repr,
+)
+def test_a_job_that_fails_names_what_comes_before_the_same_command(
+    training: Any, clicks: Any, error: Exception, begins: str
+) -> None:
+    job, ends = training(epoch=0), list[gba_hvd.Event]()
+
+    class Ends(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            ends.extend([event] * (event.kind == "failed"))
+
+    job.state.register_callbacks([Ends()])
+
+    def train(state: Any) -> None:
+        job.epoch(clicks(20))
+        raise error
+
+    with contextlib.suppress(BadInput, OSError):
+        gba_hvd.elastic.run(train)(job.state)
+    (failed,) = ends
+    assert failed.data["goes_on"].startswith(begins)
+    assert failed.data.get("to_repair", False) == isinstance(error, BadInput)
+
+
+@pytest.mark.slow
 def test_an_epoch_of_other_data_is_refused_with_the_way_to_train_it_from_its_first_batch(
     training: Any, clicks: Any, tmp_path: Path
 ) -> None:
