@@ -131,6 +131,7 @@ def batches(
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
+    _warn_of_skipped_epochs(engine, epoch)
     progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
     engine.reports.loop_begins()
     if isinstance(dataset, SegmentedDataset):
@@ -516,6 +517,25 @@ def _refuse_another_order(
 
 def _to_train_it_again(engine: Engine, epoch: int) -> str:
     return f"To train epoch {epoch} from its first batch with the data that it has now, {way_back(engine, epoch)}"
+
+
+def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
+    """Before the epoch that the state names: those between it and the one before that never had a step."""
+    progress = engine.progress
+    before = max(progress.cursor.epoch, -1 if progress.epoch is None else progress.epoch)
+    if before < 0 or epoch <= before + 1:
+        return
+    first, last = before + 1, epoch - 1
+    which, data = (
+        (f"epoch {first} was", "its data") if first == last else (f"epochs {first} to {last} were", "their data")
+    )
+    text = (
+        f"{which} never trained: epoch {epoch} begins after epoch {before}. From now on {data} can be trained as a "
+        f"later epoch; or in turn, epoch {first} first, after `gba-hvd checkpoint rollback` to a checkpoint from "
+        f"before epoch {epoch}"
+    )
+    facts = {"before": before, "first": first, "last": last, "epoch": epoch}
+    engine.reports.once(Event("epoch_skipped", progress.step, text, facts, level="warning"))
 
 
 def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:

@@ -158,6 +158,91 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
     assert found == [(2, 0), (2, 1), (4, 0)]
 
 
+@pytest.mark.slow
+def test_a_launch_that_asks_for_no_epoch_is_reported_with_where_the_job_stands(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    """A script whose range is empty, or that only evaluates; not one that fails."""
+
+    def launch(epochs: list[int], does: str = "") -> list[str]:
+        job, found = training(epoch=0), list[str]()
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.message] * (event.kind == "nothing_trained"))
+
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(20))
+            if does == "evaluate":
+                gba_hvd.evaluate(job.model, clicks(20), state)
+            elif does == "fail":
+                raise OSError("the disk")
+
+        with contextlib.suppress(OSError):
+            train(job.state)
+        return found
+
+    (never,) = launch([])
+    assert "batches() for no epoch, and no launch before has trained one" in never
+    assert launch([3]) == []
+    for does in ("", "evaluate"):
+        (found,) = launch([], does)
+        assert "batches() for no epoch. The job stands at step 2 (epoch 3, complete). If it was to eval" in found
+        assert "`for state.epoch in range(4, ...)`" in found
+    assert launch([], "fail") == []
+
+
+@pytest.mark.parametrize(
+    ("epochs", "skipped"),
+    [
+        ([0, 1, 2], []),
+        ([3, 4], []),
+        ([0, 2, 5], ["epoch 1 was never trained: epoch 2 begins after epoch 0. From now on its data"]),
+        ([0, 4], ["epochs 1 to 3 were never trained: epoch 4 begins after epoch 0. From now on their data"]),
+    ],
+)
+def test_epochs_that_are_passed_over_are_reported_once(
+    training: Any, clicks: Any, epochs: list[int], skipped: list[str]
+) -> None:
+    job, found = training(epoch=0), list[str]()
+
+    class Reads(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            found.extend([event.message] * (event.kind == "epoch_skipped"))
+
+    job.state.register_callbacks([Reads()])
+    for job.state.epoch in epochs:
+        job.epoch(clicks(20))
+    assert [text.partition(" can be")[0] for text in found] == skipped
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_passed_over_between_two_launches_is_reported(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    found = list[Mapping[str, Any]]()
+    for epoch in (3, 5):
+        job = training(epoch=0)
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.data] * (event.kind == "epoch_skipped"))
+
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, epoch: int = epoch) -> None:
+            state.epoch = epoch
+            job.epoch(clicks(20))
+
+        train(job.state)
+    assert found == [{"before": 3, "first": 4, "last": 4, "epoch": 5}]
+
+
 def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
     job, said = training(epoch=0), []
 
