@@ -19,6 +19,7 @@ import numpy as np
 
 from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.way_back import way_back
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.elastic.torch_state import checked_state
@@ -53,7 +54,6 @@ from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.job_state import Progress
 from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
@@ -67,10 +67,7 @@ _OF_SHARDS = {
     "seed": "seed",
     "shuffle": "shuffle",
 }
-_WAY_OUT = (
-    "what is done and what is not cannot be determined any more. Use the same data, or start over (resume=False, or "
-    "another url for checkpoints)"
-)
+_NOT_KNOWN = "what is done and what is not cannot be determined any more. Use the same data"
 
 
 def batches(
@@ -134,6 +131,7 @@ def batches(
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
+    _warn_of_skipped_epochs(engine, epoch)
     progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
     engine.reports.loop_begins()
     if isinstance(dataset, SegmentedDataset):
@@ -184,7 +182,7 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
     if engine.mode.steps_together:  # before one worker alone refuses its list, or counts other shards than others do
         agree_on(engine.world, "shards", vars(shards), engine.progress.source_names)
     if first or (cursor.epoch == epoch and cursor.steps_done):
-        _refuse_other_shards(engine.progress, EpochOrder(0, how.seed, epoch, how.shuffle, 0, first, **vars(shards)), n)
+        _refuse_other_shards(engine, EpochOrder(0, how.seed, epoch, how.shuffle, 0, first, **vars(shards)), n)
     n_samples = 0
     with contextlib.ExitStack() as reading:
         reading.callback(dataset.end_reading)
@@ -258,8 +256,8 @@ def _run(
     if first and begun is not None and (begun.epoch, begun.segment) == (epoch, segment):
         n_begun = EpochPlan(begun.n_samples, model.global_batch, model.micro_batch).n_steps
         if shards is None and first >= n_begun:
-            _refuse_new_data_in(begun, order, n_begun)
-        _refuse_another_order(begun, order, _OF_SAMPLES, f"step {first}")
+            _refuse_new_data_in(engine, begun, order, n_begun)
+        _refuse_another_order(engine, begun, order, _OF_SAMPLES, f"step {first}")
     progress.order = order
     _trace(engine, order)
     if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
@@ -477,26 +475,28 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
     )  # fmt: skip
 
 
-def _refuse_other_shards(progress: Progress, order: EpochOrder, n_segments: int) -> None:
+def _refuse_other_shards(engine: Engine, order: EpochOrder, n_segments: int) -> None:
     """Before a segment is counted: segments before it were trained, of these shards. order: of this segment."""
-    begun, cursor = progress.order, progress.cursor
+    begun, cursor = engine.progress.order, engine.progress.cursor
     if begun is not None and begun.epoch == order.epoch and begun.shards:  # orders of older versions have none
-        _refuse_another_order(begun, order, _OF_SHARDS, f"step {cursor.steps_done} of segment {order.segment}")
+        _refuse_another_order(engine, begun, order, _OF_SHARDS, f"step {cursor.steps_done} of segment {order.segment}")
     if order.segment >= n_segments:
         raise StateMismatch(
             f"epoch {order.epoch} stands in segment {order.segment}, and the dataset has segments 0 to "
-            f"{n_segments - 1} here, of {order.n_shards} shards with {order.in_segment} in each: {_WAY_OUT}"
+            f"{n_segments - 1} here, of {order.n_shards} shards with {order.in_segment} in each: {_NOT_KNOWN}. "
+            f"{_to_train_it_again(engine, order.epoch)}"
         )
 
 
-def _refuse_new_data_in(begun: EpochOrder, order: EpochOrder, n_steps: int) -> None:
+def _refuse_new_data_in(engine: Engine, begun: EpochOrder, order: EpochOrder, n_steps: int) -> None:
     """Of an epoch that is complete."""
     if found := _differences(begun, order, _OF_SAMPLES):
-        following = order.epoch + 1
+        epoch, following = order.epoch, order.epoch + 1
         raise StateMismatch(
-            f"epoch {order.epoch} is complete: all {n_steps} steps of it were trained, with {found}. New data is "
-            f"trained in the next epoch: set state.epoch = {following} before batches(), as `for state.epoch in "
-            f"range({following}, ...)` does"
+            f"epoch {epoch} is complete: all {n_steps} steps of it were trained, with {found}. New data is a new "
+            f"epoch: set state.epoch = {following} before batches(), as `for state.epoch in range({following}, ...)` "
+            f"does. Corrected data of epoch {epoch} would then be trained beside what it corrects: to train it "
+            f"instead, {way_back(engine, epoch)}"
         )
 
 
@@ -505,9 +505,37 @@ def _differences(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str])
     return ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
 
 
-def _refuse_another_order(begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str) -> None:
+def _refuse_another_order(
+    engine: Engine, begun: EpochOrder, order: EpochOrder, names: Mapping[str, str], at: str
+) -> None:
     if found := _differences(begun, order, names):
-        raise StateMismatch(f"epoch {order.epoch} stands at {at} of what was begun with {found}: {_WAY_OUT}")
+        raise StateMismatch(
+            f"epoch {order.epoch} stands at {at} of what was begun with {found}: {_NOT_KNOWN}. "
+            f"{_to_train_it_again(engine, order.epoch)}"
+        )
+
+
+def _to_train_it_again(engine: Engine, epoch: int) -> str:
+    return f"To train epoch {epoch} from its first batch with the data that it has now, {way_back(engine, epoch)}"
+
+
+def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
+    """Before the epoch that the state names: those between it and the one before that never had a step."""
+    progress = engine.progress
+    before = max(progress.cursor.epoch, -1 if progress.epoch is None else progress.epoch)
+    if before < 0 or epoch <= before + 1:
+        return
+    first, last = before + 1, epoch - 1
+    which, data = (
+        (f"epoch {first} was", "its data") if first == last else (f"epochs {first} to {last} were", "their data")
+    )
+    text = (
+        f"{which} never trained: epoch {epoch} begins after epoch {before}. From now on {data} can be trained as a "
+        f"later epoch; or in turn, epoch {first} first, after `gba-hvd checkpoint rollback` to a checkpoint from "
+        f"before epoch {epoch}"
+    )
+    facts = {"before": before, "first": first, "last": last, "epoch": epoch}
+    engine.reports.once(Event("epoch_skipped", progress.step, text, facts, level="warning"))
 
 
 def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
 from gba_hvd.shm.layout import table_seed
+from recovery.catalog.epoch_position import EpochPosition
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,22 @@ class EpochOrder:
         out = np.empty(count, dtype=np.int64)
         kernels.shuffled(self.n_samples, first, np.uint64(table_seed(self.seed, f"epoch {self.epoch}")), out)
         return out
+
+
+def position_in(state: Mapping[str, Any]) -> EpochPosition | None:
+    """Where a job stands in its data, for the manifest; None: before its first epoch.
+
+    state: of the job's position, with `cursor` and `order`, as a training state has it. That order may be of an epoch
+    that has no step yet.
+    """
+    cursor, order = state["cursor"], state["order"]
+    if cursor["epoch"] < 0:
+        return None
+    n_segments = 1
+    if order is not None and order["n_shards"]:
+        is_of_it = order["epoch"] == cursor["epoch"]
+        n_segments = -(-order["n_shards"] // order["in_segment"]) if is_of_it else 0
+    return EpochPosition(cursor["epoch"], cursor["steps_done"], cursor["n_steps"], cursor["segment"], n_segments)
 
 
 @dataclass

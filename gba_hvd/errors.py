@@ -60,12 +60,20 @@ class LauncherUnreachable(GbaError):
 class WorldLost(GbaError):
     """Another worker has ended, and no launcher replaces it.
 
-    status: of the job, "FAILED" or "KILLED". pid: of the worker's process on this host, if it is known; rank: its rank
+    status: of the job, "FAILED" or "KILLED". pid: of the worker's process on this host, if it is known; rank: its rank.
+    to_repair: it ended with an error that the same command meets again
     """
 
-    def __init__(self, text: str, status: str = "FAILED", pid: int | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        status: str = "FAILED",
+        pid: int | None = None,
+        rank: int | None = None,
+        to_repair: bool = False,
+    ) -> None:
         super().__init__(text)
-        self.status, self.pid, self.rank = status, pid, rank
+        self.status, self.pid, self.rank, self.to_repair = status, pid, rank, to_repair
 
 
 class LastCheckpointFailed(GbaError):

@@ -58,7 +58,7 @@ class Config:
     keep_every_steps: and the first one of every so many steps
     keep_every_s:     and the first one of every so many seconds
     keep_epochs:      and the last one of each of the newest so many epochs of the training; a checkpoint is of the
-                      epoch that its `about` has as "trained_epoch", which jobs of gba_hvd write
+                      epoch of the "position" that its `about` has, which jobs of gba_hvd write
     lease_s:          another job may take over when this one has not renewed its claim for so long
     verify:           what is read back before a checkpoint counts as saved and older ones expire: "sizes" (manifests,
                       and the size of every object of the chain), "state" (also the checksum of the training state),

@@ -40,6 +40,7 @@ from gba_hvd.checkpoint.resumed_checkpoint import ResumedCheckpoint, digest_of
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
 from gba_hvd.embedding.accesses import were_changed
+from gba_hvd.epoch import position_in
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePace, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import HostServer
@@ -485,7 +486,7 @@ class JobCheckpoints(StepParticipant):
         )
 
     def _about(self, mode: str, why: str = "") -> SaveAbout:
-        engine = self._engine
+        engine, progress = self._engine, self._engine.progress
         return SaveAbout(
             why=why,
             job=engine.job.id,
@@ -499,7 +500,7 @@ class JobCheckpoints(StepParticipant):
             pace=SavePace(**self.callback.pace),
             compression=self._compressor,
             hashed=engine.model.tables.layout.hashed_settings(),
-            trained_epoch=engine.progress.cursor.epoch,
+            position=position_in({"cursor": vars(progress.cursor), "order": progress.order and vars(progress.order)}),
             **self.callback.best,
         )
 

@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Any
 import recovery
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
-from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
+from gba_hvd.errors import (
+    BadInput,
+    LastCheckpointFailed,
+    NonFiniteGradient,
+    ShardMemoryError,
+    StateMismatch,
+    WorldLost,
+)
 from gba_hvd.shm.shard_memory import is_alive
-from recovery.errors import StoreError
+from recovery.errors import Damaged, StoreError
 from recovery.storage.rename import replace_file
 
 if TYPE_CHECKING:
@@ -41,6 +48,12 @@ _FIRST_S = 40.0  # as long as its callbacks may take, MLflow's 30 s among them
 _IS_OURS = "by_gba_hvd"  # an attribute of the excepthook
 _WAS_SHOWN = "was_shown_by_gba_hvd"  # an attribute of an error whose traceback has been printed
 _OF_A_PLACE = (StoreError, ShardMemoryError)  # their sentence has the place, and what is wrong there
+_TO_REPAIR = (
+    BadInput,
+    StateMismatch,
+    NonFiniteGradient,
+    Damaged,
+)  # of data, settings and files, which stay as they are
 SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begins so
 
 
@@ -53,6 +66,11 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, LastCheckpointFailed):
         return "NOT_SAVED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+
+def is_to_repair(error: BaseException | None) -> bool:
+    """Whether the same command meets this error again, unless a person changes something first."""
+    return isinstance(error, _TO_REPAIR) or (isinstance(error, WorldLost) and error.to_repair)
 
 
 def is_elastic() -> bool:
@@ -88,7 +106,9 @@ def world_lost(engine: Engine) -> WorldLost:
     )
 
 
-def _what_to_do(engine: Engine) -> str:
+def _what_to_do(engine: Engine, to_repair: bool = False) -> str:
+    if to_repair:
+        return f"When that is repaired, start the job again: {_where_it_begins(engine)}"
     return (
         f"Start the job again: {_where_it_begins(engine)}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
         "--min-np 1` with a discovery script) the others continue without the lost worker"
@@ -139,7 +159,8 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":
-            return WorldLost(f"{text}. {_what_to_do(engine)}", pid=pid)
+            to_repair = note is not None and bool(note.get("to_repair"))
+            return WorldLost(f"{text}. {_what_to_do(engine, to_repair)}", pid=pid, to_repair=to_repair)
         killed = killed or WorldLost(text, "KILLED")
     return killed
 
@@ -161,12 +182,12 @@ def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
     return events
 
 
-def _note_of(engine: Engine, pid: int) -> dict[str, str] | None:
+def _note_of(engine: Engine, pid: int) -> dict[str, Any] | None:
     memory = engine.model.tables.memory
     if memory is None:
         return None
     try:
-        note: dict[str, str] = json.loads((memory.folder / f"ended-{pid}.json").read_text())
+        note: dict[str, Any] = json.loads((memory.folder / f"ended-{pid}.json").read_text())
     except (OSError, ValueError):
         return None
     return note
@@ -183,7 +204,7 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
     cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the folder is gone, or full: then the others know less
         path = memory.folder / f"ended-{os.getpid()}.json"
-        replace_file(path, json.dumps({"status": status, "why": cause[:2000]}))
+        replace_file(path, json.dumps({"status": status, "why": cause[:2000], "to_repair": is_to_repair(error)}))
 
 
 def show_at_once(engine: Engine, error: BaseException, behind: BaseException) -> None:

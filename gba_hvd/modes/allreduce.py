@@ -212,7 +212,8 @@ class AllreduceMode:
         model, progress = self._engine.model, self._engine.progress
         if not progress.cursor.is_in(*at):
             progress.cursor = Cursor(at[0], 0, segment=at[1])
-        self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
+        self._cut, self._step_of_epoch = cut, step_of_epoch
+        progress.n_steps = progress.cursor.n_steps = cut.n_steps
         self._rows = [[] for _ in model.tables.layout.groups]
         self._not_finite, self._seconds, self._traced = "", [], []
         self._times.begin_step()

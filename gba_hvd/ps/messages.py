@@ -27,6 +27,7 @@ from gba_hvd.epoch import run_number
 from gba_hvd.errors import GbaError
 from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
+from recovery.catalog.epoch_position import EpochPosition
 from recovery.config import Config
 from recovery.schedule.adaptive import Goals, JobMeasurements
 from recovery.schedule.costs import Costs
@@ -156,6 +157,7 @@ class JobPosition(Struct, tag="Position"):
     computed: list[tuple[int, float]] = []  # of each: worker, seconds of all its micro-batches so far
     hanging: list[tuple[int, int, float]] = []  # of each worker that lives and does nothing: rank, process, seconds
     segment: int = 0  # of the epoch
+    n_steps: int = 0  # of the epoch, or of the segment; 0: not known
     requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
@@ -529,10 +531,10 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
-    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. trained_epoch (-1: no step was
-    made), best_step: see `recovery.catalog.retention`; best_metric, best_value: by which it was the best; best_until:
-    the step of the next evaluation; best_unsaved_step, best_unsaved_value, best_unsaved_why: of a better one that was
-    not saved
+    torn_shards: were in the middle of a step. hashed: see `Layout.hashed_settings`. best_step: see
+    `recovery.catalog.retention.BEST_STEP`; best_metric, best_value: by which it was the best; best_until: the step of
+    the next evaluation; best_unsaved_step, best_unsaved_value, best_unsaved_why: of a better one that was not saved.
+    position: where the job stood in its data; None: not known, or before its first epoch
     """
 
     why: str = ""
@@ -549,7 +551,6 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
     hashed: dict[str, dict[str, Any]] = {}
-    trained_epoch: int = -1
     best_step: int | None = None
     best_metric: str = ""
     best_value: float | None = None
@@ -557,6 +558,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     best_unsaved_step: int | None = None
     best_unsaved_value: float | None = None
     best_unsaved_why: str = ""
+    position: EpochPosition | None = None
 
     @property
     def is_compressed(self) -> bool:

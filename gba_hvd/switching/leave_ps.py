@@ -44,6 +44,7 @@ def leave(engine: Engine, position: JobPosition) -> None:
     engine.observe(position)
     cursor = engine.progress.cursor
     cursor.epoch, cursor.segment, cursor.steps_done = position.epoch, position.segment, position.steps_done
+    cursor.n_steps = position.n_steps
     if mode.rejoin is not None:
         mode.end_rejoin()
         world = max(position.membership_epoch, servers.position.membership_epoch)

@@ -103,12 +103,14 @@ class Cursor:
     """Where training stands in the data: steps done of one epoch, or of one segment of it. Epoch -1: before the first.
 
     moved: index -> the micro-batch that stands in its place in this epoch, after resuming from an asynchronous mode
+    n_steps: of the epoch or segment; 0: not known yet
     """
 
     epoch: int = -1
     steps_done: int = 0
     moved: dict[int, int] = field(default_factory=dict)
     segment: int = 0
+    n_steps: int = 0
 
     def is_in(self, epoch: int, segment: int) -> bool:
         return (self.epoch, self.segment) == (epoch, segment)
@@ -219,8 +221,8 @@ class Progress:
     def to_wire(self) -> JobPosition:
         return JobPosition(
             step=self.step, epoch=self.cursor.epoch, segment=self.cursor.segment, steps_done=self.cursor.steps_done,
-            account=asdict(self.account), staleness=dict(self.staleness), lags=dict(self.lags), rejected=self.rejected,
-            reissued=self.reissued,
+            n_steps=self.cursor.n_steps, account=asdict(self.account), staleness=dict(self.staleness),
+            lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
             remapped=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             traffic=dict(self.traffic),
         )  # fmt: skip
@@ -229,7 +231,7 @@ class Progress:
         """Where servers stand: of a checkpoint of an asynchronous mode, or newer than this worker."""
         self.step, self.account = position.step, SampleAccount(**position.account)
         self.hooks.run(self.n_applied)
-        self.cursor = Cursor(position.epoch, position.steps_done, position.remapped, position.segment)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.remapped, position.segment, position.n_steps)
         self.staleness, self.lags = position.staleness, position.lags
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps
         self.arrivals = position.arrivals or self.arrivals

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from recovery.catalog.best_step import Saved, kept_of
 from recovery.catalog.claims import claims_of
+from recovery.catalog.epoch_position import position_of
 from recovery.errors import BadInput, Damaged
 from recovery.format.manifest import Manifest, from_json
 from recovery.storage.store import Store, age_of, epoch_of, is_blob_name
 
 FIRST_EPOCH = "first_epoch"  # in what a manifest has about its job: of the run
 BEST_STEP = "best_step"  # there, too: at which the model was best when it was saved
-TRAINED_EPOCH = "trained_epoch"  # there, too: the training's epoch of the newest step, from 0 on
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,6 @@ def first_epoch_of(newest: Manifest, job: str) -> int:
     return first if is_known else 0
 
 
-def trained_epoch_of(manifest: Manifest) -> int | None:
-    """The training's epoch of its newest step; None: it names none, or no step was made."""
-    epoch = manifest.about.get(TRAINED_EPOCH)
-    return epoch if isinstance(epoch, int) and epoch >= 0 else None
-
-
 def delete(store: Store, expired: Expired) -> None:
     """Manifests first, newest first: a crash leaves no manifest whose blobs or parent are gone."""
     for name in expired.manifests:
@@ -197,12 +191,12 @@ def _first_of_each(periods: Mapping[str, int]) -> set[str]:
 
 
 def _last_of_each_epoch(own: Sequence[Manifest], n: int) -> set[str]:
-    """Names of the last checkpoints of the newest n epochs. own: oldest first; those that name no epoch are of none."""
+    """Names of the last checkpoints of the newest n epochs. own: oldest first; those without a position are of none."""
     last: dict[int, str] = {}
     for one in reversed(own):
-        epoch = trained_epoch_of(one)
-        if epoch is not None and len(last) < n:
-            last.setdefault(epoch, one.name)
+        position = position_of(one)
+        if position is not None and len(last) < n:
+            last.setdefault(position.epoch, one.name)
     return set(last.values())
 
 

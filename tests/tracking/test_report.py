@@ -374,6 +374,7 @@ SAVED = {
     "message": "",
     "data": {"url": "s3://b/job", "manifest": "m", "saved_step": 40},
 }
+TO_REPAIR = {"event": "failed", "step": 45, "message": "", "data": {"to_repair": True}}
 RESUMED = {"event": "resumed", "step": 30, "message": "", "data": {"manifest": "m"}}
 
 
@@ -424,6 +425,13 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
             story_of(SAVED, status="FAILED", reason=END_NOT_REPORTED),
             "See what is there: gba-hvd checkpoint ls s3://b/job",
         ),
+        (story_of(SAVED, TO_REPAIR, status="FAILED"), "Repair first what the job ended with, which is met again"),
+        (
+            story_of(SAVED, TO_REPAIR, status="FAILED"),
+            "same command: it resumes from the newest checkpoint, so far of s",
+        ),
+        (story_of(TO_REPAIR, status="FAILED"), "Then start the same command."),
+        (story_of(SAVED, TO_REPAIR, started("/ck"), status="FAILED"), "it resumes from the checkpoint of step 40."),
         (story_of(OPEN), "Read the table of warnings (1 not over)"),
         (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
         (story_of(SAVED), "gba-hvd model export s3://b/job MODEL_URL"),

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.epoch import EpochOrder, EpochPlan, SampleAccount, shares
+from gba_hvd.epoch import EpochOrder, EpochPlan, SampleAccount, position_in, shares
 from gba_hvd.errors import BadInput
+from gba_hvd.training.job_state import Cursor
+from recovery.catalog.epoch_position import EpochPosition
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 100_003])
@@ -86,3 +88,23 @@ def test_without_an_asynchronous_mode_an_older_account_has_overflows_alone(
     state: dict[str, int], was_asynchronous: bool, found: dict[str, int]
 ) -> None:
     assert SampleAccount.of_state(state, was_asynchronous=was_asynchronous).dropped_for == found
+
+
+IN_SEGMENTS = EpochOrder(100, 0, 4, segment=2, n_shards=25, in_segment=4, shards=1)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "order", "position"),
+    [
+        (Cursor(), None, None),
+        (Cursor(), EpochOrder(100, 0, 0), None),
+        (Cursor(4, 3, n_steps=7), EpochOrder(100, 0, 4), EpochPosition(4, 3, 7)),
+        (Cursor(4, 7, n_steps=7), EpochOrder(100, 0, 5), EpochPosition(4, 7, 7)),
+        (Cursor(4, 3, segment=2, n_steps=7), IN_SEGMENTS, EpochPosition(4, 3, 7, 2, 7)),
+        (Cursor(3, 3, segment=6, n_steps=7), IN_SEGMENTS, EpochPosition(3, 3, 7, 6, 0)),
+    ],
+)
+def test_where_a_job_stands_in_its_data(
+    cursor: Cursor, order: EpochOrder | None, position: EpochPosition | None
+) -> None:
+    assert position_in({"cursor": vars(cursor), "order": order and vars(order)}) == position

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from recovery.catalog.best_step import ahead_words
+from recovery.catalog.epoch_position import POSITION
 from recovery.units import size
 
 
@@ -57,7 +58,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
             short(one["name"]),
             one.get("kind", "-"),
             _count(one.get("step")),
-            _count(one.get("epoch")),
+            (one.get("position") or {}).get("words", "-"),
             _count(one.get("samples")),
             _size(one.get("n_bytes")),
             _age(one.get("age_s")),
@@ -66,7 +67,7 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
         )
         for one in listed
     ]
-    print_table(("name", "kind", "step", "epoch", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 8))
+    print_table(("name", "kind", "step", "position", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 3, 8))
     for one in listed:
         if not one["ok"]:
             print(one["why"])
@@ -87,7 +88,10 @@ def print_one(shown: Mapping[str, Any]) -> None:
     print(f"  saved     {_age(shown['age_s'])} ago, {_size(shown['n_bytes'])}, blobs: {shown['blobs']}")
     print(f"  chain     {', '.join(short(name) for name in shown['chain'])} ({_size(shown['chain_bytes'])})")
     print(f"  state     {_size(shown['state_bytes'])}; rows in {shown['n_shards']} shards")
-    for key, value in shown["about"].items():
+    about = dict(shown["about"])
+    if shown["position"] is not None:
+        about[POSITION] = shown["position"]["words"]
+    for key, value in about.items():
         print(f"  {key:9} {_words(value)}")
     rows = [
         (

@@ -334,15 +334,17 @@ def _chain(store: Store, name: str) -> Chain:
 
 
 def _facts(chain: Chain) -> dict[str, Any]:
-    from recovery.catalog.retention import trained_epoch_of
+    from recovery.catalog.epoch_position import position_of
 
     manifest = chain.newest
+    position = position_of(manifest)
+    stands = None if position is None else {**vars(position), "complete": position.is_complete, "words": position.words}
     return {
         "name": manifest.name,
         "kind": manifest.kind,
         "step": manifest.step,
-        "epoch": trained_epoch_of(manifest),
         "samples": manifest.samples,
+        "position": stands,
         "n_bytes": manifest.n_bytes,
         "saved_unix_s": manifest.saved_unix_s,
         "age_s": time.time() - manifest.saved_unix_s,

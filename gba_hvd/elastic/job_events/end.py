@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import endings
 from gba_hvd.elastic.job_events.words import count, delays_of, mode_of
 from gba_hvd.elastic.job_health import health_of
+from gba_hvd.epoch import position_in
 from gba_hvd.errors import BadInput
 from gba_hvd.shm import retained_state
 from gba_hvd.switching.requests import ModeRequests, switching_of
@@ -46,8 +48,14 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts |= delays_of(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
-    if (kind == "interrupted" or (ends_alone and not is_refused)) and (continued_by := _what_continues(engine)):
+    to_repair = kind == "failed" and endings.is_to_repair(error)
+    continued_by = (
+        _what_continues(engine, to_repair) if kind == "interrupted" or (ends_alone and not is_refused) else ""
+    )
+    if continued_by:
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
+    if to_repair:
+        facts["to_repair"] = True
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
     switching = switching_of(engine)
@@ -74,18 +82,40 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
 
 
 def _nothing_trained(engine: Engine) -> Event | None:
-    """A launch that finished without a step, since the epochs that it asked for were complete."""
+    """A launch that finished without a step: the epochs that it asked for were complete, or it asked for none."""
     progress = engine.progress
-    if progress.launched_at != progress.step or not progress.complete_before:
+    if progress.launched_at != progress.step:
         return None
-    epochs, following = progress.complete_before, max(progress.complete_before) + 1
-    which = f"epoch {epochs[0]} was" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))} were"
+    epochs = progress.complete_before
     text = (
-        f"this launch trained no step: {which} complete in what it resumed from (step {progress.step}). New data is "
-        f"trained in the next epoch: `for state.epoch in range({following}, ...)`. If a launch that had finished was "
-        "repeated, nothing is missing"
+        f"this launch trained no step: {_of_complete_epochs(epochs, progress.step) if epochs else _of_no_epoch(engine)}"
     )
     return Event("nothing_trained", progress.step, text, {"epochs": epochs}, level="warning")
+
+
+def _of_complete_epochs(epochs: Sequence[int], step: int) -> str:
+    following = max(epochs) + 1
+    which = f"epoch {epochs[0]} was" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))} were"
+    return (
+        f"{which} complete in what it resumed from (step {step}). New data is trained in the next epoch: `for "
+        f"state.epoch in range({following}, ...)`. If a launch that had finished was repeated, nothing is missing"
+    )
+
+
+def _of_no_epoch(engine: Engine) -> str:
+    progress = engine.progress
+    asked = "its script called batches() for no epoch"
+    if progress.epoch is not None:
+        asked = f"nothing of epoch {progress.epoch} was left, or its loop ended before the first step"
+    position = position_in(progress.state_dict())
+    if position is None:
+        return f"{asked}, and no launch before has trained one"
+    return (
+        f"{asked}. The job stands at step {progress.step} ({position.words}). If it was to evaluate only, or a launch "
+        "that had finished was repeated, nothing is missing. Data of an earlier epoch that was never trained is "
+        f"trained in a later one: `for state.epoch in range({position.epoch + 1}, ...)`; or in its turn, after "
+        "`gba-hvd checkpoint rollback` to a checkpoint from before it"
+    )
 
 
 def _has_begun(engine: Engine) -> bool:
@@ -110,8 +140,11 @@ def _interruption(error: str) -> str:
     return error or "Ctrl-C"
 
 
-def _what_continues(engine: Engine) -> str:
-    """Where the same command begins; empty where it starts over and nothing was trained. On the chief."""
+def _what_continues(engine: Engine, to_repair: bool = False) -> str:
+    """Where the same command begins; empty where it starts over and nothing was trained. On the chief.
+
+    to_repair: it would end as this launch, unless something is changed first, the newest checkpoint perhaps
+    """
     if engine.world.rank != 0:
         return ""
     step, checkpoints = engine.progress.step, checkpoints_of(engine)
@@ -119,13 +152,16 @@ def _what_continues(engine: Engine) -> str:
         found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
     else:
         assert checkpoints is not None
-        found = [f"resumes from step {checkpoints.schedule.saved_step:,}, of the newest checkpoint"]
+        newest = f"step {checkpoints.schedule.saved_step:,}"
+        at = f"the newest checkpoint, so far of {newest}" if to_repair else f"{newest}, of the newest checkpoint"
+        found = [f"resumes from {at}"]
     if _is_found_in_memory(engine):
         grace_s = engine.model.tables.config.grace_s
         found.insert(
             0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
         )
-    return f"when all workers have ended, the same command {', else '.join(found)}" if found else ""
+    when = "when that is repaired and all workers have ended" if to_repair else "when all workers have ended"
+    return f"{when}, the same command {', else '.join(found)}" if found else ""
 
 
 def _steps_not_saved(engine: Engine) -> str:

@@ -153,12 +153,12 @@ class Coordinator:
             self.works(request.worker)
         if request.run < ledger.run:
             n_steps = self._cut(request.n_samples).n_steps
-            return LeaseReply(self.position(at, steps_done=n_steps), None, "finished")
+            return LeaseReply(self.position(at, n_steps, n_steps), None, "finished")
         if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.requested_mode not in ("", "auto", ledger.discipline.name):
-                return LeaseReply(self.position(at, steps_done=0), None, "drained")
+                return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before, self._lags_before = self.staleness(), self.lags()
             self._rejected_before += ledger.rejected
@@ -458,8 +458,10 @@ class Coordinator:
             sums = added(sums, of_worker)
         return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
 
-    def position(self, at: tuple[int, int] | None = None, steps_done: int | None = None) -> JobPosition:
-        """at: the epoch and its segment, when a worker asks for others than those of the ledger."""
+    def position(
+        self, at: tuple[int, int] | None = None, steps_done: int | None = None, n_steps: int | None = None
+    ) -> JobPosition:
+        """at: the epoch and its segment, when a worker asks for others than those of the ledger; then their steps."""
         ledger = self.ledger
         of_ledger = ledger.epoch, ledger.segment
         epoch, segment = at or of_ledger
@@ -468,6 +470,7 @@ class Coordinator:
             epoch=epoch,
             segment=segment,
             steps_done=ledger.steps_done if steps_done is None else steps_done,
+            n_steps=ledger.cut.n_steps if n_steps is None else n_steps,
             account=vars(self.account).copy(),
             staleness=self.staleness(),
             lags=self.lags(),

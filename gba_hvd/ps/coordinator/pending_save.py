@@ -14,6 +14,7 @@ from gba_hvd.ps.messages import JobPosition, Save
 from gba_hvd.ps.partition.checkpoint_state import asynchronous_state, part_state
 from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
+from recovery.catalog.epoch_position import EpochPosition
 
 log = logging.getLogger("gba_hvd.ps")
 
@@ -51,7 +52,7 @@ class PendingSave:
         number, newest = max(request.number, position.step), self._saver.report()
         if newest.epoch == request.epoch and request.number < newest.number:  # of a chief without the newest report
             number = max(number, newest.number + 1)
-        about = msgspec.structs.replace(request.about, trained_epoch=position.epoch)
+        about = msgspec.structs.replace(request.about, position=_as_of(position, request.about.position))
         request = msgspec.structs.replace(request, number=number, about=about, **facts)
         living = workers if request.about.is_compressed else None
 
@@ -66,3 +67,9 @@ class PendingSave:
             return
         for index in self._peers:  # they get it before the next step
             self._peers.send([index], 0, msgspec.structs.replace(request, part=index))
+
+
+def _as_of(position: JobPosition, known: EpochPosition | None) -> EpochPosition:
+    """known: what the chief, which alone knows of segments, had of its epoch when it asked."""
+    n_segments = known.n_segments if known is not None and known.epoch == position.epoch else 0
+    return EpochPosition(position.epoch, position.steps_done, position.n_steps, position.segment, n_segments)

@@ -90,7 +90,7 @@ class Saver:
         """Number of hosts in that world; 0: not known, to a server that was started again."""
         return 0 if self.held is None else self.held.n_parts
 
-    def last_request(self, step: int, samples: int, generation: int = 0, trained_epoch: int = -1) -> Save | None:
+    def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
         """A save of what is newer than the last one, when no worker is left to ask for it; None: nothing is to be done.
 
         In allreduce mode its number is one that nothing was saved under, also where the newest save failed.
@@ -111,9 +111,7 @@ class Saver:
             epoch=epoch, number=number, part=0, n_parts=1, kind=kind if is_on_top else "full",
             parent=before.facts.manifest if is_on_top and kind != "full" else None, step=step, samples=samples,
             settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
-            about=msgspec.structs.replace(
-                held.about, why="all workers were gone", is_final=True, trained_epoch=trained_epoch
-            ),
+            about=msgspec.structs.replace(held.about, why="all workers were gone", is_final=True, position=None),
         )  # fmt: skip
 
     @property

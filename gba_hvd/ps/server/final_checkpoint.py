@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gba_hvd.epoch import position_in
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.service import CoordinatorService
 from gba_hvd.ps.messages import SaveStatus
@@ -162,6 +163,7 @@ class FinalCheckpoint:
         request = self._saver.last_request(coordinator_service.coordinator.ledger.step, 0, generation)
         if request is None or state is None or state.generation != generation:
             return False
+        request.about.position = position_in(state_codec.decode(state.state)["position"])
         coordinator_service.executor.save(request, state.state)
         return True
 
@@ -173,13 +175,13 @@ class FinalCheckpoint:
         if self._index or state is None or state.generation or len(shards) < self._memory.layout.n_shards:
             return False
         position = state_codec.decode(state.state)["position"]
-        applied, epoch = position["account"]["applied"], position["cursor"]["epoch"]
-        request = self._saver.last_request(state.step, applied, trained_epoch=epoch)
+        request = self._saver.last_request(state.step, position["account"]["applied"])
         if request is None:
             return False
         mine = final_checkpoint_hosts.rows_of(self._memory, state.step)
         if mine.torn:
             request.about.torn_shards = mine.torn
+        request.about.position = position_in(position)
         whole = final_checkpoint_hosts.collect_state(state.state, [mine], self._memory.layout.n_shards)
         self._saver.begin(request, shards, lambda extras: whole)
         return True

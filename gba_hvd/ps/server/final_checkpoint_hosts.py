@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gba_hvd.epoch import position_in
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout
 from gba_hvd.ps.partition.saver import Agreed, Saver, last_prefix
@@ -69,8 +70,9 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
     assert held is not None
     if not held.part and state is not None and not state.generation:
         position = state_codec.decode(state.state)["position"]
-        applied, epoch = position["account"]["applied"], position["cursor"]["epoch"]
-        request = saver.last_request(state.step, applied, trained_epoch=epoch)
+        request = saver.last_request(state.step, position["account"]["applied"])
+        if request is not None:
+            request.about.position = position_in(position)
 
     def first(store: Store, cancel: threading.Event) -> Agreed:
         epoch = held.claim.epoch

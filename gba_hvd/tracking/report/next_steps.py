@@ -40,6 +40,13 @@ def _of_an_end(story: RunHistory) -> list[NextStep]:
     if story.status == "FINISHED":
         return []
     step, place = story.newest_checkpoint, story.checkpoint_place
+    newest = story.events_of("started", "failed", "interrupted", "not_saved")[-1:]
+    if newest and newest[0].get("data", {}).get("to_repair"):
+        begins = "" if step is None else f": it resumes from the newest checkpoint, so far of step {step:,}"
+        text = (
+            f"Repair first what the job ended with, which is met again otherwise. Then start the same command{begins}."
+        )
+        return [NextStep(text)]
     look = f"gba-hvd checkpoint ls {shlex.quote(place)}" if place else "gba-hvd checkpoint ls URL"
     if step is not None and story.reason == END_NOT_REPORTED:
         text = (

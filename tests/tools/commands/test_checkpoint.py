@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,6 @@ def test_ls_lists_the_newest_first(saved: Saved, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_ls_has_the_epoch_of_each(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [one["epoch"] for one in as_json(capsys, "ls", saved.url)["checkpoints"]] == [None, None]
-    assert [line.split()[3] for line in said(capsys, "ls", saved.url).splitlines() if " ok" in line] == ["-", "-"]
-    saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path / "own"), Config(policy="full"))
-    for epoch in (0, 7):
-        train(saver.rows, 2, seed=epoch)
-        saver.save(about={"trained_epoch": epoch})
-    assert [one["epoch"] for one in as_json(capsys, "ls", str(tmp_path / "own"))["checkpoints"]] == [7, 0]
-    lines = [line.split() for line in said(capsys, "ls", str(tmp_path / "own")).splitlines() if " ok" in line]
-    assert [(one[2], one[3]) for one in lines] == [("4", "7"), ("2", "0")]
-
-
-@pytest.mark.slow
 def test_ls_marks_the_checkpoint_of_the_best_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
     for seed in range(3):
@@ -115,6 +103,21 @@ def test_ls_names_a_best_model_that_no_checkpoint_has(tmp_path: Path, capsys: py
     assert ", the best model that is saved: auc 0.7000 of step 4 " in text and text.splitlines()[-1] == words
     unsaved = as_json(capsys, "ls", str(tmp_path))["best_unsaved"]
     assert unsaved == {"step": 1, "metric": "auc", "value": 0.8, "why": "no server"}
+
+
+@pytest.mark.slow
+def test_ls_and_show_give_the_position_in_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = Saver(two_tables(n_shards=3, n_rows=700), open_store(tmp_path), Config(policy="full"))
+    for about in ({}, {"epoch": 4, "steps_done": 40, "n_steps": 40}, {"epoch": 5, "steps_done": 15, "n_steps": 40}):
+        train(saver.rows, 2, seed=1)
+        saver.save(about={"position": about} if about else {})
+    lines = [line for line in said(capsys, "ls", str(tmp_path)).splitlines() if " ok" in line]
+    assert [re.split(r" {2,}", line)[3] for line in lines] == ["epoch 5, 15 of 40 steps", "epoch 4, complete", "-"]
+    listed = as_json(capsys, "ls", str(tmp_path))["checkpoints"]
+    assert [one["position"] and (one["position"]["epoch"], one["position"]["complete"]) for one in listed] == [
+        (5, False), (4, True), None
+    ]  # fmt: skip
+    assert "position  epoch 5, 15 of 40 steps\n" in said(capsys, "show", str(tmp_path))
 
 
 def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

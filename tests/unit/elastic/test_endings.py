@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from gba_hvd import GBACallback
+from gba_hvd import BadInput, GBACallback
 from gba_hvd.elastic import endings
-from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError, WorldLost
+from gba_hvd.errors import LastCheckpointFailed, NonFiniteGradient, ShardMemoryError, StateMismatch, WorldLost
 from gba_hvd.training.job_state import LocalHost
+from recovery.errors import StoreError
 
 
 @pytest.fixture
@@ -184,6 +185,36 @@ def test_where_a_job_that_lost_a_worker_begins_again(
     engine.participant, engine.world.rank, engine.host.neighbours[1] = lambda kind: found, rank, dead
     for error in (endings.world_lost(engine), endings.cause_elsewhere(engine)):
         assert f". Start the job again: {begins}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_met_again"),
+    [
+        (BadInput("day.parquet, row 7: inf"), True),
+        (StateMismatch("epoch 5 stands at step 15"), True),
+        (NonFiniteGradient("nan"), True),
+        (WorldLost("rank 0 ended first", to_repair=True), True),
+        (WorldLost("rank 0 was killed"), False),
+        (StoreError("no answer"), False),
+        (ShardMemoryError("no room"), False),
+        (RuntimeError("of CUDA"), False),
+        (None, False),
+    ],
+    ids=repr,
+)
+def test_an_error_that_the_same_command_meets_again(error: BaseException | None, is_met_again: bool) -> None:
+    assert endings.is_to_repair(error) == is_met_again
+
+
+def test_where_a_neighbour_met_what_is_to_be_repaired_that_comes_first(engine: Any) -> None:
+    endings.leave_note(engine, "FAILED", BadInput("day.parquet, row 7: inf"))
+    cause = endings.cause_elsewhere(engine)
+    assert isinstance(cause, WorldLost) and cause.to_repair
+    assert str(cause).endswith(". When that is repaired, start the job again: it begins at step 0, since it has no Chec"
+                               "kpointCallback")  # fmt: skip
+    endings.leave_note(engine, "FAILED", ConnectionError("reset"))
+    cause = endings.cause_elsewhere(engine)
+    assert isinstance(cause, WorldLost) and not cause.to_repair and ". Start the job again: " in str(cause)
 
 
 def test_a_neighbour_that_left_a_note_is_the_cause(engine: Any) -> None:

@@ -516,6 +516,7 @@ MEMORY, SAVED = (
     "resumes from step 955 if it comes within 20 s of the end, while that is kept in memory",
     "resumes from step 602, of the newest",
 )
+SAVED_SO_FAR = "resumes from the newest checkpoint, so far of step 602"
 NONE_YET = "starts at step 0 again, since no checkpoint has been saved yet"
 
 
@@ -544,6 +545,8 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
     assert end._what_continues(engine) == words
+    repaired = words.replace("when all", "when that is repaired and all").replace(f"{SAVED} checkpoint", SAVED_SO_FAR)
+    assert end._what_continues(engine, to_repair=True) == repaired
     engine.host.server = object()
     may_be = ", unless its servers save a last one when all workers have ended"
     assert end._what_continues(engine) == words + may_be * (saved_step < 0)

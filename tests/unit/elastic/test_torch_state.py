@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -21,11 +22,14 @@ import recovery
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.elastic import training_state
+from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
+from recovery.catalog.chains import Chain, chains
+from recovery.catalog.epoch_position import position_of
 from recovery.catalog.rollback import plan_rollback, roll_back
 from recovery.format.manifest import from_json
 from recovery.storage.open import open_store
@@ -154,6 +158,91 @@ def test_a_launch_that_trains_nothing_is_reported(training: Any, clicks: Any, tm
     assert found == [(2, 0), (2, 1), (4, 0)]
 
 
+@pytest.mark.slow
+def test_a_launch_that_asks_for_no_epoch_is_reported_with_where_the_job_stands(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    """A script whose range is empty, or that only evaluates; not one that fails."""
+
+    def launch(epochs: list[int], does: str = "") -> list[str]:
+        job, found = training(epoch=0), list[str]()
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.message] * (event.kind == "nothing_trained"))
+
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(20))
+            if does == "evaluate":
+                gba_hvd.evaluate(job.model, clicks(20), state)
+            elif does == "fail":
+                raise OSError("the disk")
+
+        with contextlib.suppress(OSError):
+            train(job.state)
+        return found
+
+    (never,) = launch([])
+    assert "batches() for no epoch, and no launch before has trained one" in never
+    assert launch([3]) == []
+    for does in ("", "evaluate"):
+        (found,) = launch([], does)
+        assert "batches() for no epoch. The job stands at step 2 (epoch 3, complete). If it was to eval" in found
+        assert "`for state.epoch in range(4, ...)`" in found
+    assert launch([], "fail") == []
+
+
+@pytest.mark.parametrize(
+    ("epochs", "skipped"),
+    [
+        ([0, 1, 2], []),
+        ([3, 4], []),
+        ([0, 2, 5], ["epoch 1 was never trained: epoch 2 begins after epoch 0. From now on its data"]),
+        ([0, 4], ["epochs 1 to 3 were never trained: epoch 4 begins after epoch 0. From now on their data"]),
+    ],
+)
+def test_epochs_that_are_passed_over_are_reported_once(
+    training: Any, clicks: Any, epochs: list[int], skipped: list[str]
+) -> None:
+    job, found = training(epoch=0), list[str]()
+
+    class Reads(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            found.extend([event.message] * (event.kind == "epoch_skipped"))
+
+    job.state.register_callbacks([Reads()])
+    for job.state.epoch in epochs:
+        job.epoch(clicks(20))
+    assert [text.partition(" can be")[0] for text in found] == skipped
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_passed_over_between_two_launches_is_reported(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    found = list[Mapping[str, Any]]()
+    for epoch in (3, 5):
+        job = training(epoch=0)
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.data] * (event.kind == "epoch_skipped"))
+
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: Any, job: Any = job, epoch: int = epoch) -> None:
+            state.epoch = epoch
+            job.epoch(clicks(20))
+
+        train(job.state)
+    assert found == [{"before": 3, "first": 4, "last": 4, "epoch": 5}]
+
+
 def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
     job, said = training(epoch=0), []
 
@@ -241,7 +330,7 @@ def test_the_last_checkpoints_of_the_newest_nights_stay(
         train(job.state)
     left = [from_json(path.read_bytes(), f"manifests/{path.name}") for path in (url / "manifests").iterdir()]
     assert sorted(one.step for one in left) == steps
-    assert all(one.about["trained_epoch"] == one.step / 2 - 1 for one in left)
+    assert all(one.about["position"]["epoch"] == one.step / 2 - 1 for one in left)
 
 
 @pytest.mark.slow
@@ -322,6 +411,99 @@ def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any,
         is_unchanged = change == "an evaluation"
         assert launch(url, change) == ["checkpoint_unchanged" if is_unchanged else "checkpoint", "nothing_trained"]
         assert len(manifest_names(open_store(str(url)))) == (1 if is_unchanged else 2), change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "begins"),
+    [
+        (BadInput("row 7: inf"), "when that is repaired and all workers have ended, the same command "),
+        (OSError("the disk"), "when all workers have ended, the same command "),
+    ],
+    ids=repr,
+)
+def test_a_job_that_fails_names_what_comes_before_the_same_command(
+    training: Any, clicks: Any, error: Exception, begins: str
+) -> None:
+    job, ends = training(epoch=0), list[gba_hvd.Event]()
+
+    class Ends(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            ends.extend([event] * (event.kind == "failed"))
+
+    job.state.register_callbacks([Ends()])
+
+    def train(state: Any) -> None:
+        job.epoch(clicks(20))
+        raise error
+
+    with contextlib.suppress(BadInput, OSError):
+        gba_hvd.elastic.run(train)(job.state)
+    (failed,) = ends
+    assert failed.data["goes_on"].startswith(begins)
+    assert failed.data.get("to_repair", False) == isinstance(error, BadInput)
+
+
+@pytest.mark.slow
+def test_an_epoch_of_other_data_is_refused_with_the_way_to_train_it_from_its_first_batch(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    """In the middle, and where it is complete."""
+    place = tmp_path / "saved"
+
+    def launch(epoch: int, n: int, n_steps: int = 9) -> int:
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(place))])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            state.epoch = epoch
+            end = state.step + n_steps
+            for batch in gba_hvd.batches(clicks(n), state):
+                job.micro_step(batch)
+                if state.step == end:
+                    break
+
+        train(job.state)
+        return int(job.state.step)
+
+    def stands() -> list[str]:
+        found = [one for one in chains(open_store(str(place))) if isinstance(one, Chain)]
+        return [position.words for one in found if (position := position_of(one.newest))]
+
+    def roll_back_as(error: StateMismatch) -> None:
+        found = re.search(r"`gba-hvd checkpoint rollback (\S+) (\S+)`\. Then give the same command again", str(error))
+        assert found is not None and found[1] == str(place), error
+        store = open_store(str(place))
+        roll_back(store, plan_rollback(store, f"manifests/{found[2]}.json"))
+
+    assert launch(0, 20) == 2 and launch(1, 50, n_steps=1) == 3
+    assert stands() == ["epoch 1, 1 of 4 steps", "epoch 0, complete"]
+    with pytest.raises(
+        StateMismatch, match=r"To train epoch 1 from its first batch.*it \(epoch 0, complete\): "
+    ) as raised:
+        launch(1, 60)
+    assert "resume=False would start over, which discards all that was trained (3 steps)" in str(raised.value)
+    roll_back_as(raised.value)
+    assert launch(1, 60) == 6
+    with pytest.raises(StateMismatch, match=r"set state.epoch = 2 before.*Corrected data of epoch 1 ") as raised:
+        launch(1, 40)
+    roll_back_as(raised.value)
+    assert launch(1, 40) == 5
+
+
+@pytest.mark.slow
+def test_the_first_epoch_can_only_be_trained_again_from_the_start(training: Any, clicks: Any, tmp_path: Path) -> None:
+    for n in (20, 30):
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"))])
+        train = gba_hvd.elastic.run(lambda state, job=job, n=n: job.epoch(clicks(n)))
+        if n == 20:
+            train(job.state)
+            continue
+        with pytest.raises(StateMismatch, match=r"start over.* discards all.*\(2 steps\): .* before epoch 0") as raised:
+            train(job.state)
+        assert "rollback" not in str(raised.value)
 
 
 @pytest.mark.slow

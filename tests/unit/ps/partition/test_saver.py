@@ -24,6 +24,7 @@ from gba_hvd.shm.layout import Layout, SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
+from recovery.catalog.epoch_position import EpochPosition
 from recovery.catalog.retention import first_epoch_of
 from recovery.config import Config
 from recovery.errors import StoreError
@@ -348,5 +349,31 @@ def test_a_chief_that_does_not_know_the_newest_number_gets_a_later_one(
         settings=SaveSettings("place", {}, Config()), claim=claim, about=SaveAbout(), first_epoch=1,
     )  # fmt: skip
     pending.ask(request, b"")
-    pending.begin(JobPosition(step=step, epoch=3, account={"applied": 96 * step}), [0])
-    assert [(one.number, one.step, one.about.trained_epoch) for one in begun] == [(number, step, 3)]
+    pending.begin(JobPosition(step=step, account={"applied": 96 * step}), [0])
+    assert [(one.number, one.step) for one in begun] == [(number, step)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved"),
+    [
+        (EpochPosition(3, 1, 4, segment=1, n_segments=6), EpochPosition(3, 2, 5, segment=5, n_segments=6)),
+        (EpochPosition(2, 4, 4), EpochPosition(3, 2, 5, segment=5, n_segments=0)),
+        (None, EpochPosition(3, 2, 5, segment=5, n_segments=0)),
+    ],
+)
+def test_a_checkpoint_of_an_asynchronous_mode_has_the_position_at_which_it_is_saved(
+    monkeypatch: pytest.MonkeyPatch, asked: EpochPosition | None, saved: EpochPosition
+) -> None:
+    """Not that at which it was asked for, which has the number of segments."""
+    begun: list[Save] = []
+    saver: Any = SimpleNamespace(report=SaveStatus, begin=lambda request, *more: begun.append(request))
+    part: Any = SimpleNamespace(shards=np.arange(3))
+    monkeypatch.setattr(pending_save, "part_state", lambda part: b"")
+    pending = PendingSave(part, [], saver)  # type: ignore[arg-type]
+    request = Save(
+        epoch=1, number=7, part=0, n_parts=1, kind="full", parent=None, step=7, samples=0, first_epoch=1,
+        settings=SaveSettings("place", {}, Config()), claim=claims.Claim(1, "a", "b"), about=SaveAbout(position=asked),
+    )  # fmt: skip
+    pending.ask(request, b"")
+    pending.begin(JobPosition(step=9, epoch=3, segment=5, steps_done=2, n_steps=5, account={"applied": 96}), [0])
+    assert [one.about.position for one in begun] == [saved]

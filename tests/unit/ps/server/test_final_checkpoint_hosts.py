@@ -20,6 +20,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 from recovery.catalog import claims, retention
 from recovery.catalog.chains import Chain, chains
+from recovery.catalog.epoch_position import EpochPosition, position_of
 from recovery.config import Config
 from recovery.restore import restore
 from recovery.storage.open import open_store
@@ -75,7 +76,8 @@ def hosts(make_tables: Callable[..., gba_hvd.EmbeddingTables], tmp_path: Path) -
 
 
 def state_of(step: int = STEP) -> RetainedState:
-    position = {"account": {"applied": 96 * step, "shard_steps_missed": 5}, "cursor": {"epoch": 4}}
+    account = {"applied": 96 * step, "shard_steps_missed": 5}
+    position = {"account": account, "cursor": {"epoch": 2, "segment": 0, "steps_done": 3, "n_steps": 8}, "order": None}
     return RetainedState(step, 0, 77, state_codec.encode({"position": position, "model": np.arange(3.0)}))
 
 
@@ -98,7 +100,7 @@ def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> 
     assert (job.report(0).state, job.report(1).state) == ("done", "part")
     (chain,) = job.checkpoints()
     assert (chain.newest.step, chain.newest.samples, chain.newest.about["last_gasp"]) == (STEP, 96 * STEP, True)
-    assert chain.newest.about["trained_epoch"] == 4, "as the training state, not as when the world formed"
+    assert position_of(chain.newest) == EpochPosition(2, 3, 8), "not that at which the workers' world had formed"
     assert missed_in(chain, job, job.memories[0]) == 5
     rows = ShardRows(job.memories[0], lambda: [0, 1, 2], filling=True)
     assert [rows.slab(0, shard).columns[0][0, 0] for shard in range(3)] == [0.0, 11.0, 2.0]
