@@ -703,7 +703,7 @@ def test_closing_twice_reports_the_end_once(training: Any) -> None:
     job.state.sync()
     job.state.close()
     job.state.close("FAILED")
-    assert diary.received == ["job", "started", "finished", "end FINISHED None"]
+    assert diary.received == ["job", "started", "nothing_trained", "finished", "end FINISHED None"]
 
 
 def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any) -> None:
