@@ -33,6 +33,7 @@ _TEXTS: dict[str, Callable[[pa.Array], Any]] = {
     "boolean": lambda texts: pc.is_in(texts, pa.array(["True", "TRUE", "False", "FALSE"], texts.type)),
     "NaN": lambda texts: pc.is_in(texts, pa.array(_MISSING, texts.type)),
 }
+_DTYPES = {"number": "iuf", "boolean": "b", "NaN": "f"}  # kinds of numpy
 _VALUES: dict[str, Callable[[pa.Array], Any]] = {
     "number": lambda texts: pc.cast(pc.utf8_trim(texts, " +"), pa.float64()),
     "boolean": lambda texts: pc.cast(pc.is_in(texts, pa.array(["True", "TRUE"], texts.type)), pa.float64()),
@@ -65,17 +66,30 @@ class TextsReadAs:
         if not len(self.texts):
             return None
         found = _of_kind(self.kind, column)
-        wanted = np.array([float(value) for value in found])
+        wanted = np.fromiter(map(_as_float, found), np.float64) if isinstance(found, list) else found.astype(np.float64)
         at = np.searchsorted(self.values, wanted).clip(max=len(self.values) - 1)
-        for i in np.flatnonzero((self.values[at] == wanted) | np.isnan(wanted)):
-            return found[i], str(self.texts[int(at[i])])
+        is_one = (self.values[at] == wanted) | (np.isnan(self.values[at]) & np.isnan(wanted))
+        for i in np.flatnonzero(is_one):
+            value = found[i]
+            return value.item() if isinstance(value, np.generic) else value, str(self.texts[int(at[i])])
         return None
 
 
-def _of_kind(kind: str, column: Any) -> list[Any]:
+def _of_kind(kind: str, column: Any) -> list[Any] | npt.NDArray[Any]:
+    """The values of this kind; NaN may be among numbers."""
     if isinstance(column, (pa.Array, pa.ChunkedArray)):
-        column = column.drop_null().to_pylist() if _kind_of_type(column.type) == kind else []
+        column = column.drop_null().to_numpy(zero_copy_only=False) if _kind_of_type(column.type) == kind else []
+    dtype = getattr(column, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind in "iufb":
+        return np.asarray(column) if dtype.kind in _DTYPES[kind] else []
     return [value for value in column if _kind(value) == kind]
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
 
 
 def _kind_of_type(type: pa.DataType) -> str:

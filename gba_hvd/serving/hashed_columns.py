@@ -6,7 +6,7 @@ of a request become some.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,11 @@ from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import ModelManifest
 
 _LISTS = (list, tuple, np.ndarray)
+_LEAVE_OUT = ": whole numbers are ids as they are, leave it out of --hashed"
+_GIVE_TEXTS = (
+    ": give the text (JSON: in quotes; pandas.read_csv(..., dtype=str, keep_default_na=False)). Hashes that are made "
+    "already need encoded=True, --encoded"
+)
 
 
 def id_columns(spec: inputs.Spec | None) -> list[str]:
@@ -60,11 +65,27 @@ def checked(
     if has_encoder:
         raise BadInput(f"hashed column {hashed[0]!r}: the encoder makes the ids: leave out one of the two")
     _check_fields(spec, hashed)
+    for field in inputs.fields(spec):
+        if field["dtype"] != "int64" and (mine := {*inputs.columns_for(field)} & {*hashed}):
+            raise BadInput(f"hashed column {min(mine)!r}: a hash has 64 bits, and the model takes {field['dtype']}")
     for one in tables:
         for name in hashed:
             if name in one.features and one.tables[table := one.features[name].table].n_rows:
                 raise BadInput(f"hashed column {name!r}: its table {table!r} is not hashed (keys='hash64')")
     return tuple(dict.fromkeys(hashed))
+
+
+def try_example(
+    outputs_of: Callable[[Any], Any], spec: inputs.Spec, example: Mapping[str, Any], hashed: Sequence[str]
+) -> None:
+    """Raises BadInput where the model does not take hashes in these columns. outputs_of: the model with its rows"""
+    columns = with_hashes(example_of(example, hashed), hashed, id_columns(spec))
+    try:
+        outputs_of(inputs.input_of(spec, columns))
+    except IdOutside as error:
+        raise BadInput(
+            f"{error}. The hashed columns ({', '.join(hashed)}) have to be ids of hashed tables: leave out others"
+        ) from error
 
 
 def example_of(columns: Mapping[str, Any], hashed: Collection[str]) -> dict[str, Any]:
@@ -84,16 +105,18 @@ def holds_strings(kind: Any) -> bool:
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
-def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
-    """int64 [n], or [n] arrays of them, of strings or lists of strings. Raises BadInput for another type, and nulls."""
+def hashes_of(column: Any, name: str, is_own: bool = False) -> np.ndarray | list[np.ndarray]:
+    """int64 [n], or [n] arrays of them, of strings or lists of strings. is_own: the model was saved with it as hashed.
+
+    Raises BadInput for another type, and nulls.
+    """
     import pyarrow
 
     from gba_hvd.data.parquet_columns import ids_of
 
     if not holds_strings(column.type):
         raise BadInput(
-            f"hashed column {name!r} holds {column.type}, not strings. Whole numbers are ids as they are: leave the "
-            "column out of `hashed`; hashes of strings that are made already: encoded=True, --encoded"
+            f"hashed column {name!r} holds {column.type}, not strings{_GIVE_TEXTS if is_own else _LEAVE_OUT}"
         )
     found = ids_of(pyarrow.chunked_array([column]), f"column {name!r}")
     if not isinstance(found, tuple):
@@ -103,28 +126,38 @@ def hashes_of(column: Any, name: str) -> np.ndarray | list[np.ndarray]:
 
 
 def with_hashes(
-    columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str], how: str = "start the server with"
+    columns: Mapping[str, Any], hashed: Collection[str], ids: Collection[str], how: str | None = None
 ) -> dict[str, Any]:
     """The columns of a request, with hashes in place of the strings of `hashed`.
 
-    ids: columns of ids (`id_columns`). how: to give --hashed, in words.
+    ids: columns of ids (`id_columns`). how: to give --hashed, in words; None: the model was saved with these columns.
     Raises BadInput for strings in one that is not hashed, and where one that is hashed has something else, or a missing
     value.
     """
     found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
     for name in sorted(found.keys() & set(ids)):
         if name in hashed:
-            found[name] = hashes_of(_arrow(found[name], name), name)
+            found[name] = hashes_of(_arrow(found[name], name), name, is_own=how is None)
         elif _has_text(found[name]):
-            raise BadInput(f"field {name!r}: expected numbers, got strings. {_hash_them(f'{how} --hashed {name}')}")
+            raise _not_hashed(name, "strings", hashed, how)
     return found
 
 
-def refuse_strings(types: Mapping[str, Any]) -> None:
-    """Raises BadInput for a field of ids whose column is of strings. types: of pyarrow, by name"""
+def refuse_strings(types: Mapping[str, Any], hashed: Collection[str], how: str | None) -> None:
+    """Raises BadInput for a field of ids whose column is of strings, and not hashed. types: of pyarrow, by name"""
     for name, kind in types.items():
-        if holds_strings(kind):
-            raise BadInput(f"field {name!r}: expected numbers, got {kind}. {_hash_them(f'say so: --hashed {name}')}")
+        if name not in hashed and holds_strings(kind):
+            raise _not_hashed(name, str(kind), hashed, how)
+
+
+def _not_hashed(name: str, kind: str, hashed: Collection[str], how: str | None) -> BadInput:
+    advice = (
+        f"The model was saved with the hashed columns {', '.join(hashed)}: where this one is of a hashed table, too, "
+        "save it with all of them"
+        if how is None
+        else _hash_them(f"{how} --hashed {name}")
+    )
+    return BadInput(f"field {name!r}: expected numbers, got {kind}. {advice}")
 
 
 @contextmanager
@@ -152,6 +185,8 @@ def _arrow(values: Any, name: str) -> Any:
     with extra("data", "pyarrow", "hashes of strings need"):
         import pyarrow
 
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise BadInput(f"hashed column {name!r}: expected a column of strings, got the single value {values!r}")
     try:
         column = pyarrow.array(list(values))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:

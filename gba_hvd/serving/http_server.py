@@ -40,7 +40,9 @@ class _Scorer:
     def __init__(self, model: OpenModel, hashed: Sequence[str], encoded: bool) -> None:
         self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model.manifest.input), Model()
         self._encoded = encoded
-        self._is_raw = not encoded and (bool(model.manifest.hashed) or model.encoder is not None)
+        self._is_raw = not encoded and model.manifest.takes_raw
+        if self._is_raw:
+            _ = model.encoder  # read now, not by the first request
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> pandas.DataFrame:
         try:
@@ -49,7 +51,7 @@ class _Scorer:
                     f"expected columns by name, as in {{'dataframe_split': ...}} or {{'dataframe_records': ...}}, got "
                     f"{type(data).__name__}"
                 )
-            columns = data if self._is_raw else with_hashes(data, self._hashed, self._ids)
+            columns = data if self._is_raw else with_hashes(data, self._hashed, self._ids, "start the server with")
             with of_hashed_tables(self._hashed):
                 return pandas.DataFrame(self._model.predict(columns, encoded=self._encoded))
         except BadInput as error:

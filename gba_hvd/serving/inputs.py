@@ -120,6 +120,13 @@ def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+def refuse_single_values(columns: Mapping[str, Any]) -> None:
+    """Raises BadInput for a value in place of a column, such as a text, which would count as a column of letters."""
+    for name, values in columns.items():
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+            raise BadInput(f"column {name!r}: expected one value for each sample, got the single value {values!r}")
+
+
 def columns_for(field: Spec) -> list[str]:
     """The column of a field, then those that may take its place, each with one number of its lists."""
     return [field["column"], *_numbered(field), *field.get("names", ())]

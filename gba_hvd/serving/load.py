@@ -91,9 +91,10 @@ class OpenModel:
             )
         columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
         if not encoded and (encoder := self.encoder) is not None:
+            inputs.refuse_single_values({name: columns[name] for name in encoder.raw_columns if name in columns})
             columns = encoder.encoded(columns)
         elif not encoded and self.manifest.hashed:
-            columns = with_hashes(columns, self.manifest.hashed, id_columns(spec), "save the model with")
+            columns = with_hashes(columns, self.manifest.hashed, id_columns(spec))
         # Of columns that the model does not need only the names count: an error lists them where one is missing.
         lengths = inputs.lengths_of(spec, columns)
         n = max(lengths.values(), default=0)

@@ -186,7 +186,7 @@ def write_facts(
         )
     scores = opened.predict(opened.example)
     shutil.copyfile(_CODE, folder / _CODE.name)
-    is_raw = opened.manifest.encoder is not None or bool(opened.manifest.hashed)
+    is_raw = opened.manifest.takes_raw
     packages = (*_REQUIREMENTS, "pyarrow") if is_raw else _REQUIREMENTS
     facts = {
         "name": name, "registered_model_name": registered_model_name, "alias": alias, "step": step, "tags": tags,

@@ -233,6 +233,11 @@ class ModelManifest:
     def name(self) -> str:
         return version_name(self.version)
 
+    @property
+    def takes_raw(self) -> bool:
+        """Whether requests hold raw values, of which the model makes ids."""
+        return self.encoder is not None or bool(self.hashed)
+
     def shards(self) -> Iterator[tuple[StoredTable, Shard]]:
         for table in self.tables:
             for part in table.parts:

@@ -152,6 +152,8 @@ def save_model(
         freeze(fresh, assembled, rows)
         with evaluating(model):
             same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
+        if hashed and spec is not None and example is not None:
+            hashed_columns.try_example(lambda value: _outputs(fresh, value), spec, example, hashed)
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
@@ -207,8 +209,11 @@ def export_model(
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
     exported = None
-    if formats:
+    if formats or hashed:
         freeze(fresh, assembled, rows)
+    if hashed and spec is not None and example is not None:
+        hashed_columns.try_example(lambda value: _outputs(fresh, value), spec, example, hashed)
+    if formats:
         exported = exported_dense_part(fresh, input_example, formats)
     store = open_store(url, **storage_options)
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)

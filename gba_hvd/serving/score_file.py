@@ -58,9 +58,7 @@ def score_file(
         import pyarrow
     encoder = None if encoded else model.encoder
     check_hashed(model.manifest, hashed, encoded)
-    is_named = bool(hashed)
-    if not encoded:
-        hashed = hashed or model.manifest.hashed
+    named, hashed = hashed, hashed or (() if encoded else model.manifest.hashed)
     texts = hashed if encoder is None else encoder.raw_columns
     plain = {*(plain_columns(model.manifest.input) if encoder is None else encoder.raw_columns), *keep, *hashed}
     fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
@@ -69,7 +67,7 @@ def score_file(
         for part in read_samples(source, batch, texts=texts, plain=plain, encoder=encoder):
             if missing := [name for name in (*keep, *hashed) if name not in part.columns]:
                 raise BadInput(f"{source} has no column {missing[0]!r}; it has {', '.join(part.columns)}")
-            if not n and is_named and kind in (".csv", ".tsv"):
+            if not n and named and kind in (".csv", ".tsv"):
                 _warn_of_numbers(part, hashed)
             scores = _scores(model, part, source, hashed, batch, encoded)
             if taken := [name for name in keep if name in scores]:
@@ -103,8 +101,9 @@ def _scores(
 
     def of(first: int, n: int) -> dict[str, np.ndarray]:
         some = {name: values[first : first + n] for name, values in part.columns.items()}
-        with of_hashed_tables(hashed):
-            request = some if is_raw else _request(model, some, hashed)
+        own = () if encoded else model.manifest.hashed
+        with of_hashed_tables(() if own else hashed):
+            request = some if is_raw else _request(model, some, hashed, None if own else "say so:")
             return model.predict(request, batch=batch, encoded=not is_raw)
 
     try:
@@ -138,14 +137,15 @@ def _first_refused(scores_of: Callable[[int, int], object], n: int) -> int | Non
     return low if is_one else None
 
 
-def _request(model: OpenModel, columns: Mapping[str, Any], hashed: Sequence[str]) -> dict[str, Any]:
-    """The columns of some samples as the model takes them. Arrays of pyarrow become those of numpy."""
+def _request(model: OpenModel, columns: Mapping[str, Any], hashed: Sequence[str], how: str | None) -> dict[str, Any]:
+    """The columns of some samples as the model takes them. Arrays of pyarrow become those of numpy. how: see
+    `with_hashes`."""
     ids = set(id_columns(model.manifest.input))
     if all(isinstance(one, list) for one in columns.values()):
-        return with_hashes(columns, hashed, ids, "say so:")
-    refuse_strings({name: one.type for name, one in columns.items() if name in ids - set(hashed)})
+        return with_hashes(columns, hashed, ids, how)
+    refuse_strings({name: one.type for name, one in columns.items() if name in ids}, hashed, how)
     return {
-        name: hashes_of(one, name) if name in hashed else one.to_numpy(zero_copy_only=False)
+        name: hashes_of(one, name, how is None) if name in hashed else one.to_numpy(zero_copy_only=False)
         for name, one in columns.items()
     }
 

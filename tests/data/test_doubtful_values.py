@@ -66,4 +66,7 @@ def test_the_first_value_is_found_in_any_column() -> None:
         False,
         "False",
     )
+    assert yes.first_in(np.array([1])) is None and sevens.first_in(np.array([True])) is None
+    assert missing.first_in(np.array([1.0, np.nan])) is not None and missing.first_in(np.array([1])) is None
+    assert sevens.first_in([10**400, 7]) == (7, "07")
     assert sevens.first_in(pa.array(["7"])) is None and sevens.first_in([True, "7", np.nan]) is None

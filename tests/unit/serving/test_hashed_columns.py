@@ -66,8 +66,14 @@ def test_predict_hashes_the_strings(model: model_code.OfStrings, url: Path) -> N
     assert np.array_equal(opened.predict(pd.DataFrame(RAW), batch=4)["score"], expected)
     made = {"user": encoded().ids["user"].numpy(), "history": [hashes(one).numpy() for one in HISTORY]}
     assert np.array_equal(opened.predict({**made, "dense_0": np.zeros(6)}, encoded=True)["score"], expected)
-    with pytest.raises(BadInput, match=r"hashed column 'user' holds int64, not strings.*: encoded=True, --encoded"):
+    with pytest.raises(BadInput, match=r"hashed column 'user' holds int64, not strings: give the text .*encoded=True"):
         opened.predict({**RAW, "user": made["user"]})
+
+
+@pytest.mark.parametrize("value", ["u7", 7, None])
+def test_a_single_value_is_no_column(url: Path, value: Any) -> None:
+    with pytest.raises(BadInput, match=f"hashed column 'user': expected a column .*, got the single value {value!r}"):
+        gba_hvd.open_model(url).predict({**RAW, "user": value})
 
 
 def test_the_example_of_a_request_has_strings(url: Path) -> None:
@@ -87,6 +93,9 @@ def test_files_and_requests_hold_strings(model: model_code.OfStrings, url: Path,
     pd.DataFrame(RAW).to_parquet(tmp_path / "in.parquet")
     score_file(opened, tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert np.array_equal(pd.read_parquet(tmp_path / "out.parquet")["score"], expected)
+    pd.DataFrame({**RAW, "user": range(6)}).to_parquet(tmp_path / "ids.parquet")
+    with pytest.raises(BadInput, match="hashed column 'user' holds int64, not strings: give the text"):
+        score_file(opened, tmp_path / "ids.parquet", tmp_path / "out.csv")
     words = "--hashed user: the model was saved with the hashed columns user, history, and makes the ids"
     for ask in (
         lambda: score_file(opened, tmp_path / "in.jsonl", tmp_path / "out.csv", hashed=["user"]),
@@ -120,14 +129,55 @@ def test_mlflow_is_given_strings(model: model_code.OfStrings, url: Path, tmp_pat
         ("user", {}, r"hashed must be a list of columns, such as \['user', 'item'\], got 'user'"),
         (["user"], {}, r"hashed column 'user': its table 'user' is not hashed \(keys='hash64'\)"),
         (["user"], {"input_example": None}, "hashed needs input_example"),
+        (["item"], {"input_example": batch(4), "width": 32}, "a hash has 64 bits, and the model takes int32"),
     ],
 )
 def test_columns_that_are_no_ids_of_hashed_tables_are_refused(
     trained: Callable[..., Any], tmp_path: Path, hashed: Any, how: dict[str, Any], words: str
 ) -> None:
     given: dict[str, Any] = {"input_example": batch(4), "build": CODE, "hashed": hashed}
+    if how.pop("width", 64) == 32:
+        one = how["input_example"]
+        how["input_example"] = gba_hvd.Batch({**one.ids, "item": one.ids["item"].int()}, one.dense, one.label)
     with pytest.raises(BadInput, match=words):
         gba_hvd.save_model(trained(), tmp_path / "m", **{**given, **how})
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_string_in_another_column_is_refused_by_what_helps(model: model_code.OfStrings, tmp_path: Path) -> None:
+    gba_hvd.save_model(model, tmp_path / "m", build=BUILD, input_example=encoded(), hashed=["user"])
+    opened = gba_hvd.open_model(tmp_path / "m")
+    pd.DataFrame(RAW).to_parquet(tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text(pd.DataFrame(RAW).to_json(orient="records", lines=True))
+    words = "field 'history': expected numbers, got .*The model was saved with the hashed columns user: where this one"
+    for ask in (
+        lambda: opened.predict(RAW),
+        lambda: score_file(opened, tmp_path / "in.parquet", tmp_path / "out.csv"),
+        lambda: score_file(opened, tmp_path / "in.jsonl", tmp_path / "out.csv"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            ask()
+
+
+class OfAnArgument(torch.nn.Module):
+    """Its argument has another name than its feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = gba_hvd.EmbeddingTables({"user": (50, 4)}, gba_hvd.SGD(lr=0.1))
+
+    def forward(self, user_id: torch.Tensor) -> torch.Tensor:
+        return self.tables({"user": user_id})["user"].sum(1)
+
+
+def test_a_field_whose_table_is_found_by_a_forward_pass_is_checked_by_one(job_memory: Any, tmp_path: Path) -> None:
+    made = OfAnArgument()
+    job_memory(made.tables)
+    with pytest.raises(BadInput, match=r"The hashed columns \(user_id\) have to be ids of hashed tables"):
+        gba_hvd.save_model(
+            made, tmp_path / "m", build=f"{Path(__file__)}:OfAnArgument", input_example=torch.arange(3),
+            hashed=["user_id"],
+        )  # fmt: skip
     assert not (tmp_path / "m").exists()
 
 
