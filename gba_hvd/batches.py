@@ -26,7 +26,7 @@ from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.lookups import IdOutside
 from gba_hvd.embedding.tables import EmbeddingTables
-from gba_hvd.epoch import EpochOrder, EpochPlan
+from gba_hvd.epoch import EpochOrder, EpochPlan, position_in
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
@@ -520,9 +520,19 @@ def _to_train_it_again(engine: Engine, epoch: int) -> str:
 
 
 def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
-    """Before the epoch that the state names: those between it and the one before that never had a step."""
+    """Before the epoch that the state names: those between it and the one before that never had a step, and what was
+    left of the one before when the launch began."""
     progress = engine.progress
     before = max(progress.cursor.epoch, -1 if progress.epoch is None else progress.epoch)
+    stands = position_in(progress.state_dict())
+    has_left = stands is not None and stands.steps_done > 0 and not stands.is_complete and stands.n_segments > 0
+    if stands is not None and has_left and progress.launched_at == progress.step and stands.epoch < epoch:
+        text = (
+            f"epoch {epoch} begins, and the launches before left {stands.words}: the rest of it is not trained. To "
+            f"train that, start the job with epoch {stands.epoch} and its data first"
+        )
+        facts = {"before": before, "first": before, "last": before, "epoch": epoch}
+        engine.reports.once(Event("epoch_unfinished", progress.step, text, facts, level="warning"))
     if before < 0 or epoch <= before + 1:
         return
     first, last = before + 1, epoch - 1
@@ -531,8 +541,8 @@ def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
     )
     text = (
         f"{which} never trained: epoch {epoch} begins after epoch {before}. From now on {data} can be trained as a "
-        f"later epoch; or in turn, epoch {first} first, after `gba-hvd checkpoint rollback` to a checkpoint from "
-        f"before epoch {epoch}"
+        f"later epoch. To keep the order: go back with `gba-hvd checkpoint rollback` to a checkpoint from before epoch "
+        f"{epoch}, and train epoch {first} first"
     )
     facts = {"before": before, "first": first, "last": last, "epoch": epoch}
     engine.reports.once(Event("epoch_skipped", progress.step, text, facts, level="warning"))

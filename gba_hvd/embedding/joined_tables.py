@@ -1,4 +1,4 @@
-"""Several `EmbeddingTables` as one, and the checks before an optimizer takes them."""
+"""Several `EmbeddingTables` as one, the check before an optimizer takes them, and the keys that batches look up."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from recovery.catalog.chains import Chain, Skipped
 from recovery.format.manifest import Manifest
 
 POSITION = "position"  # in what a manifest has about its job
@@ -50,10 +49,10 @@ def position_of(manifest: Manifest) -> EpochPosition | None:
         return None
 
 
-def newest_before(found: Iterable[Chain | Skipped], epoch: int) -> tuple[Manifest, EpochPosition] | None:
-    """The newest checkpoint that is whole and in which nothing of this epoch was trained. found: newest first"""
-    for chain in found:
-        position = position_of(chain.newest) if isinstance(chain, Chain) else None
-        if isinstance(chain, Chain) and position is not None and position.epoch < epoch:
-            return chain.newest, position
+def newest_before(found: Iterable[Manifest], epoch: int) -> tuple[Manifest, EpochPosition] | None:
+    """The newest checkpoint in which nothing of this epoch was trained. found: newest first"""
+    for one in found:
+        position = position_of(one)
+        if position is not None and (position.epoch, position.segment, position.steps_done) <= (epoch, 0, 0):
+            return one, position
     return None

@@ -28,7 +28,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     ends_alone = kind == "failed" and (engine.world.size == 1 or not endings.is_elastic())  # else others continue
     if kind != "failed" or ends_alone:
         engine.reports.job_ends(finished=kind == "finished")
-    if kind != "failed":
+    if kind == "finished":  # (it may wait, for the rows of neighbours)
         engine.reports.last_vocabularies()
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     if engine.progress.account.redone:
@@ -110,10 +110,13 @@ def _of_no_epoch(engine: Engine) -> str:
     position = position_in(progress.state_dict())
     if position is None:
         return f"{asked}, and no launch before has trained one"
+    stands = f"{asked}. The job stands at step {progress.step} ({position.words})"
+    if not position.is_complete:
+        return f"{stands}. What is left of epoch {position.epoch} is trained by a launch that asks for this epoch"
     return (
-        f"{asked}. The job stands at step {progress.step} ({position.words}). If it was to evaluate only, or a launch "
-        "that had finished was repeated, nothing is missing. Data of an earlier epoch that was never trained is "
-        f"trained in a later one: `for state.epoch in range({position.epoch + 1}, ...)`; or in its turn, after "
+        f"{stands}. If it was to evaluate only, or a launch that had finished was repeated, nothing is missing. Data "
+        "of an earlier epoch that was never trained is trained in a later one: `for state.epoch in "
+        f"range({position.epoch + 1}, ...)`. Corrected data of an earlier epoch is trained in its place, after "
         "`gba-hvd checkpoint rollback` to a checkpoint from before it"
     )
 

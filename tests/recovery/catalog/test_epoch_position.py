@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from recovery.catalog.chains import Chain, Skipped
 from recovery.catalog.epoch_position import EpochPosition, newest_before, position_of
 
 
@@ -27,17 +26,18 @@ def test_words(position: EpochPosition, words: str, is_complete: bool) -> None:
     assert (position.words, position.is_complete) == (words, is_complete)
 
 
-def chain(**about: Any) -> Chain:
-    manifest: Any = SimpleNamespace(about=about)
-    return Chain((manifest,))
+def saved(**about: Any) -> Any:
+    return SimpleNamespace(about=about)
 
 
 def test_the_newest_checkpoint_before_an_epoch() -> None:
     of_5, of_4 = ({"epoch": epoch, "steps_done": 3, "n_steps": 3} for epoch in (5, 4))
-    found = [chain(position=of_5), Skipped("damaged", "why"), chain(), chain(position=of_4), chain(position=of_4)]
+    found = [saved(position=of_5), saved(), saved(position=of_4), saved(position=of_4)]
     before = newest_before(found, 5)
-    assert before is not None and before[0] is found[3].newest and before[1] == EpochPosition(4, 3, 3)  # type: ignore[union-attr]
+    assert before is not None and before[0] is found[2] and before[1] == EpochPosition(4, 3, 3)
     assert newest_before(found, 4) is None
+    begun = saved(position={"epoch": 5, "steps_done": 0})
+    assert newest_before([begun, *found], 5) == (begun, EpochPosition(5, 0)), "as after a switch before its first step"
 
 
 @pytest.mark.parametrize("about", [{}, {"position": None}, {"position": {"epoch": "x"}}, {"position": 3}])

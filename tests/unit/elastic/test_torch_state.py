@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.catalog.epoch_position import position_of
 from recovery.catalog.rollback import plan_rollback, roll_back
-from recovery.format.manifest import from_json
+from recovery.format.manifest import from_json, to_json
 from recovery.storage.open import open_store
 from recovery.storage.store import manifest_names
 
@@ -241,6 +242,41 @@ def test_an_epoch_that_is_passed_over_between_two_launches_is_reported(
 
         train(job.state)
     assert found == [{"before": 3, "first": 4, "last": 4, "epoch": 5}]
+
+
+@pytest.mark.slow
+def test_the_rest_of_an_epoch_that_a_later_launch_leaves_out_is_reported(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    """Also where a launch asks for no epoch: it is to be finished first."""
+
+    def launch(epochs: list[int], n_steps: int = 9) -> list[str]:
+        job, found = training(epoch=0), list[str]()
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.message] * (event.kind in ("epoch_unfinished", "nothing_trained")))
+
+        job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            end = state.step + n_steps
+            for state.epoch in epochs:
+                for batch in gba_hvd.batches(clicks(50), state):
+                    job.micro_step(batch)
+                    if state.step == end:
+                        break
+
+        train(job.state)
+        return found
+
+    assert launch([4], n_steps=2) == []
+    (left,) = launch([])
+    assert "(epoch 4, 2 of 4 steps). What is left of epoch 4 is trained by a launch that asks for this epoch" in left
+    (left,) = launch([5])
+    assert "epoch 5 begins, and the launches before left epoch 4, 2 of 4 steps" in left
+    assert launch([6, 7]) == []
 
 
 def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
@@ -472,7 +508,9 @@ def test_an_epoch_of_other_data_is_refused_with_the_way_to_train_it_from_its_fir
         return [position.words for one in found if (position := position_of(one.newest))]
 
     def roll_back_as(error: StateMismatch) -> None:
-        found = re.search(r"`gba-hvd checkpoint rollback (\S+) (\S+)`\. Then give the same command again", str(error))
+        found = re.search(
+            r"`gba-hvd checkpoint rollback (\S+) (\S+) --yes`\. Then give the same command again", str(error)
+        )
         assert found is not None and found[1] == str(place), error
         store = open_store(str(place))
         roll_back(store, plan_rollback(store, f"manifests/{found[2]}.json"))
@@ -490,6 +528,34 @@ def test_an_epoch_of_other_data_is_refused_with_the_way_to_train_it_from_its_fir
         launch(1, 40)
     roll_back_as(raised.value)
     assert launch(1, 40) == 5
+
+
+@pytest.mark.slow
+def test_the_way_back_is_to_a_checkpoint_of_the_same_training(training: Any, clicks: Any, tmp_path: Path) -> None:
+    """Not to one from before it started over, nor is that proposed where checkpoints have no position."""
+    place = tmp_path / "saved"
+
+    def launch(epochs: list[int], n: int, **how: Any) -> None:
+        job = training(epoch=0)
+        job.state.register_callbacks([CheckpointCallback(str(place), policy="full", **how)])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            for state.epoch in epochs:
+                job.epoch(clicks(n))
+
+        train(job.state)
+
+    launch([0], 20)
+    launch([0, 1], 20, resume=False, keep_last=1)
+    with pytest.raises(StateMismatch, match=r"start over .* has no checkpoint from before epoch 1"):
+        launch([1], 30)
+    for path in (place / "manifests").iterdir():
+        manifest = from_json(path.read_bytes(), f"manifests/{path.name}")
+        about = {name: value for name, value in manifest.about.items() if name != "position"}
+        path.write_bytes(to_json(replace(manifest, about=about)))
+    with pytest.raises(StateMismatch, match=r"checkpoint ls \S+` names it\): `gba-hvd checkpoint rollback \S+ NAME"):
+        launch([1], 30)
 
 
 @pytest.mark.slow
