@@ -362,12 +362,17 @@ def _frames(
     labels = columns[1].numpy()
     if len(wrong := np.flatnonzero((labels != 0) & (labels != 1))):
         raise BadInput(
-            f"a label{at.of_task} must be 0 or 1, got {labels[wrong[0]]:g}{where(int(numbers[wrong[0]]))} in "
-            f"{len(wrong)} of {labels.size} samples of a batch"
+            f"a label{at.of_task} must be 0 or 1, got {_shortest(labels[wrong[0]])}{where(int(numbers[wrong[0]]))} "
+            f"in {len(wrong)} of {labels.size} samples of a batch"
         )
     logits = logits_of(columns[0].numpy(), activation)
     more = [column.numpy().astype(np.int64) for column in columns[2:]]
     return [logits, labels.astype(np.float32), *more]
+
+
+def _shortest(value: np.generic) -> str:
+    """With all its decimals; 2.0 as 2."""
+    return str(value).removesuffix(".0")
 
 
 def _mask(where: Any, n: int, at: _Position) -> Tensor:

@@ -63,8 +63,10 @@ def _instead(kind: pa.DataType, column: str) -> str:
     return "Write the column as int64"
 
 
-def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
+def check_numbers(schema: pa.Schema, column: str, url: str, *, may_be_missing: bool = False) -> None:
     kind = type_of(schema, column, url)
+    if may_be_missing and pa.types.is_null(kind):  # all are
+        return
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise BadInput(
             f"ParquetStream: {url}: column {column!r} has {kind}, expected numbers. Write it as float32, or "
@@ -109,8 +111,8 @@ def floats_of(column: pa.ChunkedArray, where: str, missing_becomes: float | None
     if len(bad := np.flatnonzero(~np.isfinite(values))):
         raise BadInput(
             f"{where}: {len(bad)} of {len(values)} values are NaN, infinite or beyond float32 (the first, at row "
-            f"{bad[0]} of the row group, is {exact[bad[0]]}), and so would be the loss. Replace them in the file; for "
-            "NaN missing_becomes= has a substitute"
+            f"{bad[0]} of the row group, is {exact[bad[0]]}), and so would be the loss. Replace them in the file"
+            + ("; for NaN missing_becomes= has a substitute" if np.isnan(values).any() else "")
         )
     return values
 
@@ -122,16 +124,20 @@ def _present(column: pa.ChunkedArray, where: str) -> np.ndarray:
 
 def _filled(column: pa.ChunkedArray, missing_becomes: float) -> np.ndarray:
     array = _one_array(column)
-    numbers = array.cast(pa.float32()) if pa.types.is_boolean(array.type) else array
+    is_number = not (pa.types.is_boolean(array.type) or pa.types.is_null(array.type))
+    numbers = array if is_number else array.cast(pa.float32())
     exact: np.ndarray = numbers.to_numpy(zero_copy_only=False)  # NaN for null
+    if exact.dtype == np.float16:
+        exact = exact.astype(np.float32)  # which the substitute may need
     return np.where(np.isnan(exact), missing_becomes, exact) if exact.dtype.kind == "f" else exact
 
 
 def label_of(column: pa.ChunkedArray, where: str, is_rating: bool) -> np.ndarray:
-    """float32 [n]. Raises BadInput for a null and for NaN; of ratings for a whole number that float32 does not hold,
-    of others for what is not 0 or 1."""
+    """float32 [n]. Raises BadInput for a null and for NaN; of ratings for what is not finite in float32, or a whole
+    number that float32 does not hold, of others for what is not 0 or 1."""
     exact: np.ndarray = _without_nulls(column, where, _WITHOUT_LABEL).to_numpy(zero_copy_only=False)
-    values = exact.astype(np.float32)
+    with np.errstate(over="ignore"):
+        values: np.ndarray = exact.astype(np.float32)
     if (n_nan := int(np.isnan(values).sum())) > 0:
         raise BadInput(
             f"{where}: {n_nan} of {len(values)} labels are NaN, which is a value that is missing. {_WITHOUT_LABEL}"
@@ -139,6 +145,11 @@ def label_of(column: pa.ChunkedArray, where: str, is_rating: bool) -> np.ndarray
     if not is_rating:
         _refuse_no_clicks(exact, where)
         return values
+    if len(bad := np.flatnonzero(np.isinf(values))):
+        raise BadInput(
+            f"{where}: {len(bad)} of {len(values)} labels are infinite or beyond float32 (the first, at row {bad[0]} "
+            f"of the row group, is {exact[bad[0]]}). Correct them, or leave these samples out"
+        )
     large = exact[np.abs(values) >= _WHOLE_IN_FLOAT32] if pa.types.is_integer(column.type) else exact[:0]
     if lost := [number for number in large.tolist() if int(np.float32(number)) != number]:
         raise BadInput(

@@ -130,8 +130,9 @@ class ParquetStream:
                 check_ids(file.schema, column, file.url, column in hashed)
                 refuse_nulls(file, column, "ids")
             for column in self.dense_names:
-                check_numbers(file.schema, column, file.url)
-                if column not in self.missing_becomes:
+                may_be_missing = column in self.missing_becomes
+                check_numbers(file.schema, column, file.url, may_be_missing=may_be_missing)
+                if not may_be_missing:
                     refuse_nulls(file, column, "dense")
             for column in self._labels:
                 check_numbers(file.schema, column, file.url)
@@ -170,8 +171,9 @@ class ParquetStream:
 
     @property
     def order_digest(self) -> int:
-        """A number, int64, that is another one where the files, their content or the window are others."""
-        return digest({"files": [file.digest for file in self._files], "window": self._window})
+        """A number, int64, another one where files, content, window or `missing_becomes` are others."""
+        becomes = {"missing_becomes": sorted(self.missing_becomes.items())} if self.missing_becomes else {}
+        return digest({"files": [file.digest for file in self._files], "window": self._window, **becomes})
 
     def will_read(self, now: Block, after: Block | None) -> None:
         """This process reads a lane: decode its row groups ahead. See `LanedDataset`."""

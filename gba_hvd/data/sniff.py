@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from gba_hvd.data import json_lines
+from gba_hvd.data.doubtful_values import TextsReadAs
 from gba_hvd.data.nested_json import nested_columns
 from gba_hvd.data.raw_rows import open_parquet
 from gba_hvd.data.recipe import Format
@@ -26,7 +27,9 @@ NAMES = {"\t": "tab", "::": "'::'", ",": "comma", ";": "';'", "|": "'|'", " ": "
 _LINES = 10_000
 _PROBE_BYTES = 4096
 _LEAST_AGREEING = 5  # tenths of the lines that a delimiter cuts into the same number of columns
-_WITH_COMMA = re.compile(r"[+-]?((\d*|\d{1,3}(\.\d{3})+),\d+(e[+-]?\d+)?|\d{1,3}(,\d{3})+(\.\d+)?)", re.IGNORECASE)
+_WITH_COMMA = re.compile(
+    r"[+-]?((\d*|\d{1,3}([. \u00a0\u202f]\d{3})+),\d+(e[+-]?\d+)?|\d{1,3}(,\d{3})+(\.\d+)?)", re.IGNORECASE
+)
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{8,}")
 
 
@@ -193,7 +196,7 @@ def why_no_number(sample: Sequence[str]) -> str | None:
     shown = ", ".join(dict.fromkeys(others[:3]))
     what, ids = "text", sum(bool(_HEX.fullmatch(value)) for value in sample)
     if have_commas(sample):
-        what, shown = "numbers with commas", " and ".join(dict.fromkeys(others[:3]))
+        what, shown = "numbers with commas", " and ".join(dict.fromkeys(_texts(sample)[:3]))
     elif ids * 10 >= len(sample) * 9:
         what = "ids in hexadecimal"
     finding = f"its values look like {what} ({shown})"
@@ -203,6 +206,14 @@ def why_no_number(sample: Sequence[str]) -> str | None:
 
 
 def have_commas(sample: Sequence[str]) -> bool:
-    """Whether the values of a column that are no numbers are some with commas: 59,12 or 1.234,5, 1,234 or 1,234.5."""
-    others = [value.strip() for value in sample if not is_number(value)]
+    """Whether the values of a column that are no numbers are some with commas: 59,12, 1.234,5 or 1 234,5, 1,234 or
+    1,234.5; what stands for a missing value is neither."""
+    others = _texts(sample)
     return sum(bool(_WITH_COMMA.fullmatch(value)) for value in others) * 10 >= len(others) * 9 > 0
+
+
+def _texts(sample: Sequence[str]) -> list[str]:
+    """The values that are no numbers and stand for no missing one."""
+    others = [value.strip() for value in sample if not is_number(value)]
+    missing = {"", *TextsReadAs.of("NaN", pa.array(others, pa.string())).texts.to_pylist()}
+    return [value for value in others if value not in missing]

@@ -340,12 +340,13 @@ def next_version(store: Store) -> Iterator[int]:
     store.put(claim, [b"claimed"])
     try:
         claims = [name for name in store.names(f"versions/{number:06d}-") if _CLAIM.fullmatch(name)]
-        if claims != [claim] or number in versions(store):  # (versions are listed after the claims)
+        names = store.names("versions/")  # listed after the claims
+        if claims != [claim] or version_name(number) in names or withdrawn_name(number) in names:
             raise StoreError(f"{store.url}: another process saves version {number} at the same time; save again")
         if others := sorted(store.names(_DELETES)):
             raise StoreError(
                 f"{store.url}: `gba-hvd model gc` or `rollback` deletes versions; save again when it has ended (if it "
-                f"was killed: `gba-hvd model gc URL --yes --force` removes {others[0]})"
+                f"was killed: that command with --yes --force removes {others[0]} and completes it)"
             )
         yield number
     finally:
@@ -368,8 +369,8 @@ def no_new_version(store: Store) -> Iterator[None]:
                 "another process deletes versions" if others[0].startswith(_DELETES) else "a save completes a version"
             )
             raise StoreError(
-                f"{store.url}: {what}; try again when it has ended (if it was killed: `gba-hvd model gc URL --yes "
-                f"--force` removes {others[0]})"
+                f"{store.url}: {what}; try again when it has ended (if it was killed: --yes --force removes "
+                f"{others[0]} first)"
             )
         yield
     finally:
@@ -404,6 +405,8 @@ def read_manifest(store: Store, version: int | str = "newest") -> ModelManifest:
         try:
             data = store.get(name)
         except NotFound as error:
+            if version == "newest" and versions(store) != there:  # withdrawn meanwhile
+                return read_manifest(store)
             raise BadInput(f"{store.url}: {name} was deleted meanwhile") from error
         if name == version_name(numbers[-1]) or not _is_cut_off(data):
             return from_json(data, name)

@@ -9,10 +9,11 @@ The newest version is the one with the largest number. So withdrawing is deletin
 
 | it ends | what is left |
 |---|---|
-| before the last deletion of 3 | the newest is as before, some between may be gone; the same command completes it |
+| before the last deletion of 3 | the newest is as before, some between may be gone |
 | after it | the earlier version is the newest |
-| before 4, killed | the mark as well: saves are refused until `gba-hvd model gc URL --yes --force` |
+| killed before the end of 4 | the mark as well, by which saves, withdrawing and deleting are refused |
 
+The same command completes it; killed, with --force, which removes the mark first.
 Objects stay, for readers that have a withdrawn version open, until `old_versions.delete_unneeded`.
 """
 

@@ -390,6 +390,40 @@ def test_infinity_is_no_missing_number(tmp_path: Path):
         taken(tmp_path, [0], columns, dense=["price"], missing_becomes={"price": 0})
 
 
+def test_infinity_is_answered_with_a_substitute_only_beside_nan(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "price": [1.0, float("inf"), 2.0]}
+    with pytest.raises(gba_hvd.BadInput, match=r"Replace them in the file$"):
+        taken(tmp_path, [0], columns, dense=["price"])
+    columns["price"][2] = float("nan")
+    with pytest.raises(gba_hvd.BadInput, match=r"in the file; for NaN missing_becomes= has a substitute$"):
+        taken(tmp_path, [0], columns, dense=["price"])
+
+
+@pytest.mark.parametrize("becomes", [31.1, 70000.0])
+def test_a_substitute_is_not_rounded_to_the_type_of_the_file(tmp_path: Path, becomes: float):
+    prices = pa.array(np.array([1.5, np.nan, 2], np.float16))
+    batch = taken(
+        tmp_path, [1], {"user": [5, 6, 7], "price": prices}, dense=["price"], missing_becomes={"price": becomes}
+    )
+    assert batch.dense.tolist() == [[float(np.float32(becomes))]]
+
+
+def test_a_column_whose_values_are_all_missing_is_filled(tmp_path: Path):
+    columns = {"user": [5, 6, 7], "price": pa.nulls(3)}
+    assert taken(tmp_path, [0, 2], columns, dense=["price"], missing_becomes={"price": 2}).dense.tolist() == [[2], [2]]
+    with pytest.raises(gba_hvd.BadInput, match="column 'price' has null, expected numbers"):
+        taken(tmp_path, [0], columns, dense=["price"])
+
+
+def test_other_substitutes_are_another_digest_in_any_order(files: list[str]):
+    def digest(**becomes: float) -> int:
+        return stream(files, dense=["price", "user"], missing_becomes=becomes).order_digest
+
+    assert digest() == stream(files, dense=["price", "user"]).order_digest
+    assert len({digest(), digest(price=1), digest(price=2), digest(user=1)}) == 4
+    assert digest(price=1, user=2) == digest(user=2, price=1)
+
+
 def test_what_missing_numbers_become_can_be_given_to_requests_too(files: list[str]):
     assert stream(files, missing_becomes={"price": 2}).missing_becomes == {"price": 2.0}
 
@@ -412,6 +446,11 @@ def test_files_without_a_label_give_batches_without_one(tmp_path: Path):
     [
         ({"click": [0.0, float("nan"), 1.0]}, "column 'click': 1 of 3 labels are NaN"),
         ({"click": [1, 2**24 + 1, 0], "ratings": ["click"]}, "labels are float32, .*one is 16777217"),
+        (
+            {"click": [1, float("inf"), 0], "ratings": ["click"]},
+            r"1 of 3 labels are infinite or beyond float32 \(the first, at row 1 of the row group, is inf\)",
+        ),
+        ({"click": [1, 2, -1e300], "ratings": ["click"]}, r"at row 2 of the row group, is -1e\+300\)"),
         ({"click": [0, None, 1]}, "column 'click': 1 of 3 values are missing. Leave these samples out"),
     ],
 )

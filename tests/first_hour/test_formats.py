@@ -206,14 +206,23 @@ def test_a_bad_value_now_and_then_makes_no_column_of_numbers_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [["59,12", "7", ",5", "-1,5e-3"], ["1.234,56", "1.234.567,8"], ["1,234", "12,345,678.9"]]
+    "numbers",
+    [
+        ["59,12", "7", ",5", "-1,5e-3"],
+        ["1.234,56", "1.234.567,8"],
+        ["1,234", "12,345,678.9"],
+        ["1 234,5", "1\u00a0234\u202f567,8"],
+        ["59,12", "", "NA", "1,5", "NULL"],
+    ],
 )
 def test_numbers_with_commas_are_recognised(numbers: list[str]) -> None:
     assert "its values look like numbers with commas (" in (why_no_number(numbers) or "")
     assert have_commas(numbers)
 
 
-@pytest.mark.parametrize("texts", [["red,blue"], ["1,2,3"], ["1,234,5"], ["12.34,5", "x"], ["7"], []])
+@pytest.mark.parametrize(
+    "texts", [["red,blue"], ["1,2,3"], ["1,234,5"], ["12.34,5", "x"], ["7"], ["NA", ""], ["12 34,5"], []]
+)
 def test_other_texts_and_plain_numbers_are_no_numbers_with_commas(texts: list[str]) -> None:
     assert not have_commas(texts)
 
@@ -233,4 +242,4 @@ def test_decimal_commas_are_refused_with_how_to_write_the_numbers(
     )
     assert "--numeric dwell: its values look like numbers with commas (59,12 and 3,5); 20 of 60 can be read" in reported
     assert "write them with a point before the decimals and nothing between thousands, such as 1234.5" in reported
-    assert "--categorical" not in reported
+    assert "(lists of ids: --multi 'dwell=,')" in reported and "--categorical" not in reported

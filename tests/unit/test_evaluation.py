@@ -243,6 +243,14 @@ class InFiles(Impressions):
         return ", ".join(f"{row // 10}.bin" for row in rows.tolist())
 
 
+@pytest.mark.parametrize(("label", "shown"), [(0.9999999, "0.9999999"), (2.0, "2"), (float("nan"), "nan")])
+def test_a_wrong_label_is_shown_with_all_its_decimals(training: Any, label: float, shown: str) -> None:
+    job, data = training(), Impressions(30)
+    data.click[12] = label
+    with pytest.raises(BadInput, match=f"must be 0 or 1, got {shown} "):
+        gba_hvd.evaluate(Towers(job.tables), data, job.state, tasks={"ctr": Task(output=0, label=lambda b: b.click)})
+
+
 @pytest.mark.parametrize(
     ("kind", "place"), [(Impressions, ""), (WithPlaces, ": shelf 1, box 7"), (InFiles, r": 1\.bin")]
 )

@@ -178,7 +178,8 @@ def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -
     for name in numeric:
         sample = looks.sample_of(names, name)
         if why := why_no_number(sample):
-            how = _WITHOUT_COMMAS if have_commas(sample) else f"make it --categorical {name}"
+            lists = f"(lists of ids: --multi '{name}=,')"
+            how = f"{_WITHOUT_COMMAS} {lists}" if have_commas(sample) else f"make it --categorical {name}"
             raise BadInput(f"--numeric {name}: {why}; {how} (file {looks.path})")
 
 

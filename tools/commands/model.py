@@ -127,13 +127,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     rollback.add_argument("url", metavar="URL", help="of the model")
     rollback.add_argument("version", type=int, metavar="VERSION", help="that is to be the newest")
     rollback.add_argument("--yes", action="store_true", help="do it, after every byte of the version was checked")
+    waits = "with --yes: no process saves or deletes there; what killed ones left, for which others wait, goes first"
+    rollback.add_argument("--force", action="store_true", help=waits)
     rollback.set_defaults(run=run_rollback)
     gc = _add(commands, "gc", "objects that no version names, and old versions: list them, or with --yes delete them")
     gc.add_argument("url", metavar="URL", help="of the model")
     keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
     gc.add_argument("--keep-last", type=int, metavar="N", help=keep)
     gc.add_argument("--yes", action="store_true", help="delete them")
-    waits = "with --yes: no process saves or deletes there; what killed ones left, for which others wait, goes first"
     gc.add_argument("--force", action="store_true", help=waits)
     gc.set_defaults(run=run_gc)
 
@@ -469,9 +470,12 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_rollback(args: argparse.Namespace) -> int:
+    from gba_hvd.serving.manifest import remove_marks
     from gba_hvd.serving.withdrawal import plan_withdrawal, withdraw
 
     store = store_of(args.url, args.option)
+    if _force(args):
+        remove_marks(store)
     plan = plan_withdrawal(store, args.version)
     if args.yes:
         _require_whole(store, plan.to)
@@ -502,6 +506,14 @@ def _described(manifest: ModelManifest) -> str:
     return f"version {manifest.version}, saved {saved}" + (f", of step {step:,}" if isinstance(step, int) else "")
 
 
+def _force(args: argparse.Namespace) -> bool:
+    from gba_hvd.errors import BadInput
+
+    if args.force and not args.yes:
+        raise BadInput("--force only comes with --yes: without it nothing is deleted")
+    return bool(args.force)
+
+
 def _require_whole(store: Store, manifest: ModelManifest) -> None:
     """Raises Damaged, naming what is wrong with the version."""
     from gba_hvd.serving.compare import verify_model
@@ -515,13 +527,10 @@ def _require_whole(store: Store, manifest: ModelManifest) -> None:
 
 
 def run_gc(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.old_versions import delete_unneeded, unneeded
 
-    store = store_of(args.url, args.option)
-    if args.force and not args.yes:
-        raise BadInput("--force only comes with --yes: without it nothing is deleted")
-    found = delete_unneeded(store, args.keep_last, force=args.force) if args.yes else unneeded(store, args.keep_last)
+    store, force = store_of(args.url, args.option), _force(args)
+    found = delete_unneeded(store, args.keep_last, force=force) if args.yes else unneeded(store, args.keep_last)
     if args.json:
         about = {"url": store.url, "deleted": args.yes, "versions": found.versions, "kept": found.kept}
         print(json.dumps({**about, "n_bytes": found.n_bytes, "objects": dict(found.objects)}, indent=2))

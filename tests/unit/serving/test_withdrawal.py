@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,20 @@ from gba_hvd_tools.cli import main
 
 import gba_hvd
 from gba_hvd import BadInput
-from gba_hvd.serving.manifest import next_version, no_new_version, read_manifest, versions, withdrawn_name
+from gba_hvd.serving.manifest import (
+    next_version,
+    no_new_version,
+    read_manifest,
+    version_name,
+    versions,
+    withdrawn_name,
+)
 from gba_hvd.serving.old_versions import delete_unneeded, unneeded
 from gba_hvd.serving.withdrawal import plan_withdrawal, withdraw
 from recovery.errors import StoreError
 from recovery.storage.open import open_store
-from tests.recovery.stores import Crash, FaultyStore
+from recovery.storage.store import Store
+from tests.recovery.stores import Crash, FaultyStore, RamStore
 from tests.unit.serving.conftest import CODE, batch, evaluated
 
 pytestmark = pytest.mark.slow  # three versions are saved for each
@@ -81,10 +90,65 @@ def test_where_it_dies_the_newest_is_the_old_or_the_new_one(
         withdraw(faulty, plan_withdrawal(faulty, 1))
     assert faulty.fired == faulty.planned
     assert read_manifest(store).version == newest
-    assert main(["model", "gc", str(folder), "--yes", "--force"]) == 0  # the mark
-    if newest != 1:
-        withdraw(store, plan_withdrawal(store, 1))
+    rows = store.names("rows/")
+    completes = main(["model", "rollback", str(folder), "1", "--yes", "--force"]) == 0
+    assert completes == (newest != 1) and store.names("rows/") == rows
     assert versions(store) == [1] and gba_hvd.save_model(model, folder, build=CODE).version == 4
+
+
+def test_a_killed_one_is_completed_by_force_only(three: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    store, rollback = open_store(three[1]), ["model", "rollback", str(three[1]), "1"]
+    mark = "versions/deletes-" + "ab" * 8
+    store.put(mark, [b"claimed"])
+    assert main([*rollback, "--yes"]) != 0
+    assert f"(if it was killed: --yes --force removes {mark} first)" in capsys.readouterr().err
+    assert main([*rollback, "--force"]) != 0 and "--force only comes with --yes" in capsys.readouterr().err
+    assert mark in store.names("versions/") and versions(store) == [1, 2, 3]
+    assert main([*rollback, "--yes", "--force"]) == 0
+    assert versions(store) == [1] and not store.names("versions/deletes-")
+
+
+class Meanwhile:
+    """A store where another process is done with something just before the first call of an operation."""
+
+    def __init__(self, store: Store, operation: str, other: Callable[[Store], None]) -> None:
+        self.url, self.names, self.delete = store.url, store.names, store.delete
+        self.put, self.get = store.put, store.get
+        call, self.others = getattr(store, operation), [other]
+
+        def after_other(*args: Any) -> Any:
+            if self.others:
+                self.others.pop()(store)
+            return call(*args)
+
+        setattr(self, operation, after_other)
+
+
+def test_a_save_does_not_take_a_number_that_was_withdrawn_since_it_looked() -> None:
+    store = RamStore()
+    store.put(version_name(3), [b"3"])
+
+    def saved_and_withdrawn(store: Store) -> None:
+        with next_version(store) as number:
+            store.put(version_name(number), [b"4"])
+        store.put(withdrawn_name(4), [b"withdrawn"])
+        store.delete([version_name(4)])
+
+    slow = Meanwhile(store, "put", saved_and_withdrawn)
+    with pytest.raises(StoreError, match="another process saves version 4"), next_version(slow):
+        pass
+    assert not slow.others and versions(store) == [3]
+    with next_version(store) as number:
+        assert number == 5
+
+
+def test_what_opens_the_model_while_its_newest_version_is_withdrawn_takes_the_earlier_one(three: Any) -> None:
+    store = open_store(three[1])
+    slow = Meanwhile(store, "get", lambda store: withdraw(store, plan_withdrawal(store, 2)))
+    assert read_manifest(slow).version == 2 and not slow.others
+    gone = Meanwhile(store, "get", lambda store: withdraw(store, plan_withdrawal(store, 1)))
+    with pytest.raises(BadInput, match=r"000002\.json was deleted meanwhile"):
+        read_manifest(gone, 2)
 
 
 def test_it_is_refused_while_a_save_completes_or_another_process_deletes(three: Any) -> None:
