@@ -108,10 +108,9 @@ def position_in(state: Mapping[str, Any]) -> EpochPosition | None:
     cursor, order = state["cursor"], state["order"]
     if cursor["epoch"] < 0:
         return None
-    n_segments = 1
-    if order is not None and order["n_shards"]:
-        is_of_it = order["epoch"] == cursor["epoch"]
-        n_segments = -(-order["n_shards"] // order["in_segment"]) if is_of_it else 0
+    n_segments = 0
+    if order is not None and order["epoch"] == cursor["epoch"]:
+        n_segments = -(-order["n_shards"] // order["in_segment"]) if order["n_shards"] else 1
     return EpochPosition(cursor["epoch"], cursor["steps_done"], cursor["n_steps"], cursor["segment"], n_segments)
 
 

@@ -122,7 +122,7 @@ class JobRun:
 
     def _tag_superseded(self, resumes: Sequence[Resume], applied: Sequence[Point]) -> None:
         if words := superseded_words(resumes, applied):
-            self.set_tags({SUPERSEDED_STEPS_TAG: words[:_MAX_TAG_CHARS]})
+            self.set_tags({SUPERSEDED_STEPS_TAG: words})
 
     def nest_under(self, parent_run_id: str) -> bool:
         """Make it a child of that run; False where there is none."""

@@ -45,6 +45,7 @@ _OF_CHOICE = {"overhead_full": "recovery_overhead_full", "overhead_partial": "re
 _LABEL_OF_CHOICE = ("strategy", "strategy_reason", *_OF_CHOICE, "pls_expected", "target_pls")
 _THEN = "samples_then"  # of the event `resumed`: that were applied in what the job resumed from
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
+_NAMED = 3  # of what resumes superseded, so many are named: MLflow limits tags and descriptions
 
 
 def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
@@ -136,7 +137,8 @@ def is_superseded(point: Point, resumes: Sequence[Resume]) -> bool:
 
 
 def superseded_words(resumes: Sequence[Resume], applied: Sequence[Point]) -> str:
-    """Which steps were trained again, and until when their points are superseded, newest resume first; may be empty.
+    """Which steps were trained again, and until when their points are superseded: the newest resumes first, older ones
+    as a number; may be empty.
 
     applied: all points of APPLIED, which say how far training had come
     """
@@ -149,7 +151,8 @@ def superseded_words(resumes: Sequence[Resume], applied: Sequence[Point]) -> str
             words.append(
                 f"steps {resume.step + 1:,} to {last:,} from before {until}: trained again from {resume.step:,}"
             )
-    return "; ".join(reversed(words))
+    earlier = [f"and {n:,} earlier ones" if n > 1 else "and an earlier one"] if (n := len(words) - _NAMED) > 0 else []
+    return "; ".join([*words[: -_NAMED - 1 : -1], *earlier])
 
 
 def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:

@@ -149,12 +149,15 @@ class RunHistory:
     def adds_an_epoch(self) -> bool:
         """Whether the newest scores are of the one epoch that was trained since the job had finished others: as of a
         job that is launched again for each day, with data of its own."""
-        scores = [(points[-1].ms, epoch) for (_, epoch), points in _reported_together(self.history).items()]
+        measured = _reported_together(self.history).items()
+        scores = [(points[-1].ms, epoch) for (_, epoch), points in measured if epoch is not None]
         newest_ms = max((ms for ms, _ in scores), default=0)
         ends = [recovery_records.ms_of(event) for event in self.events_of("finished") if "unix_s" in event]
         finished_ms = max((ms for ms in ends if ms < newest_ms), default=0)
         before, since = ({epoch for ms, epoch in scores if (ms > finished_ms) is late} for late in (False, True))
-        return len(since) == 1 and bool(before - since)
+        # `epoch` keeps its points where a score is measured again at the same step
+        known = before | {int(point.value) for point in self.history.get(EPOCH, ()) if point.ms <= finished_ms}
+        return len(since) == 1 and bool(before) and min(since) > max(known)
 
     @property
     def seconds(self) -> float | None:

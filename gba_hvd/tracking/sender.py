@@ -303,19 +303,19 @@ class Sender:
         why, is_first = dict[str, str](), "all launches of a job are one run, which its first launch"
         if job.get("names_run") and job["run_name"] != run.named:
             why["run_name"] = f"{is_first} called {run.named!r}. Rename it in MLflow, or leave run_name out"
-        if (
-            job.get("names_experiment")
-            and "experiment_id" not in not_there
-            and job["experiment"] != (put_into := run.asked_experiment())
-        ):
+        if "experiment_id" not in not_there and _asks_for_another_experiment(run, job):
             why["experiment"] = (
-                f"{is_first} put into the experiment {put_into!r}. For a run of its own give the job another name "
-                "(GBA_HVD_JOB_NAME) and place for checkpoints, else leave experiment out"
+                f"{is_first} put into the experiment {run.asked_experiment()!r}. For a run of its own give the job "
+                "another name (GBA_HVD_JOB_NAME) and place for checkpoints, else leave experiment out"
             )
-        for name in not_there:
-            kind = "run" if name == "parent_run_id" else "experiment"
-            why[name] = f"{redacted(self.status.tracking_uri or '')} has no {kind} with this id"
-        texts = {name: f"{name}={job[name]!r} is not used: {text}" for name, text in why.items()}
+        uri = redacted(self.status.tracking_uri or "")
+        if "parent_run_id" in not_there:
+            why["parent_run_id"] = f"{uri} has no run with this id"
+        if "experiment_id" in not_there:
+            is_in = f"the run is in the experiment {run.asked_experiment()!r}"
+            why["experiment_id"] = f"{uri} has no experiment with this id; {is_in}"
+        set_as = {"experiment_id": "MLFLOW_EXPERIMENT_ID"}
+        texts = {name: f"{set_as.get(name, name)}={job[name]!r} is not used: {text}" for name, text in why.items()}
         for name, text in texts.items():
             self._own_events.append(self._event(f"{name}_unused", text, "warning", {name: job[name]}))
             self._events_waiting = True
@@ -406,6 +406,15 @@ class Sender:
 
 def _as_signal(verdict: delivery.DeliveryVerdict) -> Exception:
     return Stopped(verdict.reason) if verdict.action is DeliveryAction.STOP else Blocked(verdict.reason)
+
+
+def _asks_for_another_experiment(run: JobRun, job: Record) -> bool:
+    """By its id where it is named so: a person may have renamed it."""
+    if not job.get("names_experiment"):
+        return False
+    if job.get("experiment_id"):
+        return bool(job["experiment_id"] != run.experiment_id)
+    return bool(job["experiment"] != run.asked_experiment())
 
 
 def _without_kind(record: Record) -> Record:

@@ -43,8 +43,9 @@ class Keep:
         for name, every in (("every_steps", self.every_steps), ("every_s", self.every_s)):
             if every is not None and not 0 < every < math.inf:
                 raise BadInput(f"{name} must be positive, got {every}")
-        if self.epochs is not None and (not 0 < self.epochs < math.inf or self.epochs % 1):
-            raise BadInput(f"epochs is a whole number of epochs, at least 1, got {self.epochs}")
+        is_whole = isinstance(self.epochs, int) and not isinstance(self.epochs, bool)
+        if self.epochs is not None and not (is_whole and self.epochs > 0):
+            raise BadInput(f"keep_epochs is a whole number of epochs, at least 1, got {self.epochs!r}")
 
 
 @dataclass(frozen=True)

@@ -673,10 +673,12 @@ def test_the_environment_names_an_experiment_by_its_id(
 ):
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     wanted = client(database).create_experiment("the team's")
+    state: dict[str, Any] = {}
 
     def launch(name: str, experiment_id: str) -> tuple[Any, str]:
         monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
         callback = patient(None, tracking_uri=database, spool_dir=tmp_path / "spool", system_metrics=False)
+        callback.load_state_dict(state)
         callback.on_job(job(name))
         callback.on_step(step(1))
         callback.on_end("FINISHED", None)
@@ -684,9 +686,17 @@ def test_the_environment_names_an_experiment_by_its_id(
 
     run, printed = launch("by id", wanted)
     assert run.info.experiment_id == wanted and "is not used" not in printed
+    client(database).rename_experiment(wanted, "the team's new name")
+    again, printed = launch("by id", wanted)
+    assert again.info.run_id == run.info.run_id and "is not used" not in printed
+    other = client(database).create_experiment("another team's")
+    state["run_id"] = run.info.run_id
+    assert 'experiment="another team\'s" is not used: all launches' in launch("by id", other)[1]
+    state.clear()
     run, printed = launch("no such one", "777")
     assert client(database).get_experiment(run.info.experiment_id).name == "gba-hvd"
-    assert f"experiment_id='777' is not used: {database} has no experiment with this id" in printed
+    is_in = "the run is in the experiment 'gba-hvd'"
+    assert f"MLFLOW_EXPERIMENT_ID='777' is not used: {database} has no experiment with this id; {is_in}" in printed
     events = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "a").splitlines()]
     assert [(one["event"], one["level"]) for one in events] == [("experiment_id_unused", "warning")]
 

@@ -139,6 +139,16 @@ def test_the_steps_that_were_trained_again_are_named():
     assert superseded_words(resumes[2:], applied[:1]) == ""
 
 
+@pytest.mark.parametrize(("n", "earlier"), [(3, ""), (4, "; and an earlier one"), (103, "; and 100 earlier ones")])
+def test_of_many_resumes_the_newest_are_named(n: int, earlier: str):
+    """Each after 2 steps more than are saved."""
+    applied = [Point(APPLIED, 0.0, 10 * i, i + 2) for i in range(n)]
+    words = superseded_words([Resume(i, 10 * i + 5) for i in range(n)], applied)
+    begins = re.findall(r"steps ([\d,]+) to", words)
+    assert begins == [f"{i + 1:,}" for i in range(n - 1, n - 4, -1)]
+    assert words.endswith(f": trained again from {n - 3:,}{earlier}")
+
+
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 20))
 def test_what_is_in_force_is_one_line_of_training(stops: list[int], more: int):
     """A job that resumes from any earlier step again and again: each step is there once, from its last doing."""

@@ -28,7 +28,7 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, ceiling, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
-from gba_hvd.tracking.recovery_records import metrics_of
+from gba_hvd.tracking.recovery_records import history_in_force, metrics_of
 from gba_hvd.tracking.report import overview, timeline
 from gba_hvd.tracking.report.next_steps import next_steps
 from gba_hvd.tracking.report.overview import headline, how_well, warnings, what_trained, what_went_wrong
@@ -431,6 +431,14 @@ BACK = {"event": "rows_restored", "step": 9, "message": "", "data": {"rows_resto
             "same command: it resumes from the newest checkpoint, so far of s",
         ),
         (story_of(TO_REPAIR, status="FAILED"), "Then start the same command."),
+        (
+            story_of(started(""), TO_REPAIR, status="FAILED"),
+            "Then start the same command.  The job saved no checkpoint, so it starts over.",
+        ),
+        (
+            story_of(SAVED, TO_REPAIR, {"event": "membership", "step": 46, "message": "", "data": {}}, status="FAILED"),
+            "Start the same command again: it resumes from the checkpoint of step 40.",
+        ),
         (story_of(SAVED, TO_REPAIR, started("/ck"), status="FAILED"), "it resumes from the checkpoint of step 40."),
         (story_of(OPEN), "Read the table of warnings (1 not over)"),
         (story_of(BACK), "Rows came back older than they were (PLS 0.25000)"),
@@ -501,6 +509,7 @@ def finished(unix_s: float) -> Record:
         ([1, 2], [], False),  # the launch before failed
         ([0, 1, 2], [15.0], False),  # two were added
         ([1, 1], [15.0], False),  # the same again
+        ([0, 1, 2, 2], [35.0], False),  # the last one of several
     ],
 )
 def test_an_epoch_with_data_of_its_own_gives_no_advice_on_the_number_of_epochs(
@@ -514,6 +523,20 @@ def test_an_epoch_with_data_of_its_own_gives_no_advice_on_the_number_of_epochs(
     assert table is not None and story.adds_an_epoch is adds
     assert ("the ones to quote" in table.note, "do not compare" in table.note) == (not adds, adds)
     assert any("more epochs may be better" in one.text for one in next_steps(story)) is not adds
+
+
+def test_a_score_measured_again_where_a_finished_job_is_launched_again_adds_no_epoch():
+    """At the same step, so the newest value is in force."""
+    reported = [(10, 10_000, 0), (20, 20_000, 1), (30, 30_000, 2), (30, 40_000, 2)]
+    points = {
+        "valid_auc": [Point("valid_auc", step / 100, ms, step) for step, ms, _ in reported],
+        "epoch": [Point("epoch", float(epoch), ms, step) for step, ms, epoch in reported],
+    }
+    story = story_of(finished(35.0), history=history_in_force(points))
+    assert len(story.history["valid_auc"]) == 3 and not story.adds_an_epoch
+    points["valid_auc"].append(Point("valid_auc", 0.4, 50_000, 40))
+    points["epoch"].append(Point("epoch", 3.0, 50_000, 40))
+    assert story_of(finished(35.0), finished(45.0), history=history_in_force(points)).adds_an_epoch
 
 
 def test_a_later_epoch_with_data_of_its_own_is_not_behind_the_best_one():

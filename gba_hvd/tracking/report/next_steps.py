@@ -24,6 +24,12 @@ class NextStep:
     command: str = ""
 
 
+_NO_CHECKPOINT = NextStep(
+    "The job saved no checkpoint, so it starts over. Register one, and the next failure costs minutes:",
+    "recovery.CheckpointCallback(URL, every_s=60)",
+)
+
+
 def next_steps(story: RunHistory) -> list[NextStep]:
     """The most urgent first."""
     if story.status not in _ENDED:
@@ -40,13 +46,13 @@ def _of_an_end(story: RunHistory) -> list[NextStep]:
     if story.status == "FINISHED":
         return []
     step, place = story.newest_checkpoint, story.checkpoint_place
-    newest = story.events_of("started", "failed", "interrupted", "not_saved")[-1:]
+    newest = story.events_of("started", "membership", "failed", "interrupted", "not_saved")[-1:]
     if newest and newest[0].get("data", {}).get("to_repair"):
         begins = "" if step is None else f": it resumes from the newest checkpoint, so far of step {step:,}"
         text = (
             f"Repair first what the job ended with, which is met again otherwise. Then start the same command{begins}."
         )
-        return [NextStep(text)]
+        return [NextStep(text), *([_NO_CHECKPOINT] if step is None and place == "" else [])]
     look = f"gba-hvd checkpoint ls {shlex.quote(place)}" if place else "gba-hvd checkpoint ls URL"
     if step is not None and story.reason == END_NOT_REPORTED:
         text = (
@@ -62,12 +68,7 @@ def _of_an_end(story: RunHistory) -> list[NextStep]:
             "none, but one may have been saved and not reported. See what is there:"
         )
         return [NextStep(text, look)]
-    return [
-        NextStep(
-            "The job saved no checkpoint, so it starts over. Register one, and the next failure costs minutes:",
-            "recovery.CheckpointCallback(URL, every_s=60)",
-        )
-    ]
+    return [_NO_CHECKPOINT]
 
 
 def _of_warnings(story: RunHistory) -> list[NextStep]:

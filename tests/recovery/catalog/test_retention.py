@@ -228,6 +228,8 @@ def test_whatever_is_left_can_still_be_restored(parents: list[int], data: st.Dat
         {"epochs": 0},
         {"epochs": 1.5},
         {"epochs": float("inf")},
+        {"epochs": "7"},
+        {"epochs": True},
     ],
 )
 def test_settings_without_sense_are_refused(bad: dict[str, int]) -> None:
