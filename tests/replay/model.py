@@ -172,18 +172,29 @@ class Dense:
             raise AssertionError(f"no formula for {self.kind}")
 
 
+_ROUNDING = 4 * 2.0**-24  # of some operations, each correct to half of the last bit
+
+
 @dataclass
 class Rows:
-    """One table [n, dim] under SGD, Adagrad, RowAdagrad or lazy Adam; `grad` of the touched rows only."""
+    """One table [n, dim] under SGD, Adagrad, RowAdagrad or lazy Adam; `grad` of the touched rows only.
+
+    rounding: [n], how far float32 may be from `values` for what was summed up to a gradient
+    """
 
     kind: str
     settings: dict[str, Any]
     values: np.ndarray
     slots: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def step(self, touched: np.ndarray, grad: np.ndarray, lr: float, step: int) -> None:
-        """touched: [k] distinct; grad: [k, dim]; step: of the job."""
+    def __post_init__(self) -> None:
+        self.rounding = np.zeros(len(self.values))
+
+    def step(self, touched: np.ndarray, grad: np.ndarray, lr: float, step: int, summed: np.ndarray) -> None:
+        """touched: [k] distinct; grad: [k, dim]; step: of the job. summed: [k], the magnitudes that grad is a sum of:
+        float32 has their rounding, which an adaptive optimizer magnifies where they cancel each other."""
         values = self.values.copy()  # what gradients were computed with stays readable
+        gain = lr  # of the values, by the gradient
         if self.kind == "SGD":
             values[touched] -= lr * grad
         elif self.kind in ("Adagrad", "RowAdagrad"):
@@ -194,7 +205,9 @@ class Rows:
             )
             total = self.slots.setdefault("sum", np.zeros_like(values))
             total[touched] += square
-            values[touched] -= lr * grad / (np.sqrt(total[touched]) + self.settings["eps"])
+            root = np.sqrt(total[touched]) + self.settings["eps"]
+            values[touched] -= lr * grad / root
+            gain = lr / root.min(axis=1)
         elif self.kind == "Adam":
             one, two = self.settings["betas"]
             m, v = (self.slots.setdefault(name, np.zeros_like(values)) for name in "mv")
@@ -202,6 +215,8 @@ class Rows:
             v[touched] = two * v[touched] + (1 - two) * grad**2
             root = np.sqrt(v[touched] / (1 - two**step)) + self.settings["eps"]
             values[touched] -= lr * m[touched] / (1 - one**step) / root
+            gain = lr * (1 - one) / (1 - one**step) / root.min(axis=1)
         else:
             raise AssertionError(f"no formula for {self.kind}")
+        self.rounding[touched] += gain * _ROUNDING * summed
         self.values = values

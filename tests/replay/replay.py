@@ -2,7 +2,8 @@
 
 Checked on the way: every micro-batch of every epoch is a member of exactly one step; a push that counts is not staler
 than the tolerance and one that is staler does not count; the values that a gradient was computed with are those of
-steps between the one it says and the one it became a member of. Then the end, to 1e-5: dense values, rows.
+steps between the one it says and the one it became a member of. Then the end, to 1e-5: dense values, rows. A row whose
+gradient is what is left of larger ones that cancel may be off by what their rounding in float32 becomes (`Rows`).
 
 Under rule look_ahead a gradient is computed with w(k) + 0.9 (w(k) - w(k-1)), w(k) the dense values after the last step
 k that moved them, if k was applied since the mode was entered; otherwise with w(k). The optimizer steps w as without a
@@ -11,7 +12,7 @@ rule.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ class Replay:
             raise Wrong(f"step {step.number}: scale {step.scale}, its samples are {sum(samples_of.values())}")
         dense = np.zeros_like(self.dense.values)
         rows: dict[str, dict[int, Any]] = {name: {} for name in self.tables}
+        summed: dict[str, dict[int, float]] = {name: defaultdict(float) for name in self.tables}
         contained: dict[str, Counter[int]] = {name: Counter() for name in self.tables}
         row_average = begin["row_average"]
         for run, micro, weight, push in step.members:
@@ -139,19 +141,22 @@ class Replay:
             for name, ids, grads in (("user", user, by_user), ("item", items, by_items)):
                 for row, grad in zip(ids.ravel().tolist(), grads.reshape(ids.size, -1), strict=True):
                     rows[name][row] = rows[name].get(row, 0.0) + weight * grad
+                    summed[name][row] += weight * float(np.abs(grad).max())
         if any(weight > 0 for _, _, weight, _ in step.members):  # else the optimizers do not step at all
             self.dense.step(step.scale * dense, step.lrs[0])
         for name, found in rows.items():
             if found:
                 touched = np.array(sorted(found))
                 grad = step.scale * np.array([found[row] for row in touched.tolist()])
+                size = step.scale * np.array([summed[name][row] for row in touched.tolist()])
                 if row_average != "global":
                     count = np.array([contained[name][row] for row in touched.tolist()])
                     grad *= len(step.members) / count[:, None]
+                    size *= len(step.members) / count
                 lr = step.row_lr
                 if name in self.own_lrs:
                     lr *= self.own_lrs[name] / self.default_lr
-                self.tables[name].step(touched, grad, lr, step.number)
+                self.tables[name].step(touched, grad, lr, step.number, size)
 
     def _check_weight(self, step: Step, weight: float, full: float, push: dict[str, Any] | None) -> None:
         stale = 0 if push is None else max(0, step.number - 1 - push["token"])
@@ -169,6 +174,7 @@ class Replay:
             table, ids = self.history[at][1][name].copy(), np.array(read_["rows"])
             found = np.array(read_["values"])
             off = np.min([np.abs(self.history[k][1][name][ids] - found) for k in range(at, step.number)], axis=0)
+            off -= self.tables[name].rounding[ids][:, None]
             if off.max() > TOLERANCE:
                 row = ids[np.unravel_index(off.argmax(), off.shape)[0]]
                 raise Wrong(
@@ -182,11 +188,13 @@ class Replay:
 
 
 def compare(replay: Replay, arrays: dict[str, np.ndarray]) -> float:
-    """The largest difference from what the job ended with. Raises Wrong above the tolerance."""
+    """The largest difference from what the job ended with, but for rounding. Raises Wrong above the tolerance."""
     own = {"dense": replay.dense.values, **{name: rows.values for name, rows in replay.tables.items()}}
     worst = 0.0
     for name, values in own.items():
         off = np.abs(arrays[name].astype(np.float64) - values) / np.maximum(1.0, np.abs(values))
+        if name in replay.tables:
+            off = np.maximum(0.0, off - replay.tables[name].rounding[:, None])
         worst = max(worst, float(off.max()))
         if not off.max() <= TOLERANCE:
             place = np.unravel_index(off.argmax(), off.shape)

@@ -21,7 +21,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.trace import TRACE
 
 from .facts import NotReplayable, Wrong, lines_of
-from .model import first_rows, order, order_in_lanes, permutation, seed_of
+from .model import Rows, first_rows, order, order_in_lanes, permutation, seed_of
 from .replay import TOLERANCE, replay
 
 Line = dict[str, Any]
@@ -62,6 +62,15 @@ def test_the_first_rows_are_the_same(tmp_path: Path) -> None:
         np.testing.assert_allclose(memory.flat[place : place + 5], first_rows(9, 5, 5, "item", 0.01)[4], atol=1e-9)
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RowAdagrad", "Adam"])
+def test_a_row_whose_gradient_is_what_is_left_of_larger_ones_may_be_off_by_their_rounding(kind: str) -> None:
+    """The first step of an adaptive optimizer has the size of the learning rate, also by a gradient of 1e-7."""
+    rows = Rows(kind, {"eps": 1e-10, "betas": (0.9, 0.999)}, np.zeros((3, 2)))
+    rows.step(np.array([0, 2]), np.array([[1e-7, -1e-7], [1e-3, 2e-3]]), 0.1, 1, np.array([1e-3, 1e-3]))
+    assert rows.rounding[1] == 0.0 < rows.rounding[2] < 1e-7
+    assert rows.rounding[0] < 1e-7 if kind == "SGD" else 1e-5 < rows.rounding[0] < 1e-3
 
 
 def traced_job(folder: Path, rule: str, row_average: str, **data: Any) -> Path:
