@@ -31,6 +31,7 @@ from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
 
 _TRY_AGAIN_S = 5.0
+_FORK_S = 120.0  # until Python has started and forked the server, which a busy machine may take long for
 
 # Pushes and steps take and release the same few MiB again and again. The C library's default gives them back to the
 # kernel each time, and every page that comes again is a page fault; so up to 128 MiB at the end of a heap stay.
@@ -139,7 +140,8 @@ def ensure_running(folder: Path, index: int) -> bool:
             (folder / f"ps-{index}.failed").unlink(missing_ok=True)
             subprocess.run(
                 [sys.executable, "-c", _START, str(folder), str(index)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True,
+                timeout=_FORK_S,
                 env=_KEEPS_MEMORY | environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
             )  # fmt: skip
     except FileNotFoundError:

@@ -103,7 +103,7 @@ def test_a_late_joiner_goes_on_when_the_only_worker_dies_while_it_joins(tmp_path
         wait_for(lambda: job.ended or len(joining(job)) == 2, "the late joiner", PATIENCE_S)
         os.kill(alone, signal.SIGSTOP)  # in the world that is to be formed
         (job.out / "the worker stands still").touch()
-        asks_again = "asking for a place in the next world"
+        asks_again = "asking for a place in the next one"
         wait_for(lambda: job.ended or asks_again in job.log(), "the late joiner to give that world up", PATIENCE_S)
         os.kill(alone, signal.SIGKILL)
         assert job.wait(PATIENCE_S) == 0, job.log()
