@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,26 @@ def test_bad_ranges_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_ranges() -> None:
     assert seeds("0:200") == range(200)
+
+
+def test_a_job_that_begins_in_allreduce_mode_reaches_its_first_switch_and_its_faults() -> None:
+    """Also where the mode that it switches to makes a step of each micro-batch."""
+    plans = [plan_of(seed) for seed in range(300)]
+    found = [plan for plan in plans if plan.mode == "allreduce" and "shadow" in plan.switch_at.values()]
+    assert len(found) > 10
+    for plan in found:
+        first, *later = map(int, plan.switch_at)
+        assert first < STEPS and [first, *later] == sorted([first, *later])
+        done = sum((b - a) * (6 if mode == "allreduce" else 1) for a, b, mode in intervals(plan))
+        assert done <= 6 * STEPS, "in micro-batches"
+    by_hand = plan_of(9079)
+    assert by_hand.switch_at == {"27": "shadow", "51": "allreduce"}  # drawn as 162 and 186 micro-batches
+    assert [one["at_step"] for one in by_hand.inside if one["kind"] == "kill"] == [59, 53]  # 234, 198
+
+
+def intervals(plan: FaultPlan) -> list[tuple[int, int, str]]:
+    """First step, last step and mode, up to the last fault."""
+    faults = [*plan.inside, *plan.outside]
+    last = max(int(fault.get("at_step", fault.get("from_step", 0))) for fault in faults)
+    changes = [(0, plan.mode), *((int(at), mode) for at, mode in plan.switch_at.items()), (10**6, "")]
+    return [(a, min(b, last), mode) for (a, mode), (b, _) in pairwise(changes) if a < last]

@@ -6,6 +6,7 @@ Faults of `gba_hvd.faults` happen in the workers (`inside`), all others come fro
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,34 @@ def _drawn(seed: int, mode: str) -> FaultPlan:
     of_data = _Draw(np.random.default_rng([seed, 23]))  # of numbers of its own, too
     data, features = of_data.one("log", "log", "parquet", "shards"), of_data.rng.random() < 0.3
     readers = int(of_data.one(0, 0, 1, 2))
+    if pace > 1 and not starts_asynchronous:
+        switch_at, inside, outside = _in_steps(switch_at, inside, outside, pace)
     return FaultPlan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
         draw.one(*ROW_AVERAGES), hashed, data, readers, features,
     )  # fmt: skip
+
+
+def _in_steps(
+    switch_at: Mapping[str, str], inside: Sequence[Mapping[str, Any]], outside: Sequence[Mapping[str, Any]], pace: int
+) -> tuple[dict[str, str], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same, of a job that begins in allreduce mode, where a step is `pace` of the micro-batches that were drawn."""
+    switches = [(int(at), mode) for at, mode in switch_at.items()]
+
+    def step_of(drawn: int) -> int:
+        step, since, mode = 0, 0, "allreduce"
+        for at, then in [*switches, (drawn, "")]:
+            until = min(at, drawn)
+            step += (until - since) // (pace if mode == "allreduce" else 1)
+            since, mode = until, then
+        return step
+
+    def moved(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: step_of(v) if k in ("at_step", "from_step") else v for k, v in fault.items()} for fault in faults]
+
+    return {str(step_of(at)): mode for at, mode in switches}, moved(inside), moved(outside)
 
 
 class _Draw:
