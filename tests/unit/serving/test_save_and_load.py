@@ -492,9 +492,9 @@ def test_a_single_value_is_no_column_and_columns_that_are_not_needed_may_be_anyt
 
 def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 4)
+        patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 5)
         gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
-    with pytest.raises(BadInput, match="is in format 4, and this program reads formats up to 3: install"):
+    with pytest.raises(BadInput, match="is in format 5, and this program reads formats up to 4: install"):
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
