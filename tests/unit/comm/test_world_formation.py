@@ -212,7 +212,7 @@ def test_an_end_that_waits_for_a_world_reports_it_before_the_end(held: Any, monk
     assert (late.level, late.data["seconds"]) == ("warning", 50.0)
     assert late.message.startswith("the training is over, but this process has to wait: workers came or went shortly")
     assert "Nothing is lost by it, and nothing needs to be done" in late.message
-    assert [event.kind for event in held.reported.received[-2:]] == ["world_late", "finished"]
+    assert [event.kind for event in held.reported.received[-3:]] == ["world_late", "nothing_trained", "finished"]
     assert held.reported.ended == len(held.reported.received)
 
 

@@ -100,7 +100,9 @@ def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> 
     assert (job.report(0).state, job.report(1).state) == ("done", "part")
     (chain,) = job.checkpoints()
     assert (chain.newest.step, chain.newest.samples, chain.newest.about["last_gasp"]) == (STEP, 96 * STEP, True)
-    assert position_of(chain.newest) == EpochPosition(2, 3, 8), "not that at which the workers' world had formed"
+    assert position_of(chain.newest) == EpochPosition(2, 3, 8, n_segments=0), (
+        "not that at which the workers' world had formed"
+    )
     assert missed_in(chain, job, job.memories[0]) == 5
     rows = ShardRows(job.memories[0], lambda: [0, 1, 2], filling=True)
     assert [rows.slab(0, shard).columns[0][0, 0] for shard in range(3)] == [0.0, 11.0, 2.0]
