@@ -222,6 +222,7 @@ def test_a_column_that_is_not_there_is_named(encoder: tuple[RowEncoder, str]) ->
             its.columns([one_row(format), row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["text", [1, 2], 7, None])
 def test_what_are_no_rows(encoder: tuple[RowEncoder, str], rows: Any) -> None:
     with pytest.raises(BadInput, match="expected rows: a list of mappings, one mapping or a pandas DataFrame, got "):

@@ -157,6 +157,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_guessed_is_said_with_the_option_that_mends_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -49,7 +49,7 @@ def ram() -> RamStore:
     return RamStore()
 
 
-@pytest.fixture(params=["ram", "local", "memory", "s3"])
+@pytest.fixture(params=["ram", "local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """Each kind of store in turn, empty."""
     if request.param == "ram":

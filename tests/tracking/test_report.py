@@ -613,6 +613,7 @@ def checkpoint_of(k: int, **best: Any) -> dict[str, Any]:
     return {**SAVED, "step": k, "data": {**SAVED["data"], "saved_step": k, "manifest": f"m{k}", **about}}
 
 
+@pytest.mark.slow
 def test_a_best_model_that_was_not_saved_is_a_warning_that_holds_and_the_best_one_that_is_has_its_own_value():
     missed = {"best_unsaved_step": 10, "best_unsaved_value": 0.8, "best_unsaved_why": "no server"}
     text = "the best model, valid_auc 0.8000 of step 10, was not saved: no server"
@@ -658,6 +659,7 @@ def test_lines_differ_without_their_colours():
     assert len(set(signs)) == len(signs)
 
 
+@pytest.mark.slow
 def test_every_colour_of_a_picture_has_one_for_dark_ground(whole_page: str):
     for data in re.findall(r"base64,([^\"]+)", whole_page):
         svg = base64.b64decode(data).decode()
@@ -680,6 +682,7 @@ def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_f
     assert [row[3] for row in table(story, "Warnings")] == ["since step 5"]
 
 
+@pytest.mark.slow
 def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
     text = Page(whole_page).text
     assert "Throughput and workers. The ground shows the mode. Upright lines show what happened." in text
@@ -743,6 +746,7 @@ def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyP
     assert "Rounds that keep the replicas" in page(from_files(tmp_path))
 
 
+@pytest.mark.slow
 def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spool: Path, whole_page: str):
     story = from_files(spool)
     assert table(whole_page, "Decisions of mode") == [
@@ -753,6 +757,7 @@ def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spo
     assert [point.value for point in story.history[g.GAIN]][:1] == [1.02]
 
 
+@pytest.mark.slow
 def test_the_delays_and_what_the_papers_measure_are_on_the_page(spool: Path, whole_page: str):
     story = from_files(spool)
     for metric in (g.DENSE_AGE_MEAN, f"{g.GAP}0", f"{g.GAP_IN_STEPS}0", g.ELP, g.BYTES_SENT, g.BYTES_RECEIVED):
@@ -866,6 +871,7 @@ def test_the_newest_decisions_about_compressing_are_shown_in_their_words():
     ]
 
 
+@pytest.mark.slow
 def test_a_run_without_compression_or_other_hosts_has_no_heading_for_them(whole_page: str):
     nothing_selected = traffic(10, {}, density={}, row_density=[0.0, 0.0])
     for text in (whole_page, page(history_of()), page(history_of(nothing_selected))):

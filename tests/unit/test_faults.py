@@ -117,6 +117,7 @@ def test_gamma_times_of_one_worker_leave_the_others_alone_and_go_by_the_step_wit
     assert faults.service(1, 4, 0.0) == faults.service(1, 4, 0.0, micro=4) != faults.service(1, 5, 0.0)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 5), st.integers(0, 30), st.floats(0, 10))
 def test_nobody_ever_sleeps_less_than_nothing(rank: int, step: int, seconds: float) -> None:
     assert EVERYTHING.service(rank, step, seconds) >= 0

@@ -213,6 +213,7 @@ def test_a_checkpoint_that_the_job_deletes_says_so(ram: RamStore) -> None:
     assert recovery.open_checkpoint(ram).name == saver.made[-1].name
 
 
+@pytest.mark.slow
 def test_what_is_deleted_between_listing_and_opening_is_looked_for_again(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     saver = saved(store, 1)

@@ -87,6 +87,7 @@ def test_a_chain_of_deltas_comes_back_as_its_newest_save(ram: RamStore, level: i
     assert saver.made[1].n_bytes < saver.made[0].n_bytes / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_in", SHARDS)
 @pytest.mark.parametrize("n_shards", SHARDS)
 def test_any_number_of_shards_goes_into_any_other(ram: RamStore, saved_in: int, n_shards: int) -> None:
@@ -98,6 +99,7 @@ def test_any_number_of_shards_goes_into_any_other(ram: RamStore, saved_in: int, 
     assert_same(values(rows), expected[-1])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 200))
 def test_every_row_of_a_shard_is_spread_to_where_it_belongs(saved_in: int, n_shards: int, n_rows: int) -> None:
     found = {}

@@ -93,6 +93,7 @@ def test_a_bucket_that_is_missing_is_named(s3_options: dict[str, Any]) -> None:
         check(open_store("s3://absent/job", timeout_s=100, tries=1, **s3_options))
 
 
+@pytest.mark.slow
 def test_without_credentials_the_message_says_where_to_put_them(
     s3_options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

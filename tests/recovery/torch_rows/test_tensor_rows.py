@@ -210,6 +210,7 @@ def test_the_rest_of_another_model_is_refused() -> None:
         load_dense_state(model, optimizer, rows, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "delta"])
 @pytest.mark.parametrize("dies", [0, 3, 5, 6, 11])
 def test_a_run_that_is_interrupted_and_resumed_ends_as_one_that_is_not(ram: RamStore, policy: str, dies: int) -> None:

@@ -119,6 +119,7 @@ def test_the_settings_say_what_the_short_names_mean() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_peers_train_the_dlrm_with_sparse_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(SHAPES["dlrm"], tables=dict.fromkeys(SHAPES["dlrm"].tables, 50))
     monkeypatch.setitem(SHAPES, "dlrm", shape)

@@ -190,6 +190,7 @@ def test_verify_names_each_damaged_part(saved: Saved, capsys: pytest.CaptureFixt
     assert "2 damaged" in said(capsys, "verify", saved.url, status=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["gone", "longer", "shorter", "manifest", "base"])
 def test_verify_finds_what_is_gone_or_of_another_length(
     saved: Saved, damage: str, capsys: pytest.CaptureFixture[str]
@@ -308,6 +309,7 @@ def test_a_rollback_to_a_damaged_one_is_refused(saved: Saved, capsys: pytest.Cap
     assert open_store(saved.url).names("") == before
 
 
+@pytest.mark.slow
 def test_delete_deletes_all_only_when_asked(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(saved.url)
     before = store.names("")
@@ -322,6 +324,7 @@ def test_delete_deletes_all_only_when_asked(saved: Saved, capsys: pytest.Capture
     assert said(capsys, "delete", saved.url, "--yes") == f"{saved.url}: no checkpoints\n"
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_locations_of_several_jobs_is_refused_and_names_them(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

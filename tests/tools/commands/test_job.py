@@ -399,6 +399,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, start: Start) -> list[tuple[str, str]
     return mode_requests
 
 
+@pytest.mark.slow
 def test_a_switch_is_asked_for_and_waited_for(
     asked: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

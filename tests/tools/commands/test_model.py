@@ -130,6 +130,7 @@ def test_an_example_may_import_what_is_beside_its_file(
     assert "example='nowhere.py:make': nowhere.py cannot be read" in said(capsys, *how, "nowhere.py:make", status=1)
 
 
+@pytest.mark.slow
 def test_installed_modules_stay_also_where_the_environment_is_beside_the_example(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_still_run() -> None:
     assert "no telescope" in findings[0].found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["ok", "ok"], 0), (["ok", "warning"], 0), (["ok", "FAIL"], 1)])
 def test_only_a_failure_makes_the_exit_status_one(
     statuses: list[Any], exit_status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

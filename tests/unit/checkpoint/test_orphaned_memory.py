@@ -234,6 +234,7 @@ def test_what_is_in_a_memory_is_its_rows_and_its_state(memory: ShardMemory) -> N
 # --- a last checkpoint -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_is_refused_beside_a_process_that_is_not_its_own(memory: ShardMemory) -> None:
     """The memory is open in this process."""
     words = rf"a running job \(process {os.getpid()}\) uses .*GBA_HVD_JOB_ID"
@@ -243,6 +244,7 @@ def test_a_job_is_refused_beside_a_process_that_is_not_its_own(memory: ShardMemo
         orphaned_memory.refuse_if_in_use(memory.folder, {1}, "another")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("there", "words"), [(1, "a running job in another container .* pid namespace"), (0, "")])
 def test_a_job_is_refused_beside_processes_that_have_no_number_here(
     memory: ShardMemory, monkeypatch: pytest.MonkeyPatch, there: int, words: str

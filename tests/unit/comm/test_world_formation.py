@@ -132,6 +132,7 @@ def test_survivors_learn_how_long_training_stood_still(training: Any, monkeypatc
     assert "warning, over: [world late] step 0: the world of 1 worker took 80 s, in which it broke up" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_beside_an_asynchronous_mode_it_is_reported_meanwhile_and_when_the_world_stands(training: Any) -> None:
     job, reported = training(epoch=0), Events()
     state, engine = job.state, job.state.engine

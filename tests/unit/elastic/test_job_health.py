@@ -118,6 +118,7 @@ def test_what_a_callback_cannot_do_is_shown_until_it_can(tmp_path: Path) -> None
     assert shown(tmp_path)["problems"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 5000, "\u2028" * 5000])
 def test_the_newest_warnings_are_shown_where_there_is_no_room_for_all(tmp_path: Path, text: str) -> None:
     one = health(tmp_path)

@@ -279,6 +279,7 @@ def test_the_rest_of_an_epoch_that_a_later_launch_leaves_out_is_reported(
     assert launch([6, 7]) == []
 
 
+@pytest.mark.slow
 def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clicks: Any) -> None:
     job, said = training(epoch=0), []
 

@@ -40,6 +40,7 @@ def test_distinct_keys_are_numbered_by_first_appearance(keys: list[int]) -> None
     assert found[number].tolist() == keys
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 30), max_size=60), max_size=5))
 def test_keys_of_several_tables_are_numbered_as_all_of_them_at_once(parts: list[list[int]]) -> None:
     keys = np.array([1000 * i + key for i, some in enumerate(parts) for key in some], dtype=np.int64)

@@ -185,6 +185,7 @@ def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(
         assert (job.state.step, job.state.samples.applied, job.state.samples.shard_steps_missed) == (8, 100, 0)
 
 
+@pytest.mark.slow
 def test_rows_that_leave_with_their_host_start_over_and_are_counted(
     workers: Workers, on_host: Any, clicks: Any
 ) -> None:

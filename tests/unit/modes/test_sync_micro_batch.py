@@ -228,6 +228,7 @@ def test_rows_of_bags_count_once_for_each_micro_batch_that_has_them(make_tables:
     assert found.values[:, 0].tolist() == [2.0, 1.0, 1.0, 2.0]  # user 5, user 6, item 0, item 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"mode": "gba"}, {"mode": "async", "switch_at": {9: "gba"}}], ids=str)
 def test_a_job_of_asynchronous_modes_only_refuses_it(training: Any, settings: dict[str, Any]) -> None:
     job = training(more={"sync_micro_batch": 8})

@@ -86,6 +86,7 @@ def at_router(router: TcpRouter, *others: TcpDealer) -> tuple[bytes, list[bytes]
     return peer, [bytes(frame) for frame in frames]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(0,), (5,), (0, 7, 0), (100_000, 3), (LIMIT,) * 9, tuple(range(1500))], ids=lambda sizes: str(len(sizes))
 )

@@ -260,6 +260,7 @@ def test_ids_that_a_function_finds_are_looked_at(training: Callable[..., Any]):
         next(gba_hvd.batches(dataset, job.state, ids=lambda batch: {"user": torch.zeros(3).long()}))
 
 
+@pytest.mark.slow
 def test_reading_ahead_changes_no_value(training: Callable[..., Any], clicks: Callable[..., Any]):
     plain, ahead = training(), training()
     for _ in range(2):

@@ -211,6 +211,7 @@ def stopped(training: Callable[..., Any], steps_done: int) -> Any:
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_done", [0, 1])
 @pytest.mark.parametrize("segment_of_order", [1, 2])  # in an asynchronous mode rank 0 may be behind
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
 Trained = Callable[..., nn.Module]
 
 
+@pytest.mark.slow
 def test_all_that_versions_name_is_kept(three: Any) -> None:
     store = open_store(three[1])
     assert (unneeded(store).versions, dict(unneeded(store).objects)) == ((), {})
@@ -37,6 +38,7 @@ def test_all_that_versions_name_is_kept(three: Any) -> None:
     assert set(before) - set(store.names("")) == {"rows/ab/" + "ab" * 32}
 
 
+@pytest.mark.slow
 def test_old_versions_go_with_what_only_they_name(three: Any) -> None:
     model, folder = three
     store = open_store(folder)
@@ -50,6 +52,7 @@ def test_old_versions_go_with_what_only_they_name(three: Any) -> None:
     assert gba_hvd.save_model(model, folder, build=CODE).version == 4
 
 
+@pytest.mark.slow
 def test_nothing_goes_where_it_is_not_known_what_is_needed(three: Any, tmp_path: Path) -> None:
     store = open_store(three[1])
     path = three[1] / "versions" / "000002.json"
@@ -66,6 +69,7 @@ def test_nothing_goes_where_it_is_not_known_what_is_needed(three: Any, tmp_path:
     assert store.names("") == before
 
 
+@pytest.mark.slow
 def test_a_save_whose_objects_were_deleted_meanwhile_is_refused(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +91,7 @@ def test_a_save_whose_objects_were_deleted_meanwhile_is_refused(
     assert not verify_model(store, read_manifest(store))
 
 
+@pytest.mark.slow
 def test_a_save_that_comes_while_objects_are_deleted_is_refused(three: Any) -> None:
     model, store = three[0], open_store(three[1])
     with no_new_version(store), pytest.raises(StoreError, match="save again when it has ended"):
@@ -95,6 +100,7 @@ def test_a_save_that_comes_while_objects_are_deleted_is_refused(three: Any) -> N
     assert gba_hvd.save_model(model, three[1], build=CODE).version == 4
 
 
+@pytest.mark.slow
 def test_what_people_put_beside_the_model_stays(three: Any) -> None:
     store = open_store(three[1])
     foreign = ["rows/export.parquet", "files/thesis.pdf", "rows/ab/" + "g" * 64]
@@ -104,6 +110,7 @@ def test_what_people_put_beside_the_model_stays(three: Any) -> None:
     assert set(foreign) <= set(store.names(""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["versions/deletes-" + "ab" * 8, "versions/000004-" + "ab" * 8])
 def test_what_a_killed_process_left_is_removed_by_force(three: Any, left: str) -> None:
     model, folder = three
@@ -123,6 +130,7 @@ def test_what_a_killed_process_left_is_removed_by_force(three: Any, left: str) -
     assert gba_hvd.save_model(model, folder, build=CODE).version == 4
 
 
+@pytest.mark.slow
 def test_the_command_deletes_only_when_asked(three: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gc = ["model", "gc", str(three[1]), "--keep-last", "1"]
     assert main(gc) == 0

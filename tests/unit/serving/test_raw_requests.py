@@ -152,6 +152,7 @@ def saved(job_memory: Callable[..., None], tmp_path: Path) -> Saved:
     return Saved(model, tmp_path / "m", raw, one, columns, log_model)
 
 
+@pytest.mark.slow
 def test_a_model_takes_raw_values_where_the_prepared_data_is_gone(saved: Saved) -> None:
     opened = gba_hvd.open_model(saved.url)
     assert np.array_equal(opened.predict(saved.raw)["score"], saved.scores) and len(set(saved.scores)) == 3
@@ -168,6 +169,7 @@ def test_a_model_takes_raw_values_where_the_prepared_data_is_gone(saved: Saved) 
         opened.predict({**saved.raw.to_dict("list"), "user": ["u7"]})
 
 
+@pytest.mark.slow
 def test_the_example_of_a_request_is_raw_and_has_the_ids_of_the_input_example(saved: Saved) -> None:
     opened = gba_hvd.open_model(saved.url)
     assert opened.example is not None and opened.encoder is not None
@@ -201,6 +203,7 @@ def test_files_of_raw_values_are_scored(saved: Saved, name: str) -> None:
     assert found["request"].tolist() == [1, 2, 3] and found["user"].tolist() == ["u7", "8", "u7"]
 
 
+@pytest.mark.slow
 def test_a_bad_raw_value_of_a_file_is_named(saved: Saved) -> None:
     source = saved.url.parent / "in.jsonl"
     rows = saved.raw.assign(age=["-2", "2", "7"]).to_dict("records")
@@ -209,6 +212,7 @@ def test_a_bad_raw_value_of_a_file_is_named(saved: Saved) -> None:
         score_file(gba_hvd.open_model(saved.url), source, saved.url.parent / "out.csv")
 
 
+@pytest.mark.slow
 def test_columns_are_not_hashed_beside_an_encoder(saved: Saved) -> None:
     opened = gba_hvd.open_model(saved.url)
     with pytest.raises(BadInput, match="--hashed user: the model has the encoder of the training data"):
@@ -228,6 +232,7 @@ def test_a_server_takes_raw_values_or_ids(saved: Saved) -> None:
     assert np.array_equal(_Scorer(opened, [], True).predict(ids)["score"], saved.scores)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_encoder_too(saved: Saved) -> None:
     how, url = saved.log_model, saved.url.parent / "exported"
     gba_hvd.export_model(
@@ -237,6 +242,7 @@ def test_an_export_has_the_encoder_too(saved: Saved) -> None:
     assert np.array_equal(gba_hvd.open_model(url).predict(saved.raw)["score"], saved.scores)
 
 
+@pytest.mark.slow
 def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     saved.log_model.check(saved.model)
     assert isinstance(saved.log_model.encoder, RowEncoder)
@@ -250,6 +256,7 @@ def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pyte
     assert [one for one in facts["requirements"] if one.startswith("pyarrow==")]
 
 
+@pytest.mark.slow
 def test_an_encoder_of_other_data_is_refused(saved: Saved) -> None:
     log_model = saved.log_model
     how: dict[str, Any] = {"build": log_model.build, "arguments": log_model.arguments, "encoder": log_model.encoder}
@@ -280,6 +287,7 @@ SIZES = [({"user": 2}, "'user' has 3 ids, .* 2 rows"), ({"user": 4}, "'user' has
          ({"item": 51}, "'item' has 50 ids, .* 51 rows"), ({"age": 4}, "'age' has 5 ids, .* 4 rows")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "words"), SIZES)
 def test_an_encoder_of_another_size_is_refused_where_it_is_saved(
     saved: Saved, job_memory: Callable[..., None], rows: dict[str, int], words: str
@@ -292,6 +300,7 @@ def test_an_encoder_of_another_size_is_refused_where_it_is_saved(
         dataclasses.replace(saved.log_model, arguments=how["arguments"]).check(model)
 
 
+@pytest.mark.slow
 def test_an_encoder_of_another_size_is_refused_before_it_makes_ids(
     saved: Saved, job_memory: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,12 +315,14 @@ def test_an_encoder_of_another_size_is_refused_before_it_makes_ids(
     assert len(opened.predict(saved.columns, encoded=True)["score"]) == 3
 
 
+@pytest.mark.slow
 def test_a_table_may_have_more_rows_than_ids_of_the_input(saved: Saved, job_memory: Callable[..., None]) -> None:
     model, how = of_size(saved, job_memory, age=9)
     gba_hvd.save_model(model, saved.url, encoder=saved.log_model.encoder, **how)
     assert len(gba_hvd.open_model(saved.url).predict(saved.raw)["score"]) == 3
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_is_damaged_is_named(saved: Saved) -> None:
     store = open_store(saved.url)
     manifest = read_manifest(store)
@@ -325,6 +336,7 @@ def test_a_vocabulary_that_is_damaged_is_named(saved: Saved) -> None:
         opened.predict(saved.raw)
 
 
+@pytest.mark.slow
 def test_only_a_model_with_an_encoder_is_in_a_format_that_earlier_versions_refuse(saved: Saved) -> None:
     how = saved.log_model
     gba_hvd.save_model(saved.model, saved.url, build=how.build, arguments=how.arguments)
@@ -437,6 +449,7 @@ def test_a_csv_request_has_ids_as_they_are_written(padded: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_server_of_ids_reads_no_vocabulary(saved: Saved) -> None:
     for vocabulary in (saved.url / "files").glob("*.arrow"):
         vocabulary.unlink()

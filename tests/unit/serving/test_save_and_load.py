@@ -498,6 +498,7 @@ def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: p
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", ["memory", "mmap"])
 @pytest.mark.parametrize("how", ["truncated", "longer", "gone"])
 def test_a_shard_that_is_not_what_was_saved(trained: Trained, tmp_path: Path, tables: str, how: str) -> None:

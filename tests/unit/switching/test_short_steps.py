@@ -78,6 +78,7 @@ def test_two_stops_move_nothing_and_one_long_one_counts_as_the_next() -> None:
     assert 0 < short.stopped().workers[1] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [4.2, 5.0, 20.0])
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
 def test_a_worker_that_is_slow_from_now_on_is_not_stopped(mode: str, factor: float) -> None:
@@ -92,6 +93,7 @@ def test_a_worker_that_is_slow_from_now_on_is_not_stopped(mode: str, factor: flo
         assert max(short.stopped().workers, default=0.0) < 0.05, now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("look_s", "stop_s", "period_s"), [(0.005, 0.3, 1.0), (0.01, 0.5, 1.0), (0.03, 1.2, 2.4), (0.05, 2.0, 3.0)]
 )
@@ -176,6 +178,7 @@ def test_auto_enters_gba_for_a_worker_that_is_stopped_and_continued(waits_too: b
     assert at_s is not None and at_s < 8.0
 
 
+@pytest.mark.slow
 def test_auto_stays_in_gba_while_the_worker_is_stopped_and_continued() -> None:
     callback, now_s, number = GBACallback(trial_budget=0.0), 0.0, 1000
     callback.switched("gba", number)

@@ -31,6 +31,7 @@ def test_a_weight_is_between_0_and_1_and_never_rises(name: str, tolerance: int, 
     assert rule.weight(min(0, staleness)) == 1
 
 
+@pytest.mark.slow
 @given(st.integers(0, 20), st.integers(0, 50))
 def test_linear_decay_drops_what_the_threshold_drops(tolerance: int, staleness: int) -> None:
     dropped = [rule(tolerance).weight(staleness) == 0 for rule in (Threshold, LinearDecay)]

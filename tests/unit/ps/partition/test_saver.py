@@ -124,6 +124,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     return refuse
 
 
+@pytest.mark.slow
 def test_what_is_reported_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     chief, peer = job.save(5)
@@ -249,6 +250,7 @@ def test_keep_last_counts_what_earlier_launches_saved_and_no_other_jobs(hosts: C
     assert first_epoch_of(newest, "other") == 0
 
 
+@pytest.mark.slow
 def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
     hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
     assert job.saved_numbers() == [6]
 
 
+@pytest.mark.slow
 def test_what_the_store_meets_is_reported_while_a_save_runs(
     hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
