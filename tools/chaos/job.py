@@ -112,13 +112,15 @@ class ChaosJob:
         return self.launcher.poll()
 
     def kill(self) -> None:
-        """All processes of this job that still live."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """All processes of this job that still live: the launcher first, since it replaces workers that die."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait(60)
+        while alive := self.processes():  # one of them may have started another
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def remove(self) -> None:
         """All folders."""
