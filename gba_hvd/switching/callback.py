@@ -348,7 +348,7 @@ class GBACallback(Callback):
 
     def _refuse_compensation_without_delay(self) -> None:
         """In lock-step every gradient is computed with the newest values."""
-        modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())} - {"allreduce"}
+        modes = {*self.modes_to_come}
         if self.weighs_by_values and self._rules["lookahead"] == 0:
             raise BadInput(
                 "staleness_of='values' has no effect with lookahead=0: in lock-step no values are old; leave one of "
