@@ -22,9 +22,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from gba_hvd.errors import GbaError, ShardMemoryError
@@ -32,8 +30,9 @@ from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import Enter, Export, Exported, ProtocolError, Refused
 from gba_hvd.ps.partition.checkpoint_state import asynchronous_state
-from gba_hvd.ps.state_files import MARK
-from gba_hvd.ps.worker.session import place_dense
+from gba_hvd.ps.state_files import MARK, StateFiles
+from gba_hvd.ps.worker.dense_export import unpacked
+from gba_hvd.ps.worker.session import DenseParts, place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.retained_state import Absence, RetainedState
@@ -207,13 +206,11 @@ def key_of(folder: Path) -> bytes:
 
 def session_of(folder: Path, state: RetainedState | None) -> Enter | None:
     """What the servers of this host serve; None where the asynchronous mode is over, or never was."""
-    try:
-        session = msgspec.msgpack.decode((folder / "ps-0.session").read_bytes())
-    except FileNotFoundError:
+    session = StateFiles(folder, 0).session()
+    if session is None:
         return None
-    if session["idle"] and not (state is not None and state.generation):
-        return None
-    return msgspec.convert(session["enter"], Enter)
+    enter, idle = session
+    return None if idle and not (state is not None and state.generation) else enter
 
 
 def start_servers(folder: Path, enter: Enter) -> None:
@@ -250,11 +247,8 @@ def collect_state(
     steps = sorted({body.step for body in bodies if isinstance(body, Exported)})
     if position is None or steps != [position.step]:
         raise GbaError(f"the servers are at steps {steps}, the coordinator says {position and position.step}")
-    dense: dict[str, Any] = {}
-    placed = place_dense(list(sizes), len(enter.servers))
-    for server, reply in enumerate(replies):
-        mine = [t for t, at in enumerate(placed) if at == server]
-        dense |= _by_name([sizes[t] for t in mine], [names[t] for t in mine], reply.frames)
+    parts = DenseParts(len(enter.servers), place_dense(sizes, len(enter.servers)), sizes)
+    dense = {names[t]: vars(one) for server, reply in enumerate(replies) for t, one in unpacked(parts, server, reply)}
     return asynchronous_state(state.state, [state_codec.encode({"dense": dense})], position), position.step
 
 
@@ -264,22 +258,12 @@ def _export(folder: Path, job: str, enter: Enter, all_entered: bool = True) -> l
     all_entered: otherwise one may serve another generation or none, so it has changed nothing in this one.
     """
     key, host = (folder / "key").read_bytes(), enter.servers[enter.me].host
-    client = Client(job, key, enter.servers, host, folder, _SERVERS_TIMEOUT_S)
-    client.start()
     replies = []
-    try:
+    with Client(job, key, enter.servers, host, folder, _SERVERS_TIMEOUT_S) as client:
         for server in range(len(enter.servers)):  # the coordinator first: it decides no step from then on
             reply = client.send(server, Export(enter.generation, True, position=server == 0)).result()
             body = reply.body
             if isinstance(body, Refused) and (all_entered or body.kind != ProtocolError.kind):
                 raise GbaError(f"server {server} refused to say what it has: {body.why}")
             replies.append(reply)
-    finally:
-        client.close()
     return replies
-
-
-def _by_name(sizes: Sequence[int], names: Sequence[str], frames: Sequence[Any]) -> dict[str, Any]:
-    flat, ends = np.frombuffer(frames[0], np.float32), np.cumsum([0, *sizes])
-    states = state_codec.decode(bytes(frames[1]))
-    return {name: {"values": flat[ends[i] : ends[i + 1]].copy(), "state": states[i]} for i, name in enumerate(names)}

@@ -40,7 +40,8 @@ def is_complete(saved: SaveStatus) -> bool:
 class SaveSchedule:
     """One worker's. Belongs to the training thread. What was saved last is known to the chief only.
 
-    newest: the checkpoint that the next one is on top of. saved_step: of the newest checkpoint, those that were there
+    newest: the checkpoint that the next one is on top of. pace: the plan in force; on the chief, and where the interval
+    is planned. saved_step: of the newest checkpoint, those that were there
     at the start included; on the chief
     """
 
@@ -63,7 +64,7 @@ class SaveSchedule:
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
-        self._pace: IntervalPlan | None = None  # on the chief
+        self.pace: IntervalPlan | None = None
         self._since_epoch = 0  # what was saved under claims before this is of training that was rolled back
 
     def resume(self, step: int, measured: JobMeasurements) -> None:
@@ -87,11 +88,6 @@ class SaveSchedule:
             self.newest, self._chain = None, planner.ChainSize()
 
     # --- a lost host -------------------------------------------------------------------------------------------------
-
-    @property
-    def pace(self) -> IntervalPlan | None:
-        """The plan in force; on the chief, and where the interval is planned."""
-        return self._pace
 
     def rolled_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
         """Full recovery, on the rank whose state the others get. samples_lost: by all recoveries, at the checkpoint.
@@ -158,8 +154,8 @@ class SaveSchedule:
             return
         engine = self._engine
         n_bytes = schema_of(engine.model.tables.layout).n_bytes
-        found = plan_interval(self.seen(), self.callback.given, n_bytes, n_hosts, self._pace)
-        before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
+        found = plan_interval(self.seen(), self.callback.given, n_bytes, n_hosts, self.pace)
+        before, self.pace, self.callback.planned_s = self.pace, found, found.interval_s
         if found.plan is not None:
             self._say_that_the_policy_is_idle(found)
         if found.plan is not None and (before is None or found.differs_from(before)):
@@ -186,7 +182,7 @@ class SaveSchedule:
     def next_kind(self, is_last: bool = False) -> tuple[str, str]:
         """("full" or the kind that policy or plan ask for, why). is_last: no change may be left out."""
         policy = self.callback.config.policy
-        wanted = policy if self._pace is None else self._pace.kind
+        wanted = policy if self.pace is None else self.pace.kind
         if is_last and not is_lossless(wanted):
             wanted = lossless_kind(policy)
         return planner.next_kind(self._chain, wanted)

@@ -2,7 +2,7 @@
 
 A selector says which elements travel, a value coder in how many bits (`fp16`, `bf16`, `int8`, or one that is
 registered). One of each can be chained, the selector first. Dense gradients take the selectors of `DENSE_SELECTORS`,
-rows those of `ROW_SELECTORS`: `dct` (DCT-DP) and `dct_mp` are the published rules and nothing else.
+rows all but `dct`: `dct` (DCT-DP) and `dct_mp` are the published rules and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from gba_hvd.compression import value_codec
 from gba_hvd.errors import BadInput, refuse_unknown
 
-DENSE_SELECTORS, ROW_SELECTORS = ("topk", "dct"), ("topk", "ternary_ef", "dct_mp")
+DENSE_SELECTORS = ("topk", "dct")
 SELECTORS = ("topk", "dct", "ternary_ef", "dct_mp")
 WITH_THRESHOLD = SELECTORS[1:]
 _THRESHOLD = ("keep", "eta", "refresh_every", "drift")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -82,7 +82,7 @@ class _Pending:
 
 
 class Client:
-    """Requests to all servers of a job. Start with `start()`; `close()` may be called twice.
+    """Requests to all servers of a job. Start with `start()`, or enter; `close()` may be called twice.
 
     servers: where they listen; here: the number of this host's memory; folder: this host's job folder.
     """
@@ -109,6 +109,13 @@ class Client:
 
     def start(self) -> None:
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         with self._door:

@@ -19,7 +19,7 @@ from gba_hvd.errors import BadInput, ShardMemoryError
 from recovery import state_codec
 
 _MAGIC = 0x6762612D646E7332  # "gba-dns2"
-DTYPES = ("float16", "float32", "float64")
+_ITEM_BYTES = 4  # float32
 
 
 class DenseReader:
@@ -30,7 +30,7 @@ class DenseReader:
 
     def __init__(self, path: Path) -> None:
         file = DenseFile.open(path, writable=False)
-        self.tensors, self.n, self.dtype = file.tensors, file.n, file.dtype
+        self.tensors, self.n = file.tensors, file.n
         self._file = file
 
     def read(self, out: np.ndarray, newer_than: int) -> int:
@@ -38,8 +38,8 @@ class DenseReader:
 
         Never waits for a writer, also not for one that died: it copies again only if two steps ended meanwhile.
         """
-        if out.shape != (self.n,) or out.dtype != self.dtype:
-            raise BadInput(f"expected room for {self.n} values of {self.dtype}, got {kind_of(out)}")
+        if out.shape != (self.n,) or out.dtype != np.float32:
+            raise BadInput(f"expected room for {self.n} values of float32, got {kind_of(out)}")
         while True:
             active = self._file.active
             step, half = active >> 1, active & 1
@@ -66,13 +66,13 @@ class DenseFile:
             raise ShardMemoryError(f"{path} is no dense part of this version: remove it")
         self.about = json.loads(self._bytes[_PAGE : _PAGE + int(self._words[_ABOUT_SIZE])].tobytes())
         self.tensors = tuple(DenseTensor(t["name"], tuple(t["shape"]), t["group"]) for t in self.about["tensors"])
-        self.n, self.dtype = sum(t.size for t in self.tensors), np.dtype(self.about["dtype"])
+        self.n = sum(t.size for t in self.tensors)
         self.shows = bool(self.about["shows"])
 
     @classmethod
     def create(cls, path: Path, about: dict[str, Any]) -> DenseFile:
         text = json.dumps(about).encode()
-        size = sum(prod(t["shape"]) for t in about["tensors"]) * np.dtype(about["dtype"]).itemsize
+        size = sum(prod(t["shape"]) for t in about["tensors"]) * _ITEM_BYTES
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         head = np.zeros(_PAGE // 8, dtype=np.int64)
         head[_IS], head[_ABOUT_SIZE] = _MAGIC, len(text)
@@ -127,9 +127,9 @@ class DenseFile:
         return self._array(half + 2 if self.shows else half)
 
     def _array(self, number: int) -> np.ndarray:
-        size = self.n * self.dtype.itemsize
+        size = self.n * _ITEM_BYTES
         at = _PAGE + _pages(int(self._words[_ABOUT_SIZE])) + number * _pages(size)
-        return self._bytes[at : at + size].view(self.dtype)
+        return self._bytes[at : at + size].view(np.float32)
 
     def area(self, half: int) -> Tensor:
         """uint8 [room], a view: the state of a half."""

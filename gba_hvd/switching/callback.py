@@ -273,13 +273,11 @@ class GBACallback(Callback):
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all workers before they form a world."""
-        more: dict[str, Any] = {"wait_s": self.wait_s, "required": self.required}
-        more |= {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
-        if self.wire != "curve":  # memory of earlier versions does not name it
-            more["wire"] = self.wire
-        # Memory of earlier versions says "none" where no rule was asked for; so the default keeps that word.
-        rule = {None: "none", "none": "none, as asked for"}.get(self.requested_rule, self.requested_rule)
-        return {"servers_per_host": self.servers_per_host, "rule": rule, **self.rounds, **more}
+        of_rule = {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
+        return {
+            "servers_per_host": self.servers_per_host, "rule": self.requested_rule or "the default", **self.rounds,
+            "wire": self.wire, "wait_s": self.wait_s, "required": self.required, **of_rule,
+        }  # fmt: skip
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -305,10 +303,7 @@ class GBACallback(Callback):
     @property
     def rounds(self) -> dict[str, Any]:
         """What all workers' rounds must have in common."""
-        rounds = {**asdict(self._background), "every": self._every}
-        # Memory of earlier versions has the background's where none was asked for; so the default keeps that number.
-        is_asked = self._elasticity == Averaging.elasticity
-        return rounds | {"elasticity": f"{self._elasticity}, as asked for"} if is_asked else rounds
+        return {**asdict(self._background), "every": self._every, "elasticity": self._elasticity}
 
     def _refuse_an_idle_rule(self) -> None:
         """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""
@@ -353,7 +348,7 @@ class GBACallback(Callback):
 
     def _refuse_compensation_without_delay(self) -> None:
         """In lock-step every gradient is computed with the newest values."""
-        modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())} - {"allreduce"}
+        modes = {*self.modes_to_come}
         if self.weighs_by_values and self._rules["lookahead"] == 0:
             raise BadInput(
                 "staleness_of='values' has no effect with lookahead=0: in lock-step no values are old; leave one of "

@@ -285,9 +285,7 @@ def _enter(
     host = own[0].host
     patience_s = engine.model.tables.config.server_timeout_s
     until_s = time.monotonic() + patience_s
-    client = Client(session.job, session.key, session.servers, host, engine.folder, patience_s)
-    client.start()
-    try:
+    with Client(session.job, session.key, session.servers, host, engine.folder, patience_s) as client:
 
         def enter(me: int) -> None:
             mine = [t for t, server in enumerate(session.dense_servers) if server == me]
@@ -328,9 +326,6 @@ def _enter(
                 _report_that_all_wait(engine, session.mode, silent, patience_s)
             for one in entering:
                 one.result()
-    finally:
-        client.beat = None
-        client.close()
 
 
 def _report_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
@@ -345,13 +340,11 @@ def _report_that_all_wait(engine: Engine, mode: str, silent: list[int], patience
 
 def _leave(engine: Engine, session: PsSession, own: list[Endpoint]) -> None:
     """Notify this host's servers that the mode was not entered after all. Those out of reach have not entered."""
-    client = Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S)
-    client.start()
-    for me, server in enumerate(session.servers):
-        if server.host == own[0].host:
-            with contextlib.suppress(GbaError):
-                client.call(me, Export(session.generation, leaving=True))
-    client.close()
+    with Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S) as client:
+        for me, server in enumerate(session.servers):
+            if server.host == own[0].host:
+                with contextlib.suppress(GbaError):
+                    client.call(me, Export(session.generation, leaving=True))
 
 
 def _refuse_what_servers_cannot_do(engine: Engine, switching: GBACallback, mode: str) -> None:

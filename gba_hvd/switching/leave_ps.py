@@ -87,13 +87,10 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
         session.unlink()  # first, so that a successor that is started meanwhile does not find it
         pid = launch.pid_of(folder, index)
         if not stored["idle"] and pid is not None and is_alive(pid):
-            client = Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S)
-            client.start()
-            try:
-                client.call(0, Export(stored["enter"]["generation"], leaving=True))
-            except GbaError as error:
-                log.warning("server %d of this host was still in a mode that is over: %s", index, error)
-                launch.kill(folder, index)
-            finally:
-                client.close()
+            with Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S) as client:
+                try:
+                    client.call(0, Export(stored["enter"]["generation"], leaving=True))
+                except GbaError as error:
+                    log.warning("server %d of this host was still in a mode that is over: %s", index, error)
+                    launch.kill(folder, index)
         session.unlink(missing_ok=True)  # a server that received it has written down that it is idle

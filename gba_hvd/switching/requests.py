@@ -300,15 +300,12 @@ class ModeRequests(StepParticipant):
         self._rates_s = now
         words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
         counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.rejected}
-        staleness = {str(k): n for k, n in sorted(progress.staleness.items())}
-        data = {"seconds": seconds, **counts, "reissued": progress.reissued, "staleness": staleness}
+        data = {"seconds": seconds, **counts, "reissued": progress.reissued, **progress.delays()}
         data["elp"] = self._engine.elp
         if self.callback.mode == "auto" and self.callback.last is not None:
             data["gain"] = self.callback.last.gain
             data |= self._rates_of_modes()
-        data["lags"] = {str(k): n for k, n in sorted(progress.lags.items())}
         data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
-        data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))
         return True
 

@@ -181,6 +181,14 @@ class Progress:
         """Steps so far that were not skipped for an overflow."""
         return self.step - self.account.steps_skipped
 
+    def delays(self) -> dict[str, Any]:
+        """How late gradients came, in the job so far; for events."""
+        return {
+            "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
+            "lags": {str(k): n for k, n in sorted(self.lags.items())},
+            "gaps": {str(rank): list(found) for rank, found in sorted(self.gaps.items())},
+        }
+
     # --- in the training state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

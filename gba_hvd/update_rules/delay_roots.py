@@ -56,7 +56,7 @@ def limit(ages: Mapping[int, float], momentum: float = 0.0, ahead: float = 0.0) 
 
     On the circle the equation gives eta h for every angle; the limit is the smallest that is real and positive.
     """
-    p, m = _looking(shares(ages), ahead), _checked(momentum)
+    p, m = _looking(shares(ages), ahead), checked_momentum(momentum)
     angles = np.linspace(0, math.pi, max(_AT_LEAST, _PER_DELAY * len(p)) + 1)[1:]
     crossings = [2 * (1 + m) / turned] if (turned := float((p * (-1.0) ** np.arange(len(p))).sum())) > 0 else []
 
@@ -85,7 +85,7 @@ def mean_square_limit(ages: Mapping[int, float], momentum: float = 0.0, ahead: f
 
     Not above `limit`. None where the largest age is over 64 steps: the second moments of so long a past cost too much.
     """
-    p, m = shares(ages), _checked(momentum)
+    p, m = shares(ages), checked_momentum(momentum)
     if len(p) > _AGES_IN_SQUARES + 1:
         return None
     low, high = 0.0, limit(ages, momentum, ahead)
@@ -124,7 +124,7 @@ def _square_growth(product: float, p: np.ndarray, momentum: float, ahead: float)
 
 def factor(product: float, ages: Mapping[int, float], momentum: float = 0.0, ahead: float = 0.0) -> float:
     """The largest |root| at this eta h: what the error is multiplied with in a step, above 1 where it grows."""
-    p, m = _looking(shares(ages), ahead), _checked(momentum)
+    p, m = _looking(shares(ages), ahead), checked_momentum(momentum)
     if not 0 <= product < math.inf:
         raise BadInput(f"learning rate x curvature must be a number, not negative, got {product}")
     coefficients = np.zeros(max(2, len(p)) + 1)  # times z^(D - 1), D the largest age, at least 1
@@ -165,7 +165,7 @@ def _at(p: np.ndarray, z: np.ndarray) -> np.ndarray:
     return found
 
 
-def _checked(momentum: float) -> float:
+def checked_momentum(momentum: float) -> float:
     if not 0 <= momentum < 1:
         raise BadInput(f"momentum is a number from 0 and below 1, got {momentum}")
     return momentum

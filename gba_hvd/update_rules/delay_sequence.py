@@ -102,8 +102,7 @@ def growth(products: np.ndarray, arrivals: Arrivals, momentum: float = 0.0, ahea
     products: float64 [n]; float64 [n]. -inf where the error is 0 after some steps.
     """
     _check(arrivals)
-    if not 0 <= momentum < 1:
-        raise BadInput(f"momentum is a number from 0 and below 1, got {momentum}")
+    delay_roots.checked_momentum(momentum)
     if not len(products) or not np.isfinite(products).all() or (products < 0).any():
         raise BadInput(f"learning rate x curvature must be numbers, not negative, got {products}")
     if ahead:  # values a steps ahead at age d: x_(k-d) + a (x_(k-d) - x_(k-d-1))

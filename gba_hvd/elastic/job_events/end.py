@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import endings
-from gba_hvd.elastic.job_events.words import count, delays_of, mode_of
+from gba_hvd.elastic.job_events.words import count, mode_of
 from gba_hvd.elastic.job_health import health_of
 from gba_hvd.epoch import position_in
 from gba_hvd.errors import BadInput
@@ -44,8 +44,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),
         "dropped_for": engine.progress.account.dropped_for,
         "pauses": [[one.cause, one.seconds, one.step] for one in engine.reports.pauses.over],
+        **engine.progress.delays(),
     }
-    facts |= delays_of(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     is_refused = isinstance(error, BadInput) and not _has_begun(engine)  # and would be again
     to_repair = kind == "failed" and endings.is_to_repair(error)

@@ -11,7 +11,7 @@ from gba_hvd.elastic import learning_rates
 from gba_hvd.elastic.job_events.not_restored import passed_over, residuals_that_no_checkpoint_has
 from gba_hvd.elastic.job_events.settings import settings_of
 from gba_hvd.elastic.job_events.vocabularies import changed_vocabularies
-from gba_hvd.elastic.job_events.words import count, delays_of, mode_of, place_of
+from gba_hvd.elastic.job_events.words import count, mode_of, place_of
 from gba_hvd.elastic.launcher_start import launcher_started_s
 from gba_hvd.elastic.learning_rates import ReplacedRates
 from gba_hvd.elastic.training_state import Restored
@@ -82,7 +82,7 @@ def of_a_start(
         text += _without_room(report, joined.n_hosts) + _beside_rows(engine, restored)
         skipped = [one.words for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
-        facts |= {"seconds": report.seconds, "skipped": skipped, **delays_of(engine)}
+        facts |= {"seconds": report.seconds, "skipped": skipped, **engine.progress.delays()}
         facts["samples_then"] = engine.progress.account.applied
         yield Event("resumed", step, text, facts)
         steps_lost, so = _steps_lost(engine, report)
@@ -93,13 +93,9 @@ def of_a_start(
     if joined.taken is not None:
         text = f"resuming at step {step} where the launch before stood: {joined.taken.reason}"
         text += _beside_rows(engine, restored)
-        lost = {
-            "rows_restored": 0,
-            "rows_lost": 0,
-            "shard_steps_missed": joined.shard_steps_missed,
-            **delays_of(engine),
-        }
-        yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
+        facts = {"manifest": "", "from_memory": True, "rows_restored": 0, "rows_lost": 0}
+        facts |= {"shard_steps_missed": joined.shard_steps_missed, **engine.progress.delays()}
+        yield Event("resumed", step, text, facts)
 
 
 def _beside_rows(engine: Engine, restored: Restored | None) -> str:

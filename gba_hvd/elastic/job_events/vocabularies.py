@@ -12,7 +12,6 @@ from recovery.restore import Report
 
 
 def changed_vocabularies(engine: Engine, report: Report) -> Iterator[Event]:
-    """What hashed tables do in another way than the job that saved the checkpoint."""
     saved, now = report.manifest.about.get("hashed", {}), engine.model.tables.layout.hashed_settings()
     for table, settings in now.items():
         before, sizes = saved.get(table, {}), ("capacity", "fallback_rows", "fallback_hashes")

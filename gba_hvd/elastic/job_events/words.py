@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gba_hvd.membership import JoinResult
 from gba_hvd.training.engine import Engine
-
-
-def delays_of(engine: Engine) -> dict[str, Any]:
-    """How late gradients came, in the job so far."""
-    progress = engine.progress
-    return {
-        "staleness": {str(k): n for k, n in sorted(progress.staleness.items())},
-        "lags": {str(k): n for k, n in sorted(progress.lags.items())},
-        "gaps": {str(rank): list(found) for rank, found in sorted(progress.gaps.items())},
-    }
 
 
 def mode_of(engine: Engine) -> str:

@@ -30,7 +30,6 @@ from torch import Tensor
 from gba_hvd.errors import BadInput, ShardMemoryError, StateMismatch
 from gba_hvd.ps.dense_file import (
     AREA_HEAD,
-    DTYPES,
     DenseFile,
     DenseTensor,
     StatePlan,
@@ -56,11 +55,11 @@ class DensePart:
         self._file = file
         self.tensors: tuple[DenseTensor, ...] = file.tensors
         self._spec: dict[str, Any] = file.about["optimizer"]
-        flat, gradient = np.zeros(file.n, file.dtype), np.zeros(file.n, file.dtype)
+        flat, gradient = np.zeros(file.n, np.float32), np.zeros(file.n, np.float32)
         self._flat, self._gradient = flat, gradient
         self.values = flat.view()
         self.values.flags.writeable = False
-        self.shown = np.zeros(file.n, file.dtype) if file.shows else self.values
+        self.shown = np.zeros(file.n, np.float32) if file.shows else self.values
         self.step, self._plan = -1, StatePlan.of([], ())
         self._state_views: dict[int, list[Tensor]] = {0: [], 1: []}
         ends = np.cumsum([0, *(t.size for t in self.tensors)])
@@ -81,7 +80,6 @@ class DensePart:
         values: np.ndarray,
         state: Sequence[Mapping[str, Any]],
         step: int,
-        dtype: str = "float32",
         shown: np.ndarray | None = None,
     ) -> DensePart:
         """Make the file at `path`, in place of an older one, complete from the first moment it is visible there.
@@ -93,11 +91,9 @@ class DensePart:
         Raises BadInput when the arguments do not fit each other, ShardMemoryError when the file cannot be made.
         """
         n = sum(t.size for t in tensors)
-        if dtype not in DTYPES:
-            raise BadInput(f"dense parameters of {dtype} cannot be held by a server, expected one of {DTYPES}")
         for given in (values, *(() if shown is None else (shown,))):
-            if given.shape != (n,) or given.dtype != dtype:
-                raise BadInput(f"expected {n} values of {dtype} for {len(tensors)} tensors, got {kind_of(given)}")
+            if given.shape != (n,) or given.dtype != np.float32:
+                raise BadInput(f"expected {n} values of float32 for {len(tensors)} tensors, got {kind_of(given)}")
         if len(state) != len(tensors):
             raise BadInput(
                 f"expected optimizer state for {len(tensors)} tensors, got {len(state)} (empty dicts will do)"
@@ -107,7 +103,7 @@ class DensePart:
                 raise BadInput(f"{t.name} is in group {t.group}, the optimizer has {len(optimizer['groups'])} groups")
         temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
         about = {
-            "tensors": [asdict(t) for t in tensors], "optimizer": dict(optimizer), "dtype": dtype,
+            "tensors": [asdict(t) for t in tensors], "optimizer": dict(optimizer), "dtype": "float32",
             "shows": shown is not None,
         }  # fmt: skip
         part = None
@@ -163,7 +159,7 @@ class DensePart:
                     param.data = view.copy_(param.detach())
             if before is not None:
                 np.subtract(self._flat, before, out=self.shown)
-                self.shown *= self.shown.dtype.type(ahead)
+                self.shown *= np.float32(ahead)
                 self.shown += self._flat
             self._publish(step)
         except BaseException:

@@ -25,7 +25,7 @@ def export_dense(client: Client, request: Export, parts: DenseParts) -> dict[int
     """Every dense tensor by its number in the model. Raises as `replies.wait_reply`."""
     futures = [client.send(s, request) for s in range(len(parts))]
     replies = [wait_reply(future) for future in futures]
-    return {t: state for s, reply in enumerate(replies) for t, state in _unpacked(parts, s, reply)}
+    return {t: state for s, reply in enumerate(replies) for t, state in unpacked(parts, s, reply)}
 
 
 def export_from_reachable(
@@ -43,7 +43,7 @@ def export_from_reachable(
         except ServerLost:
             continue
         if isinstance(reply.body, Exported):
-            found |= dict(_unpacked(parts, s, reply))
+            found |= dict(unpacked(parts, s, reply))
         elif isinstance(reply.body, Ok) and reply.body.position is not None:
             position = reply.body.position
     return found, position
@@ -99,7 +99,8 @@ def _left_position(folder: Path, index: int, generation: int, step: int) -> JobP
     return position if position.step == step else None
 
 
-def _unpacked(parts: DenseParts, server: int, reply: Reply) -> Iterator[tuple[int, DenseState]]:
+def unpacked(parts: DenseParts, server: int, reply: Reply) -> Iterator[tuple[int, DenseState]]:
+    """The dense tensors of a server's answer to `Export`, by number in the model."""
     flat, at = np.frombuffer(reply.frames[0], dtype=np.float32), 0
     for t, state in zip(parts.tensors[server], state_codec.decode(bytes(reply.frames[1])), strict=True):
         size = parts.sizes[t]

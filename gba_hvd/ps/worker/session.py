@@ -47,13 +47,12 @@ class DenseState:
 class DenseParts:
     """How the dense values, float32 [n] with the tensors one after the other, are spread over the servers.
 
-    sizes: numbers in each tensor; tensors: of each server, those it has
+    dense_servers: server of each tensor. sizes: numbers in each tensor; tensors: of each server, those it has
     """
 
-    def __init__(self, session: PsSession, sizes: Sequence[int]) -> None:
-        servers = range(len(session.servers))
+    def __init__(self, n_servers: int, dense_servers: Sequence[int], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self.tensors = [[t for t, server in enumerate(session.dense_servers) if server == s] for s in servers]
+        self.tensors = [[t for t, server in enumerate(dense_servers) if server == s] for s in range(n_servers)]
         ends = np.cumsum([0, *sizes])
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self.tensors]
 

@@ -66,7 +66,7 @@ class PsWorker:
         self._request = 0
         if not any(session.remote_servers(host)):
             compression = None
-        self._parts = DenseParts(session, dense.sizes)
+        self._parts = DenseParts(len(session.servers), session.dense_servers, dense.sizes)
         self._remote_rows = RemoteRows(session, host, tables, self.client, row_coder)
         self._values = DenseValues(session, worker, self._parts, dense, self.client, compression)
         self.outgoing = PushEncoder(

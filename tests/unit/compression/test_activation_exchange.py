@@ -386,7 +386,8 @@ def test_servers_pool_and_their_pushes_reach_the_rows(
     for out in outs:
         torch.cat([(out[name] * scale[name]).flatten() for name in sizes]).sum().backward()
     grads, expected = tables.take_gradients(), whole.take_gradients()
-    out_of = PushEncoder(session, 0, DenseParts(session, [1]), tables.layout, None, coder, lambda server: server == 2)
+    parts = DenseParts(len(session.servers), session.dense_servers, [1])
+    out_of = PushEncoder(session, 0, parts, tables.layout, None, coder, lambda server: server == 2)
     messages = out_of.rows(grads, tables.remote)
     assert [is_coded for _, is_coded in messages] == [False, False, True]
     extra = int(row_average == "contributors")

@@ -26,7 +26,8 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
-from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
+from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback
+from gba_hvd.training.step_hooks import StepHooks
 from recovery.callback import CheckpointCallback
 from recovery.catalog.chains import Skipped
 from recovery.rows import KEY, USES, Column, Schema, Table
@@ -69,13 +70,13 @@ def reported(
     ))  # fmt: skip
     tables.optimizers = SimpleNamespace(default="rows", own=())
     tables.initial_rows = SimpleNamespace(assigned=list(assigned))
+    progress = Progress(None, StepHooks())
+    progress.step, progress.account = step, SampleAccount(total=500, applied=400)
+    progress.staleness, progress.lags, progress.gaps = {1: 3, 0: 8}, {2: 11}, {1: (11, 0.5, 5.5, 42)}
     engine: Any = SimpleNamespace(
         job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit, faults=None,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),
-        progress=SimpleNamespace(
-            step=step, account=SampleAccount(total=500, applied=400), staleness={1: 3, 0: 8}, lags={2: 11},
-            gaps={1: (11, 0.5, 5.5, 42)},
-        ),
+        progress=progress,
         model=SimpleNamespace(
             tables=tables, global_batch=16, micro_batch=4, sync_micro_batch=None, untrained=[],
             optimizer=torch.optim.Rprop([torch.zeros(1)]),

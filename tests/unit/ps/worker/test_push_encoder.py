@@ -147,7 +147,15 @@ def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> Non
     coder.write(0, RowGrad(keys, gradient))
     coder.settle()
     waits = coder._residuals.plus(0, keys, 0 * gradient)
-    out = PushEncoder(session, HERE, DenseParts(session, [N]), layout, None, coder, lambda server: False)
+    out = PushEncoder(
+        session,
+        HERE,
+        DenseParts(len(session.servers), session.dense_servers, [N]),
+        layout,
+        None,
+        coder,
+        lambda server: False,
+    )
     rows: list[list[RowGrad]] = [[RowGrad(keys, gradient)], *([] for _ in dims[1:])]
     for more in (waits, 0 * waits):
         ((message, is_coded),) = out.rows(rows)

@@ -14,7 +14,7 @@ def session(*dense_servers: int) -> PsSession:
 
 
 def test_what_was_split_is_joined_again() -> None:
-    parts = DenseParts(session(1, 0, 1), [3, 2, 1])
+    parts = DenseParts(3, (1, 0, 1), [3, 2, 1])
     flat = np.arange(6, dtype=np.float32)
     split = parts.split(flat)
     assert [part.tolist() for part in split] == [[3, 4], [0, 1, 2, 5], []]
