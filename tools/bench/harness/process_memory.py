@@ -1,63 +1,18 @@
-"""What every peer's worker does around its own training step: warm up, time, write the result."""
+"""What a worker's memory is: peaks, and pages that it maps from files which several workers share."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The arguments every peer's worker takes."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--clicks", type=Path, required=True, help="folder of batches")
-    parser.add_argument("--result", type=Path, required=True, help="folder that gets rank0.json, rank1.json")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=50)
-    return parser
-
-
-def time_steps(
-    args: argparse.Namespace,
-    rank: int,
-    step: Callable[[int], float],
-    barrier: Callable[[], object],
-    *,
-    shared_files: str = "",
-) -> None:
-    """Run `step(i)`, which returns the loss, warm-up first, and write rank<r>.json.
-
-    shared_files: where table pages are mapped from, if several workers share them; they count apart from own memory
-    """
-    result: dict[str, Any] = {"rank": rank, "steps": args.steps}
-    losses = [step(0)]
-    result["first_step_unix_s"] = time.time()
-    losses += [step(i) for i in range(1, args.warmup)]
-
-    # All pages of shared tables are touched by every worker before any is measured: the proportion is then exact.
-    if shared_files:
-        touch(shared_files)
-    barrier()
-    if shared_files:
-        result.update(shared_memory(shared_files))
-    Path("/proc/self/clear_refs").write_text("5")  # peak resident size restarts here
-    barrier()
-
-    start, cpu = time.perf_counter(), time.process_time()
-    losses.extend(step(i) for i in range(args.warmup, args.warmup + args.steps))
-    barrier()
-    result["seconds"], result["cpu_s"] = time.perf_counter() - start, time.process_time() - cpu
-    result["peak_own_bytes"] = status_bytes("VmHWM") - result.get("shared_resident_bytes", 0)
-    result["loss_first"], result["loss_last"] = losses[0], float(np.mean(losses[-10:]))
-    (args.result / f"rank{rank}.json").write_text(json.dumps(result))
+def forget_peak() -> None:
+    """The peak resident size, VmHWM, starts again."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int:
