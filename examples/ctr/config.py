@@ -597,7 +597,7 @@ def section_from(section: type[Section], values: Mapping[str, Any], where: str =
     """Build one settings dataclass from plain values; unknown keys and wrong types are errors that name their place."""
     hints = get_type_hints(section)
     given: dict[str, Any] = {}
-    known = {one.name: one for one in dataclasses.fields(section)}
+    known = {one.name: one for one in dataclasses.fields(section)}  # type: ignore[arg-type]  # they are dataclasses
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
