@@ -69,16 +69,8 @@ def launched(out: Path, hosts: Hosts, overrides: list[str]) -> Iterator[subproce
     """`horovodrun` on three "hosts" that are all this machine; on the way out every process it started is gone."""
     command = [
         str(Path(sys.executable).with_name("horovodrun")),
-        *(
-            "-np",
-            str(WORKERS),
-            "--min-np",
-            "1",
-            "--max-np",
-            str(WORKERS),
-            "--host-discovery-script",
-            str(hosts.discovery),
-        ),
+        *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS)),
+        *("--host-discovery-script", str(hosts.discovery)),
         *("--blacklist-cooldown-range", "1", "2", "--network-interface", "lo"),
         *(str(hosts.worker), sys.executable, "-u", str(EXAMPLES / "train_ctr.py"), "--out", str(out)),
         *("--config", str(EXAMPLES / "configs" / "demo.yaml"), "--faults", str(out / "faults.json")),

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .folder_argument import shard_folder
 
 if TYPE_CHECKING:
     from gba_hvd.ps.client import Client
+    from gba_hvd.ps.messages import Endpoint
 
 
 _PREFIX = "gba-hvd-"
@@ -141,19 +142,11 @@ def _shard_dir() -> Path:
     return Config.from_env().shard_dir
 
 
-@dataclass(frozen=True)
-class Contact:
+def _contact(folder: Path, timeout_s: float) -> tuple[Endpoint, int]:
     """The server that knows most: the coordinator in an asynchronous mode, else this host's first server.
 
-    here: number of this host's memory, as the servers count
+    With the number of this host's memory, as the servers count. Raises BadInput when the job has no servers at all.
     """
-
-    endpoint: Any
-    here: int
-
-
-def contact(folder: Path, timeout_s: float) -> Contact:
-    """Whom to ask about the job of this folder. Raises BadInput when the job has no servers at all."""
     import msgspec
 
     from gba_hvd.ps import launch
@@ -169,10 +162,9 @@ def contact(folder: Path, timeout_s: float) -> Contact:
     except FileNotFoundError:
         session = None
     if session is None or session["idle"]:
-        here = launch.endpoint(folder, 0, 0, timeout_s)
-        return Contact(here, 0)
+        return launch.endpoint(folder, 0, 0, timeout_s), 0
     enter = msgspec.convert(session["enter"], Enter)
-    return Contact(enter.servers[0], enter.servers[enter.me].host)
+    return enter.servers[0], enter.servers[enter.me].host
 
 
 @contextmanager
@@ -180,9 +172,9 @@ def connection(folder: Path, timeout_s: float) -> Iterator[Client]:
     """A client whose server 0 is the one to ask."""
     from gba_hvd.ps.client import Client
 
-    asked = contact(folder, timeout_s)
+    endpoint, here = _contact(folder, timeout_s)
     job = json.loads((folder / "ps.json").read_text())["job"]
-    client = Client(job, (folder / "key").read_bytes(), [asked.endpoint], asked.here, folder, timeout_s)
+    client = Client(job, (folder / "key").read_bytes(), [endpoint], here, folder, timeout_s)
     client.start()
     try:
         yield client

@@ -11,7 +11,8 @@ import difflib
 import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -37,13 +38,28 @@ Section = TypeVar("Section")
 T = TypeVar("T")
 
 
-def setting(default: T, meaning: str = "", *, off: str | None = None) -> T:
+def setting(
+    default: T,
+    meaning: str = "",
+    *,
+    off: str | None = None,
+    must: Literal["be positive", "not be negative"] | None = None,
+) -> T:
     """A setting with its meaning, for `train_ctr.py --settings`; off: the value, as YAML, that switches it off."""
-    return field(default=default, metadata=documented(meaning, off))
+    return field(default=default, metadata={**documented(meaning, off), "must": must})
 
 
 def documented(meaning: str, off: str | None = None) -> dict[str, str | None]:
     return {"meaning": meaning, "off": off}
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Errors begin with the place of the setting."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{place}{error}") from error
 
 
 def _require(condition: bool, message: str) -> None:
@@ -103,10 +119,8 @@ class Behaviour:
 
     def __post_init__(self) -> None:
         _require(min(self.train, self.valid, self.test) > 0, "data.behaviour: train, valid and test must be positive")
-        try:
+        with _at("data.behaviour: "):
             self.log(1, 0)
-        except BadInput as error:
-            raise BadInput(f"data.behaviour: {error}") from error
 
     def log(self, n_samples: int, start: int) -> SyntheticBehaviourLog:
         return SyntheticBehaviourLog(
@@ -128,9 +142,11 @@ class Data:
         default_factory=lambda: {"train": 0.8, "valid": 0.1, "test": 0.1},
         metadata=documented("of raw files that come in one piece"),
     )
-    min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
-    hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
-    max_history: int = setting(50, "clicks that din and dien read of a history in a store, the newest")
+    min_count: int = setting(0, "rarer values share a row; 0: as the preset has it", must="not be negative")
+    hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it", must="not be negative")
+    max_history: int = setting(
+        50, "clicks that din and dien read of a history in a store, the newest", must="be positive"
+    )
     num_workers: int = setting(0, "processes of each worker that read batches, of training and evaluation", off="0")
     prefetch: int | None = setting(
         None,
@@ -148,17 +164,12 @@ class Data:
             min(self.shares.values()) > 0 and abs(sum(self.shares.values()) - 1) < 1e-6,
             f"data.shares: must be positive and sum to 1, got {self.shares}",
         )
-        _require(self.min_count >= 0, f"data.min_count: must not be negative, got {self.min_count}")
-        _require(self.max_history > 0, f"data.max_history: must be positive, got {self.max_history}")
-        _require(self.hash_rows >= 0, f"data.hash_rows: must not be negative, got {self.hash_rows}")
         _require(
             not (self.hash_rows and self.min_count),
             "data.hash_rows and data.min_count: choose one, a hash has no vocabulary",
         )
-        try:
+        with _at("data."):
             ReadSettings(**self.reading)
-        except BadInput as error:
-            raise BadInput(f"data.{error}") from error
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -190,25 +201,22 @@ class Model:
     dropout: float = setting(0.0, "share of hidden units", off="0")
     bottom: tuple[int, ...] = setting((64, 32), "dlrm: widths of the layers for numeric inputs")
     interaction: Literal["dot", "cat"] = setting("dot", "dlrm")
-    cross_layers: int = setting(3, "dcn")
+    cross_layers: int = setting(3, "dcn", must="be positive")
     structure: Literal["parallel", "stacked"] = setting("parallel", "dcn")
     attention: tuple[int, ...] = setting((36,), "din: widths of the activation unit")
     activation: Literal["dice", "prelu"] = setting("dice", "din")
-    auxiliary: float = setting(1.0, "dien: weight of the auxiliary loss; 0: none")
-    temperature: float = setting(1.0, "youtube_dnn: products of vectors are divided by this")
+    auxiliary: float = setting(1.0, "dien: weight of the auxiliary loss; 0: none", must="not be negative")
+    temperature: float = setting(1.0, "youtube_dnn: products of vectors are divided by this", must="be positive")
 
     def __post_init__(self) -> None:
         _require(
             len(self.hidden) > 0 and min(self.hidden) > 0, f"model.hidden: widths must be positive, got {self.hidden}"
         )
         _require(0 <= self.dropout < 1, f"model.dropout: must be in [0, 1), got {self.dropout}")
-        _require(self.cross_layers > 0, f"model.cross_layers: must be at least 1, got {self.cross_layers}")
         _require(
             len(self.attention) > 0 and min(self.attention) > 0,
             f"model.attention: widths must be positive, got {self.attention}",
         )
-        _require(self.auxiliary >= 0, f"model.auxiliary: must not be negative, got {self.auxiliary}")
-        _require(self.temperature > 0, f"model.temperature: must be positive, got {self.temperature}")
         _require(
             not (self.batch_norm and self.kind == "din"),
             "model.batch_norm: din has none; model.activation=dice normalises, and prelu does not",
@@ -224,18 +232,12 @@ class Model:
 class Embedding:
     """The tables and the optimizer of their rows. `weight_decay` is L2 on the rows a batch touches."""
 
-    dim: int = setting(16, "columns of each table")
+    dim: int = setting(16, "columns of each table", must="be positive")
     optimizer: Literal["sgd", "row_adagrad", "adagrad", "adam"] = setting("adam", "of the rows")
-    lr: float = setting(1e-3, "learning rate of the rows")
-    weight_decay: float = setting(0.0, "L2 on the rows a batch touches", off="0")
-    init_std: float = setting(0.01, "standard deviation of new rows")
+    lr: float = setting(1e-3, "learning rate of the rows", must="be positive")
+    weight_decay: float = setting(0.0, "L2 on the rows a batch touches", off="0", must="not be negative")
+    init_std: float = setting(0.01, "standard deviation of new rows", must="not be negative")
     pooling: Literal["mean", "sum"] = setting("mean", "how the values of a multi-valued field become one vector")
-
-    def __post_init__(self) -> None:
-        _require(self.dim > 0, f"embedding.dim: must be positive, got {self.dim}")
-        _require(self.lr > 0, f"embedding.lr: must be positive, got {self.lr}")
-        _require(self.weight_decay >= 0, f"embedding.weight_decay: must not be negative, got {self.weight_decay}")
-        _require(self.init_std >= 0, f"embedding.init_std: must not be negative, got {self.init_std}")
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,10 @@ class Dense:
 
     optimizer: Literal["adam", "sgd"] = setting("adam", "of all but the rows")
     momentum: float = setting(0.0, "sgd: of torch.optim.SGD", off="0")
-    lr: float = setting(1e-3, "learning rate of all but the rows")
-    weight_decay: float = setting(0.0, "L2", off="0")
+    lr: float = setting(1e-3, "learning rate of all but the rows", must="be positive")
+    weight_decay: float = setting(0.0, "L2", off="0", must="not be negative")
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"dense.lr: must be positive, got {self.lr}")
-        _require(self.weight_decay >= 0, f"dense.weight_decay: must not be negative, got {self.weight_decay}")
         _require(0 <= self.momentum < 1, f"dense.momentum: must be in [0, 1), got {self.momentum}")
         _require(
             not self.momentum or self.optimizer == "sgd",
@@ -261,8 +261,10 @@ class Dense:
 class Train:
     """One step is always `global_batch` samples: that many / `micro_batch` micro-batches over all workers."""
 
-    global_batch: int = setting(4096, "samples in a step, for any number of workers; a multiple of micro_batch")
-    micro_batch: int = setting(2048, "samples that a worker takes at a time")
+    global_batch: int = setting(
+        4096, "samples in a step, for any number of workers; a multiple of micro_batch", must="be positive"
+    )
+    micro_batch: int = setting(2048, "samples that a worker takes at a time", must="be positive")
     sync_micro_batch: int | None = setting(
         None, "samples that a worker takes at a time in allreduce mode: a multiple of micro_batch", off="null"
     )
@@ -273,43 +275,38 @@ class Train:
         None, "clips each step's gradient, rows included; see DistributedOptimizer", off="null"
     )
     max_row_norm: float | None = setting(None, "clips that of the rows apart, and max_norm the dense one", off="null")
-    threads: int = setting(1, "of a worker on its replica (gba_hvd.hogwild), in shadow, easgd, ma and bmuf")
+    threads: int = setting(
+        1, "of a worker on its replica (gba_hvd.hogwild), in shadow, easgd, ma and bmuf", must="be positive"
+    )
     device: str = setting(
         "cpu", "of the dense part: cpu, cuda:N, or cuda, where workers of a host have a GPU each: docs/GPU.md"
     )
-    epochs: int = setting(10, "at most; see early_stop")
+    epochs: int = setting(10, "at most; see early_stop", must="be positive")
     plateau_factor: float = setting(
         0.1, "learning rates are multiplied by this when validation AUC stops improving", off="0"
     )
-    plateau_patience: int = setting(0, "epochs without improvement that are still forgiven")
+    plateau_patience: int = setting(0, "epochs without improvement that are still forgiven", must="not be negative")
     min_lr: float = setting(1e-6, "the lowest that plateau_factor makes of a learning rate")
-    early_stop: int = setting(2, "epochs in a row without improvement of validation AUC that end training", off="0")
+    early_stop: int = setting(
+        2, "epochs in a row without improvement of validation AUC that end training", off="0", must="not be negative"
+    )
 
     def __post_init__(self) -> None:
-        _require(self.micro_batch > 0, f"train.micro_batch: must be positive, got {self.micro_batch}")
         _require(
-            self.global_batch > 0 and self.global_batch % self.micro_batch == 0,
+            self.global_batch % self.micro_batch == 0,
             f"train.global_batch: must be a multiple of micro_batch ({self.micro_batch}), got {self.global_batch}",
         )
-        try:
+        with _at("train."):
             micro_batches_together(self.sync_micro_batch, self.global_batch, self.micro_batch)
             Clip(self.max_norm, self.max_row_norm)
-        except BadInput as error:
-            raise BadInput(f"train.{error}") from error
-        _require(self.threads > 0, f"train.threads: must be positive, got {self.threads}")
         _require(
             re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None,
             f"train.device: must be cpu, cuda or cuda:N, got {self.device!r}",
         )
-        _require(self.epochs > 0, f"train.epochs: must be positive, got {self.epochs}")
         _require(
             0 <= self.plateau_factor < 1,
             f"train.plateau_factor: must be in (0, 1), or 0 for constant learning rates, got {self.plateau_factor}",
         )
-        _require(
-            self.plateau_patience >= 0, f"train.plateau_patience: must not be negative, got {self.plateau_patience}"
-        )
-        _require(self.early_stop >= 0, f"train.early_stop: must not be negative, got {self.early_stop}")
 
     @property
     def micro_batches(self) -> int:
@@ -372,10 +369,8 @@ class Switching:
     required: bool = setting(False, "a mode that cannot be entered fails the job", off="false")
 
     def __post_init__(self) -> None:
-        try:
+        with _at("switching: "):
             self.callback()
-        except BadInput as error:
-            raise BadInput(f"switching: {error}") from error
 
     def callback(self) -> GBACallback:
         return GBACallback(**dataclasses.asdict(self))
@@ -438,10 +433,8 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         _require(bool(self.url), "checkpoint.url: needed, a folder or an address such as s3://bucket/job")
-        try:
+        with _at("checkpoint: "):
             self.callback()
-        except BadInput as error:
-            raise BadInput(f"checkpoint: {error}") from error
 
     def callback(self, total_samples: int | None = None) -> CheckpointCallback:
         """total_samples: of the whole planned training."""
@@ -503,10 +496,8 @@ class JobConfig:
             ("compression", self.compression, dense_spec_of),
             ("row_compression", self.row_compression, row_spec_of),
         ):
-            try:
+            with _at(f"{name}: "):
                 check(compressor.spec())
-            except BadInput as error:
-                raise BadInput(f"{name}: {error}") from error
         modes = set() if self.switching is None else {self.switching.mode, *self.switching.switch_at.values()}
         _require(
             self.train.threads == 1 or bool(modes & set(REPLICA_MODES)),
@@ -606,12 +597,16 @@ def section_from(section: type[Section], values: Mapping[str, Any], where: str =
     """Build one settings dataclass from plain values; unknown keys and wrong types are errors that name their place."""
     hints = get_type_hints(section)
     given: dict[str, Any] = {}
+    known = {one.name: one for one in dataclasses.fields(section)}  # type: ignore[arg-type]  # they are dataclasses
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(hints)}"
             raise BadInput(f"{where}{key}: no such setting; {advice}")
         given[key] = _value_from(hints[key], value, f"{where}{key}")
+        must = known[key].metadata.get("must")
+        is_good = must is None or given[key] > 0 or (must == "not be negative" and given[key] == 0)
+        _require(is_good, f"{where}{key}: must {must}, got {given[key]}")
     return section(**given)
 
 

@@ -73,16 +73,14 @@ class Splits:
 
 def open_splits(data: Data, of_sequences: bool = False) -> Splits:
     """Open the log, and prepare it first where that has not been done. of_sequences: for a model that reads them."""
-    if is_behaviour(data):
-        return _behaviour(data.behaviour)
-    if is_synthetic(data):
-        return _synthetic(data)
+    if (found := prepared_splits(data, of_sequences)) is not None:
+        return found
     store, raw = store_of(data)
-    if raw is not None:
-        with _one_at_a_time(store):
-            if not (store / MANIFEST).is_file():
-                print(f"preparing {data.dir} as {data.preset}, once, into {store}", file=sys.stderr, flush=True)
-                prepare(*raw, store, on_progress=_print_progress())
+    assert raw is not None, "else it is prepared"
+    with _one_at_a_time(store):
+        if not (store / MANIFEST).is_file():
+            print(f"preparing {data.dir} as {data.preset}, once, into {store}", file=sys.stderr, flush=True)
+            prepare(*raw, store, on_progress=_print_progress())
     return _opened(store, data, of_sequences)
 
 

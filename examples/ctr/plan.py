@@ -21,8 +21,6 @@ from gba_hvd.shm.layout import Layout
 from gba_hvd.torch_optimizers import spec_of
 from recovery.redaction import redacted
 
-MADE_UP = {"behaviour": "synthetic behaviour log"}
-
 
 def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
     """The plan of a job; without `splits` (not prepared yet) as far as it is known then.
@@ -56,7 +54,8 @@ def most_steps(config: JobConfig, n_samples: int) -> int:
 
 def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     samples = ", ".join(f"{n:,} {split}" for split, n in splits.sizes.items())
-    yield "data", f"{config.data.dir or MADE_UP.get(config.data.preset, 'synthetic log')}: {samples} samples"
+    made_up = "synthetic behaviour log" if config.data.preset == "behaviour" else "synthetic log"
+    yield "data", f"{config.data.dir or made_up}: {samples} samples"
     if splits.of_day is not None:
         yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
     if config.reads_sequences:
@@ -83,7 +82,7 @@ def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, s
     weights = sum(4 * n_rows * columns for n_rows, columns in shapes.values())
     yield "", f"{'all':<16}{sum(rows.values()):>14,}{'':>9}{_size(weights):>12}"
     slots = ", ".join(f"{s.name} per {'row' if s.per_row else 'weight'}" for s in optimizer.slots) or "no slots"
-    yield "optimizer", f"rows: {config.embedding.optimizer} ({slots}); the rest: adam"
+    yield "optimizer", f"rows: {config.embedding.optimizer} ({slots}); the rest: {config.dense.optimizer}"
 
     yield (
         "memory",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from gba_hvd_tools.chaos.oracle import Record
 from gba_hvd_tools.chaos.plan import plan_of
@@ -10,7 +12,7 @@ from gba_hvd_tools.chaos.plan import plan_of
 @pytest.fixture
 def record() -> Record:
     """Sixty steps, one a second, a checkpoint every three; one fault."""
-    plan = plan_of(1).as_json() | {"tracking": "good", "apart": False, "replay": True}
+    plan = asdict(plan_of(1)) | {"tracking": "good", "apart": False, "replay": True}
     return Record(
         plan,
         started=1000.0,

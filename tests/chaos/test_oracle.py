@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -159,4 +160,4 @@ def test_the_end_waits_in_the_spool_where_the_tracking_server_is_no_use(record: 
 
 
 def test_a_record_survives_its_file(record: Record) -> None:
-    assert violations(Record.of(json.loads(json.dumps(record.as_json())))) == []
+    assert violations(Record(**json.loads(json.dumps(asdict(record))))) == []

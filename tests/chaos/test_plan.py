@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
         [sys.executable, "-m", "tools.cli", "chaos", "show", "17"], capture_output=True, text=True, check=True
     ).stdout
     text = "\n".join(line for line in shown.splitlines() if not line.startswith("#"))
-    assert json.loads(text) == json.loads(json.dumps(plan_of(17).as_json()))
+    assert json.loads(text) == json.loads(json.dumps(asdict(plan_of(17))))
 
 
 def test_two_hundred_schedules_have_faults_of_every_kind() -> None:

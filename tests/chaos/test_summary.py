@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gba_hvd_tools.cli import main
 
 
 def outcome(record: Record, planned: list[str], fired: list[str], lost: int = 0, wrong: list[str] | None = None) -> Any:
-    record = Record.of(json.loads(json.dumps(record.as_json())))
+    record = Record(**json.loads(json.dumps(asdict(record))))
     record.plan |= {"inside": [], "outside": [{"kind": kind} for kind in planned]}
     record.fired = [{"kind": kind, "step": 1, "time": 1.0} for kind in fired]
     assert record.result is not None
@@ -49,7 +50,7 @@ def test_a_batch_goes_on_where_it_was_interrupted(
             raise KeyboardInterrupt
         asked.append(plan.seed)
         wrong = ["exit code 1, expected 0"] if plan.seed == 2 else []
-        return ScheduleOutcome(Record(plan_of(plan.seed).as_json(), exit_code=0, result=record.result), wrong)
+        return ScheduleOutcome(Record(asdict(plan_of(plan.seed)), exit_code=0, result=record.result), wrong)
 
     monkeypatch.setattr(run, "run_plan", carried_out)
     arguments = ["chaos", "run", "--seeds", "0:5", "--out", str(tmp_path)]

@@ -40,7 +40,12 @@ def test_the_bytes_are_those_the_shard_memory_will_have(tmp_path: Path) -> None:
     text = plan(job, splits)
     assert f"{layout.n_bytes / 2**20:,.1f} MiB in S = 4 shards" in text
     assert f"1: {layout.n_bytes / 2**20:,.1f} MiB  2: {layout.n_bytes / 2**21:,.1f} MiB" in text
-    assert "exp_avg per weight, exp_avg_sq per weight" in text
+    assert "exp_avg per weight, exp_avg_sq per weight); the rest: adam" in text
+
+
+def test_the_optimizer_of_the_dense_part_is_the_one_that_is_set(tmp_path: Path) -> None:
+    job = config(tmp_path, "dense.optimizer=sgd")
+    assert "; the rest: sgd" in plan(job, open_splits(job.data))
 
 
 def test_deepfm_has_one_more_column_for_its_linear_weights(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_of(uri: str, job: Cluster) -> Run:
     """The run, when all is delivered: on a busy machine a short job may end before its sender has MLflow loaded."""
     for spool in job.folder.glob("gba-hvd-spool/*.jsonl"):
-        assert send_left_behind(spool, 300.0).done  # what `gba-hvd mlflow-send` does
+        assert send_left_behind(spool, 300.0).done  # what `gba-hvd mlflow send` does
     mlflow, (name,) = MlflowClient(tracking_uri=uri), {line["job"] for line in job.notes("job")}
     (run,) = mlflow.search_runs(
         [one.experiment_id for one in mlflow.search_experiments()], f"tags.`gba_hvd.job_id` = '{name}'"

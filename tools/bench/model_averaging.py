@@ -186,7 +186,7 @@ def auc_by_protocol(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         raise measure.RunFailed(f"--quality {path}: there is no such file; `gba-hvd bench quality` writes it")
     kept = ("seeds", "diverged", "auc", "auc_std", "vs_sync", "vs_sync_worst", "auc_last", "vs_sync_last")
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for dataset, protocols in quality.headline(quality.rows_of(path)).items():
+    for dataset, protocols in quality.headline(resumable.earlier(path, (*quality.KEY, "metric"))["rows"]).items():
         for name, columns in protocols.items():
             known = name in CONTESTANTS or name in ("sync", "sync_each")
             if known and columns["metric"] == "auc":  # a retrieval has recall

@@ -263,14 +263,14 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     check(args)
-    results = resumable.Results(args.out, KEY, None, more_of)
+    results = resumable.Results(args.out, KEY, None, more_of, has=["metric"])
     axes = args.row_average, args.workers, args.threads, args.rules, args.sgd_lr
     jobs = planned(args.datasets, args.protocols, args.seeds, args.epochs, args.micro_batch, *axes)
 
     def train_one(job: Run) -> None:
         row = train(job, args.data, args.timeout)
         results.rows.append(row)
-        metric = metric_of(row)
+        metric = row["metric"]
         value = "undefined" if row[metric] is None else f"{row[metric]:.5f}"
         print(f"{job}: {title_of(metric)} {value} in {row['seconds']:.0f} s", flush=True)
 
@@ -332,12 +332,6 @@ def planned(
         for row_average in row_averages
     ]  # fmt: skip
     return list(dict.fromkeys(runs))
-
-
-def rows_of(path: Path) -> list[Row]:
-    """What earlier invocations measured. Raises RunFailed when the file is something else."""
-    rows: list[Row] = resumable.earlier(path, KEY)["rows"]
-    return rows
 
 
 def train(job: Run, data: Path | None, timeout_s: float) -> Row:
@@ -429,8 +423,8 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
         found.setdefault(name, {})[protocol] = {
             "elp": (some[0]["local_batch"] or some[0]["micro_batch"]) * some[0]["threads"] * some[0]["workers"],
             "seeds": len(some),
-            "metric": metric_of(some[0]),
-            "diverged": sum(row[metric_of(row)] is None for row in some),
+            "metric": some[0]["metric"],
+            "diverged": sum(row[row["metric"]] is None for row in some),
             **_against(sync, some, ""),
             **_against(sync, some, "_last"),
             "dropped_share": mean(row["dropped_share"] for row in some),
@@ -442,11 +436,6 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def metric_of(row: Row) -> str:
-    """What is compared: "auc", also of rows that do not name it, or "recall_at_50"."""
-    return str(row.get("metric", "auc"))
-
-
 def title_of(metric: str) -> str:
     """As a person reads it."""
     return "AUC" if metric == "auc" else metric.replace("_at_", "@")
@@ -454,7 +443,7 @@ def title_of(metric: str) -> str:
 
 def _against(sync: Sequence[Row], some: Sequence[Row], suffix: str) -> dict[str, Any]:
     """Mean AUC (or recall) of some runs, and its distance from synchronous training of the same seeds."""
-    metric = metric_of(some[0])
+    metric = some[0]["metric"]
     column = f"{metric}{suffix}"
     good = {row["seed"]: row[column] for row in some if row.get(column) is not None}
     theirs = {row["seed"]: row[column] for row in sync if row.get(column) is not None}
@@ -510,8 +499,8 @@ def more_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    for metric in dict.fromkeys(map(metric_of, rows)):
-        show_metric(metric, [row for row in rows if metric_of(row) == metric])
+    for metric in dict.fromkeys(row["metric"] for row in rows):
+        show_metric(metric, [row for row in rows if row["metric"] == metric])
     show_parallelism(rows)
     for line in [*best_rules(rows), *best_rates(rows)]:
         print(line)
@@ -537,7 +526,7 @@ def show_parallelism(rows: Sequence[Row]) -> None:
     tables: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
     for _, protocol, some in _groups([row for row in rows if protocol_of(row["protocol"]).has_replicas]):
         (one,), found = some[:1], next(iter(headline(some).values()))[protocol]
-        metric = metric_of(one)
+        metric = one["metric"]
         cells = [(metric, ".5f"), (f"{metric}_last", ".5f"), ("samples_per_s", ",.0f")]
         values = ("-" if found[key] is None else format(found[key], how) for key, how in cells)
         line = one["protocol"], *map(str, (one["workers"], one["threads"], found["elp"], found["seeds"])), *values
@@ -564,8 +553,8 @@ def _best(rows: Iterable[tuple[str, str, Row]], what: str) -> Iterator[str]:
     """rows: what is alike, the candidate, and its row. A candidate that diverged with a seed has no mean."""
     found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
     for alike, candidate, row in rows:
-        of_alike = found.setdefault((alike, title_of(metric_of(row))), {})
-        of_alike.setdefault(candidate, {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
+        of_alike = found.setdefault((alike, title_of(row["metric"])), {})
+        of_alike.setdefault(candidate, {})[row["seed"]] = row.get(f"{row['metric']}_last")
     for (of, title), candidates in found.items():
         seeds = set.intersection(*map(set, candidates.values()))
         means: dict[str, float] = {}

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from gba_hvd.errors import BadInput
@@ -81,7 +82,7 @@ def _show(args: argparse.Namespace) -> int:
     from .plan import KINDS, plan_of
 
     plan = plan_of(args.seed, args.mode, args.rule)
-    print(json.dumps(plan.as_json(), indent=2))
+    print(json.dumps(asdict(plan), indent=2))
     for kind in () if args.json else dict.fromkeys(plan.kinds):
         print(f"# {kind}: {KINDS[kind]}")
     return 0

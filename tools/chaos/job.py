@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,15 @@ class ChaosJob:
     shard_dir, disk: of shard memory and of checkpoints
     """
 
-    def __init__(
-        self, plan: FaultPlan, folder: Path, tracking_uri: str = "", proxy: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, plan: FaultPlan, folder: Path, tracking_uri: str = "") -> None:
         self.plan, self.folder = plan, folder
         self.out, self.disk, self.trace = folder / "out", folder / "disk", folder / "trace"
         for path in (self.out, self.disk):
             path.mkdir(parents=True)
         self.shard_dir = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.plan_file, self.hosts_file, self.log_file = folder / "plan.json", folder / "hosts", folder / "log"
-        self.store_control, self.tracking_uri, self.proxy = folder / "store-fault.json", tracking_uri, dict(proxy or {})
+        self.store_control, self.tracking_uri = folder / "store-fault.json", tracking_uri
+        self.proxy: dict[str, list[int]] = {}  # ports before the servers of each host
         self.launcher: subprocess.Popen[bytes] | None = None
         self.started_s = 0.0
         self._read: dict[Path, int] = {}
@@ -59,7 +58,7 @@ class ChaosJob:
             self.plan.checkpoints or ""
         )
         facts = {
-            **self.plan.as_json(), "out": str(self.out), "shard_dir": str(self.shard_dir), "samples": SAMPLES,
+            **asdict(self.plan), "out": str(self.out), "shard_dir": str(self.shard_dir), "samples": SAMPLES,
             "epochs": EPOCHS, "global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "checkpoint_url": url,
             "checkpoint_s": CHECKPOINT_S, "tracking_uri": self.tracking_uri, "proxy": self.proxy,
         }  # fmt: skip

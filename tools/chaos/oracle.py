@@ -5,8 +5,8 @@ A record is JSON (see `Record`), so that a schedule's verdict can be made again 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -57,14 +57,6 @@ class Record:
         A worker or server that is replaced takes as long, so the limits are multiples of it where it is long.
         """
         return self.steps[0][0] - self.started if self.steps else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Record:
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,14 @@ class ScheduleOutcome:
         return {
             "seed": self.record.plan["seed"], "skipped": self.skipped, "wrong": self.wrong,
             "standstill": {"seconds": wait.seconds, "after_step": wait.after_step, "words": list(wait.words[-20:])},
-            "record": self.record.as_json(),
+            "record": asdict(self.record),
         }  # fmt: skip
 
 
-def run_plan(plan: FaultPlan, folder: Path, keep: bool = False, limit_s: float = LIMIT_S) -> ScheduleOutcome:
+def run_plan(plan: FaultPlan, folder: Path, keep: bool = False) -> ScheduleOutcome:
     """Carry out one schedule in `folder` (must not exist), check it. The folder stays if asked for, or if it failed."""
     if plan.needs_mounts and (why := services.can_mount()):
-        return ScheduleOutcome(Record(plan.as_json()), [], why)
+        return ScheduleOutcome(Record(asdict(plan)), [], why)
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         tracking = _tracking(plan, folder, stack)
@@ -69,15 +69,15 @@ def run_plan(plan: FaultPlan, folder: Path, keep: bool = False, limit_s: float =
                     job.proxy[name] = proxies[-1].ports
         except OSError as error:
             job.remove()
-            return ScheduleOutcome(Record(plan.as_json()), [], str(error))
+            return ScheduleOutcome(Record(asdict(plan)), [], str(error))
         try:
-            record = _carry_out(job, Outside(job, proxies), limit_s)
+            record = _carry_out(job, Outside(job, proxies))
         finally:
             job.kill()
         if plan.replay and record.exit_code == 0:
             record.replay = replay(job)
         wrong = oracle.violations(record, plan.may_fail)
-        (folder / "record.json").write_text(json.dumps(record.as_json()))
+        (folder / "record.json").write_text(json.dumps(asdict(record)))
         if keep or wrong:
             shutil.copytree(job.shard_dir, folder / "shm", dirs_exist_ok=True, ignore=_only_logs)
     if not keep and not wrong:
@@ -101,13 +101,13 @@ def _tracking(plan: FaultPlan, folder: Path, stack: contextlib.ExitStack) -> str
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
-def _carry_out(job: ChaosJob, outside: Outside, limit_s: float) -> Record:
+def _carry_out(job: ChaosJob, outside: Outside) -> Record:
     plan = job.plan
-    record = Record(plan.as_json(), total=EPOCHS * SAMPLES, checkpoint_s=CHECKPOINT_S if plan.checkpoints else None)
+    record = Record(asdict(plan), total=EPOCHS * SAMPLES, checkpoint_s=CHECKPOINT_S if plan.checkpoints else None)
     job.start()
     record.started = job.started_s
     offset, step = 0, 0
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     while job.exit_code is None and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         now = job.last_step()
@@ -115,7 +115,7 @@ def _carry_out(job: ChaosJob, outside: Outside, limit_s: float) -> Record:
         outside.look(step)
         offset = _listen(job, record, offset)
     if job.exit_code is None:
-        record.limit = limit_s
+        record.limit = LIMIT_S
         job.kill()
     record.exit_code, record.ended = job.exit_code, time.time()
     outside.end()

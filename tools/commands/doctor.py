@@ -13,10 +13,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import TextIO
 
+from gba_hvd.errors import BadInput
+
 from ..doctor import checks
 from ..doctor.checks import Finding
 from ..launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
-from ..launch.command_line import CannotRun, parse_hosts
+from ..launch.command_line import parse_hosts
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     checks.check_python, checks.check_torch, checks.check_kernels, checks.check_machine, checks.check_horovod,
@@ -42,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _hosts(text: str) -> dict[str, int]:
     try:
         return parse_hosts(text)
-    except CannotRun as error:
+    except BadInput as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 

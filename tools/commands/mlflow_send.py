@@ -13,11 +13,7 @@ from recovery.redaction import redacted
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     mlflow = subparsers.add_parser("mlflow", help="send records that a job could not send to MLflow itself")
     commands = mlflow.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_send(commands.add_parser("send", help="send what is in a spool file, or a folder of them"))
-    _add_send(subparsers.add_parser("mlflow-send"))  # its name until 0.1; not in the list of commands
-
-
-def _add_send(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("send", help="send what is in a spool file, or a folder of them")
     parser.add_argument("spool", type=Path, nargs="+", help="a spool file (*.jsonl), or a folder of them")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="give up on a file after S seconds (300)"

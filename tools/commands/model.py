@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
+
 from ..checkpoint.store_argument import options_of, store_of
 from ..checkpoint.terminal_report import print_table, progress
 
@@ -175,7 +177,6 @@ def _with_downloads(run: Callable[[argparse.Namespace], int]) -> Callable[[argpa
 
 def _check_addresses(args: argparse.Namespace) -> None:
     """Raises BadInput for options that an address, or a URL, has no use for."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.logged_model import is_address
 
     if args.tracking_uri is not None and not any(is_address(url) for url in args.asked):
@@ -223,7 +224,6 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.save import described_vocabularies, export_model
     from recovery.restore.open_checkpoint import open_checkpoint
 
@@ -336,7 +336,6 @@ def run_predict(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.follower import Follower
     from gba_hvd.serving.http_server import app_of, bound, healthy_unless, serve
 
@@ -372,7 +371,6 @@ def _show_update(update: Update) -> None:
 
 
 def run_log(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.log_saved import log_saved_model
     from gba_hvd.serving.logged_model import is_address
 
@@ -401,7 +399,6 @@ def run_log(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _mlflow_in_one_line() -> Iterator[None]:
     """Raises BadInput where MLflow refuses, or does not answer after one more try (its own rule: for minutes)."""
-    from gba_hvd.errors import BadInput
     from recovery.redaction import redacted
 
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -431,7 +428,6 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.compare import diff_models
     from gba_hvd.serving.logged_model import is_address
     from gba_hvd.serving.manifest import read_manifest
@@ -507,8 +503,6 @@ def _described(manifest: ModelManifest) -> str:
 
 
 def _force(args: argparse.Namespace) -> bool:
-    from gba_hvd.errors import BadInput
-
     if args.force and not args.yes:
         raise BadInput("--force only comes with --yes: without it nothing is deleted")
     return bool(args.force)
@@ -565,7 +559,6 @@ def _opened(args: argparse.Namespace, version: int | str) -> tuple[Store, ModelM
 
 def _checkpoints_of(source: str, tracking_uri: str | None) -> str:
     """The URL of checkpoints, or that where a run saved its newest one."""
-    from gba_hvd.errors import BadInput
     from gba_hvd.serving.logged_model import is_address
 
     if is_address(source):

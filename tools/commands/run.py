@@ -13,9 +13,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gba_hvd.errors import BadInput
+
 from ..launch import start_watch
 from ..launch.checks import check_discovery, check_interface, check_key_file, is_local, loopback_interface
-from ..launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
+from ..launch.command_line import Asked, Here, Launch, parse_hosts, parse_workers, plan
 
 _FLAGS = ("--dry-run", "-h", "--help")  # options of `gba-hvd run` without a value; all others have one
 
@@ -68,14 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except CannotRun as error:
-        print(f"gba-hvd run: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(args: argparse.Namespace) -> int:
     asked = _asked(args)
     slots_now = _refuse_what_cannot_work(asked)
     hosts = list(asked.hosts) or ["localhost"]
@@ -86,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     if shutil.which(launch.argv[0]) is None:
-        raise CannotRun(f"cannot start {launch.argv[0]}: there is no such program; `make setup` installs horovodrun")
+        raise BadInput(f"cannot start {launch.argv[0]}: there is no such program; `make setup` installs horovodrun")
     _start(launch, asked)
     raise AssertionError("exec does not return")
 
@@ -101,10 +95,10 @@ def _asked(args: argparse.Namespace) -> Asked:
     least, most, elastic = parse_workers(args.workers)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise CannotRun("which script? gba-hvd run -np 2 train.py")
+        raise BadInput("which script? gba-hvd run -np 2 train.py")
     if command[0].endswith(".py"):
         if not Path(command[0]).is_file():
-            raise CannotRun(f"there is no file {command[0]} here ({Path.cwd()})")
+            raise BadInput(f"there is no file {command[0]} here ({Path.cwd()})")
         command = [sys.executable, *command]
     hosts = parse_hosts(args.hosts) if args.hosts else {}
     return Asked(
@@ -114,7 +108,7 @@ def _asked(args: argparse.Namespace) -> Asked:
 
 
 def _refuse_what_cannot_work(asked: Asked) -> int | None:
-    """Checks that take no time. Returns the slots that the discovery command answers. Raises CannotRun."""
+    """Checks that take no time. Returns the slots that the discovery command answers. Raises BadInput."""
     slots = None
     findings = [check_interface(asked.interface)] if asked.interface else []
     if asked.discovery and asked.elastic:
@@ -124,7 +118,7 @@ def _refuse_what_cannot_work(asked: Asked) -> int | None:
         findings.append(check_key_file(asked.key_file))
     for finding in findings:
         if finding.status == "FAIL":
-            raise CannotRun(f"{finding.name}: {finding.found}; {finding.advice}")
+            raise BadInput(f"{finding.name}: {finding.found}; {finding.advice}")
     return slots
 
 

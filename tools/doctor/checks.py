@@ -20,6 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from gba_hvd.config import Config
+from gba_hvd.shm.sweep import counted, free_and_held, held_elsewhere, orphaned_memory
+
 from .allreduce_probe import loopback_job, run_group
 
 MIB = 1 << 20
@@ -48,11 +51,9 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
 
 
 def check_machine(machine: str = platform.machine()) -> Finding:
-    try:
-        from gba_hvd.errors import ShardMemoryError
-        from gba_hvd.shm.shard_memory import refuse_machine
-    except ImportError:
-        return Finding("machine", "warning", f"{machine}; gba_hvd cannot be imported to say more", "make setup")
+    from gba_hvd.errors import ShardMemoryError
+    from gba_hvd.shm.shard_memory import refuse_machine
+
     try:
         refuse_machine(machine)
     except ShardMemoryError as error:
@@ -98,21 +99,12 @@ def check_horovod(load: Importer = importlib.import_module) -> Finding:
     return Finding("horovod", "ok", f"{horovod.__version__}, built for torch with {', '.join(features)}")
 
 
-def shard_dir() -> Path:
-    """The folder gba_hvd would use here; the default one when gba_hvd cannot be imported (another check says so)."""
-    try:
-        from gba_hvd.config import Config
-    except ImportError:
-        return Path("/dev/shm")
-    return Config.from_env().shard_dir
-
-
 def check_shard_memory(
     folder: Path | None = None,
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     writable: Callable[[Path], bool] = lambda folder: os.access(folder, os.W_OK),
 ) -> Finding:
-    folder = shard_dir() if folder is None else folder
+    folder = Config.from_env().shard_dir if folder is None else folder
     elsewhere = "or set GBA_HVD_SHARD_DIR to a folder on disk"
     if not folder.is_dir() or not writable(folder):
         found = f"{folder} is {'not writable' if folder.is_dir() else 'not a folder'}"
@@ -126,11 +118,7 @@ def check_shard_memory(
 
 def check_orphaned_memory(folder: Path | None = None) -> Finding:
     """What dead jobs of this user left behind, as `gba-hvd clean` has it."""
-    try:
-        from gba_hvd.shm.sweep import counted, free_and_held, held_elsewhere, orphaned_memory
-    except ImportError:
-        return Finding("orphaned memory", "ok", "unknown without gba_hvd")
-    folder = shard_dir() if folder is None else folder
+    folder = Config.from_env().shard_dir if folder is None else folder
     free, held = free_and_held(orphaned_memory(folder))
     others = [f"{counted(held)} of dead jobs that their keepers will remove"] if held else []
     others += [f"{path.name} is in use, by processes of {container}" for path, container in held_elsewhere(folder)]

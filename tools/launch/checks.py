@@ -14,8 +14,10 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from gba_hvd.errors import BadInput
+
 from ..doctor.checks import Finding, network_interfaces
-from .command_line import CannotRun, parse_hosts
+from .command_line import parse_hosts
 
 DISCOVERY_TIMEOUT_S = 10.0
 SSH_TIMEOUT_S = 10
@@ -77,7 +79,7 @@ def check_discovery(
         )
     try:
         hosts = parse_hosts(done.stdout, f"{command!r}")
-    except CannotRun as error:
+    except BadInput as error:
         return bad(str(error), "it must print one `host:slots` a line")
     slots = sum(hosts.values())
     return Finding("discovery", "ok", f"{slots} slots on {', '.join(f'{h}:{n}' for h, n in hosts.items())}"), slots

@@ -11,16 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gba_hvd.errors import BadInput
+
 HOST_COOLDOWN_S = (
     30,
     300,
 )  # a host whose workers all died is tried again after these; a single worker's slot after 2 s
 CYCLE_MS = 5
 _HOST = re.compile(r"([A-Za-z0-9_.-]+):([1-9][0-9]*)")
-
-
-class CannotRun(Exception):
-    """What was asked for cannot be; the message says what was expected. (`gba_hvd.errors` would import torch.)"""
 
 
 @dataclass(frozen=True)
@@ -70,22 +68,22 @@ class Launch:
 
 
 def parse_workers(text: str) -> tuple[int, int, bool]:
-    """`4` is (4, 4, static); `2:8` is (2, 8, elastic). Raises CannotRun."""
+    """`4` is (4, 4, static); `2:8` is (2, 8, elastic). Raises BadInput."""
     least, colon, most = text.partition(":")
     if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text) or (colon and int(least) > int(most)):
-        raise CannotRun(f"-np {text!r}: expected a number of workers like 4, or MIN:MAX like 2:8 for an elastic job")
+        raise BadInput(f"-np {text!r}: expected a number of workers like 4, or MIN:MAX like 2:8 for an elastic job")
     return int(least), int(most or least), bool(colon)
 
 
 def parse_hosts(text: str, where: str = "--hosts") -> dict[str, int]:
-    """`h1:4,h2:4`, or such lines, as {host: slots}. Raises CannotRun that names the part it cannot read."""
+    """`h1:4,h2:4`, or such lines, as {host: slots}. Raises BadInput that names the part it cannot read."""
     hosts: dict[str, int] = {}
     for part in re.split(r"[,\n]", text.strip()):
         found = _HOST.fullmatch(part.strip())
         if found is None:
-            raise CannotRun(f"{where}: expected host:slots, such as h1:4, got {part.strip()!r}")
+            raise BadInput(f"{where}: expected host:slots, such as h1:4, got {part.strip()!r}")
         if found[1] in hosts:
-            raise CannotRun(f"{where}: the host {found[1]} is named twice; give the sum of its slots once")
+            raise BadInput(f"{where}: the host {found[1]} is named twice; give the sum of its slots once")
         hosts[found[1]] = int(found[2])
     return hosts
 
@@ -93,28 +91,28 @@ def parse_hosts(text: str, where: str = "--hosts") -> dict[str, int]:
 def plan(asked: Asked, here: Here, slots_now: int | None = None) -> Launch:
     """The command to start, with its variables.
 
-    slots_now: what the discovery command answers now, over all hosts. Raises CannotRun when it cannot be as asked.
+    slots_now: what the discovery command answers now, over all hosts. Raises BadInput when it cannot be as asked.
     """
     hosts = dict(asked.hosts) or ({} if asked.discovery else {"localhost": asked.most})
     total = sum(hosts.values()) if hosts else slots_now or 0
     if not asked.elastic and asked.discovery:
-        raise CannotRun("--discovery is for elastic jobs: give -np MIN:MAX, or name the hosts with --hosts")
+        raise BadInput("--discovery is for elastic jobs: give -np MIN:MAX, or name the hosts with --hosts")
     if hosts and total < asked.least:
-        raise CannotRun(f"--hosts has {total} slots, -np asks for at least {asked.least} workers")
+        raise BadInput(f"--hosts has {total} slots, -np asks for at least {asked.least} workers")
     notes = [*_about_key(asked, hosts, here), *_about_logs(asked)]
     variables, threads_note = _threads(asked, here, hosts)
     cycle, cycle_note = _cycle(here, hosts)
     variables |= cycle
     if asked.job:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", asked.job):
-            raise CannotRun(f"--job {asked.job!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
+            raise BadInput(f"--job {asked.job!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
         variables |= {"GBA_HVD_JOB_ID": asked.job, "GBA_HVD_JOB_NAME": asked.job}
     if asked.key_file:
         variables["GBA_HVD_KEY_FILE"] = asked.key_file
     notes[:0] = [threads_note, *cycle_note]
     if not asked.elastic and asked.most == 1 and not asked.hosts:
         if asked.log_dir:
-            raise CannotRun("--log-dir is for jobs of several workers: horovodrun writes it, and -np 1 needs none")
+            raise BadInput("--log-dir is for jobs of several workers: horovodrun writes it, and -np 1 needs none")
         return Launch(tuple(asked.command), variables, tuple(notes))
     argv = [here.horovodrun, "-np", str(_at_start(asked, total))]
     if asked.elastic:
@@ -178,7 +176,7 @@ def _cycle(here: Here, hosts: Mapping[str, int]) -> tuple[dict[str, str], list[s
 
 def _about_key(asked: Asked, hosts: Mapping[str, int], here: Here) -> list[str]:
     if asked.key_file and "GBA_HVD_KEY" in here.environ:
-        raise CannotRun("both --key-file and the variable GBA_HVD_KEY: give one of them")
+        raise BadInput("both --key-file and the variable GBA_HVD_KEY: give one of them")
     remote = bool(asked.discovery) or not set(hosts) <= here.local
     if asked.key_file and remote:
         return [f"every host reads {asked.key_file}, the secret by which the job's workers know each other: it must be "

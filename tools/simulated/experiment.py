@@ -25,11 +25,7 @@ from .event_loop import Setting, TrainingOutcome, train
 from .service_times import SHAPE, Fleet
 from .tasks import Logistic, NoTables, Quadratic, SimulatedTask, no_rows
 
-TASKS = {
-    "quadratic": "1/2 sum h x^2, 50 curvatures h from 0.01 to 1, noisy gradients",
-    "logistic": "logistic regression on a synthetic click log, log loss of held-out samples",
-    "clicks": "an MLP over embedding tables on a synthetic click log, log loss of held-out samples",
-}
+TASKS = ("quadratic", "logistic", "clicks")
 # Those where all workers send gradients of one model to servers.
 MODES = tuple(name for name in SERVER_MODES if name not in REPLICA_MODES)
 MOMENTUM = 0.9
@@ -75,7 +71,7 @@ class Experiment:
     rule_settings: Mapping[str, float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        refuse_unknown("task", self.task, tuple(TASKS))
+        refuse_unknown("task", self.task, TASKS)
         refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
         refuse_unknown("row_average", self.row_average, tuple(ROW_AVERAGES))
         if self.row_average != "global" and self.task != "clicks":

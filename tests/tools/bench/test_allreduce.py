@@ -14,7 +14,7 @@ import torch
 from gba_hvd_tools.bench.allreduce import command as allreduce
 from gba_hvd_tools.bench.allreduce.command import row_of
 from gba_hvd_tools.bench.allreduce.shape import dense_dlrm
-from gba_hvd_tools.bench.harness import dlrm, measure, peer_worker
+from gba_hvd_tools.bench.harness import dlrm, measure, process_memory
 from gba_hvd_tools.bench.reader import command as reader
 
 from gba_hvd.shm.sweep import orphaned_memory
@@ -79,7 +79,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path):
 
 
 def test_shared_pages_are_distinguished_by_the_file_they_are_mapped_from():
-    assert peer_worker.shared_memory("/dev/shm/job", SMAPS) == {
+    assert process_memory.shared_memory("/dev/shm/job", SMAPS) == {
         "shared_bytes": 24 << 10,
         "shared_resident_bytes": 20 << 10,
         "shared_proportional_bytes": 10 << 10,
@@ -90,8 +90,8 @@ def test_touched_pages_are_resident(tmp_path: Path):
     path, size = tmp_path / "pages", 64 * mmap.PAGESIZE
     path.write_bytes(b"\1" * size)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size):
-        peer_worker.touch(str(path))
-        sizes = peer_worker.shared_memory(str(path))
+        process_memory.touch(str(path))
+        sizes = process_memory.shared_memory(str(path))
     assert sizes == dict.fromkeys(sizes, size)
 
 

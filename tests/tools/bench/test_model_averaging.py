@@ -78,7 +78,7 @@ def test_the_quality_benchmark_has_a_protocol_for_every_contestant_that_synchron
 
 
 def quality_file(path: Path) -> Path:
-    facts = {"dropped_share": 0.0, "staleness_mean": None, "staleness_max": None}
+    facts = {"metric": "auc", "dropped_share": 0.0, "staleness_mean": None, "staleness_max": None}
     rows = [
         {**vars(quality.Run("frappe", 2, 512, name, seed)), **facts, "auc": auc, "auc_last": auc}
         for name, seed, auc in (("sync", 1, 0.98), ("sync_each", 1, 0.982), ("shadow_ma", 1, 0.979), ("gba", 1, 0.97))

@@ -97,19 +97,6 @@ def test_a_figure_that_is_not_there_is_a_dash() -> None:
     assert [cell(text, row) for text in texts] == ["0.50", "-", "-", "0.125", "50% of 0.125"]
 
 
-def test_without_a_list_of_failures_the_first_one_ends_it() -> None:
-    done: list[int] = []
-
-    def run(number: int) -> None:
-        if number == 2:
-            raise RunFailed("no luck")
-        done.append(number)
-
-    with pytest.raises(RunFailed, match="no luck"):
-        run_each([1, 2, 3], run, lambda: None)
-    assert done == [1]
-
-
 def test_no_run_starts_when_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    run_each([1, 2], pytest.fail, pytest.fail, noun="trainings", until=time.monotonic() - 1)
+    run_each([1, 2], pytest.fail, pytest.fail, {}, noun="trainings", until=time.monotonic() - 1)
     assert capsys.readouterr().out == "no time left for 2 trainings; the same command continues with them\n"

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gba_hvd_tools import bench
-from gba_hvd_tools.bench.harness import small_ctr
 from gba_hvd_tools.bench.harness.measure import RunFailed
 from gba_hvd_tools.bench.row_dtypes import command as row_dtypes
 
@@ -39,11 +38,6 @@ def test_what_is_lost_is_of_the_same_seed_and_the_worst_one_decides() -> None:
     assert not found["int8"]["is_met"]
     assert row_dtypes.headline(rows[:2])["int8"]["is_met"]
     assert row_dtypes.headline(rows[:1])["int8"] is None
-
-
-def test_auc_counts_ties_half() -> None:
-    scores, clicked = np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True])
-    assert small_ctr.auc_of(scores, clicked) == pytest.approx(3.5 / 4)
 
 
 def test_a_model_that_predicts_otherwise_than_its_job_is_a_failure() -> None:

@@ -86,8 +86,8 @@ def test_all_workers_get_their_own_batches_with_as_many_ids_as_the_shape_says(na
             assert len(ids) == int(lengths.sum())
             assert int(ids.min()) >= 0 and int(ids.max()) < shape.tables[shape.fields[field].table]
             n_ids += len(ids)
-    assert traffic.ids == n_ids / 64
-    assert 0 < traffic.distinct_rows * 2 < n_ids
+    assert traffic["ids_per_sample"] == n_ids / 64
+    assert 0 < traffic["distinct_rows_per_step"] * 2 < n_ids
     both = batches.joined([of_workers[0][0], of_workers[1][0]])
     assert len(both.label) == 32
     assert both.offsets(first).tolist() == (both.lengths[first].cumsum(0) - both.lengths[first]).tolist()

@@ -11,7 +11,9 @@ import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.commands.run import apart
 from gba_hvd_tools.launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
-from gba_hvd_tools.launch.command_line import Asked, CannotRun, Here, Launch, parse_hosts, parse_workers, plan
+from gba_hvd_tools.launch.command_line import Asked, Here, Launch, parse_hosts, parse_workers, plan
+
+from gba_hvd.errors import BadInput
 
 HERE = Here(16, "lo", frozenset({"localhost"}), "/bin/horovodrun", {})
 
@@ -96,7 +98,7 @@ def test_threads_from_the_environment_stay_and_too_many_are_reported() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(call: Any, words: str) -> None:
-    with pytest.raises(CannotRun, match=words):
+    with pytest.raises(BadInput, match=words):
         call()
 
 

@@ -32,16 +32,8 @@ class ShapeBatch:
         return lengths.cumsum(0) - lengths
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """ids: of one sample, on average; distinct_rows: that the workers' batches of one step touch, on average."""
-
-    ids: float
-    distinct_rows: float
-
-
-def write(folder: Path, shape: Shape, batch: int, n_batches: int, workers: int, seed: int = 0) -> Traffic:
-    """A file of all batches for each worker; read by `load`."""
+def write(folder: Path, shape: Shape, batch: int, n_batches: int, workers: int, seed: int = 0) -> dict[str, float]:
+    """A file of all batches for each worker; read by `load`. Returns means: ids, and distinct rows of a whole step."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     ranks = {table: rng.permutation(n_rows) for table, n_rows in shape.tables.items()}  # of the n-th most frequent id
@@ -60,9 +52,9 @@ def write(folder: Path, shape: Shape, batch: int, n_batches: int, workers: int, 
             arrays["label"] = (rng.random(batch) < 1 / (1 + np.exp(-logit))).astype(np.float32)
             np.savez(folder / f"{worker}_{i}.npz", **arrays)  # type: ignore[arg-type]  # the stub lacks **
         n_distinct += sum(len(np.unique(np.concatenate(some))) for some in touched.values() if some)
-    traffic = Traffic(n_ids / (n_batches * workers * batch), n_distinct / n_batches)
     (folder / "batches.json").write_text(json.dumps({"n_batches": n_batches}))
-    return traffic
+    n_samples = n_batches * workers * batch
+    return {"ids_per_sample": n_ids / n_samples, "distinct_rows_per_step": n_distinct / n_batches}
 
 
 def load(folder: Path, shape: Shape, rank: int) -> list[ShapeBatch]:

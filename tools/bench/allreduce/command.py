@@ -163,11 +163,7 @@ class Launches:
         shape = SHAPES[name]
         drawn = batches.write(folder / "batches", shape, batch, BATCHES_KEPT, WORKERS * hosts)
         bytes_per_row = 2 * 2 * 4 * shape.dim  # read and written, weights and Adagrad's sum
-        self.traffic = {
-            "ids_per_sample": drawn.ids,
-            "distinct_rows_per_step": drawn.distinct_rows,
-            "bytes_per_step": drawn.distinct_rows * bytes_per_row,
-        }
+        self.traffic = {**drawn, "bytes_per_step": drawn["distinct_rows_per_step"] * bytes_per_row}
 
     def run(self, peer: str) -> Row:
         """One launch, as a row of the result. Raises RunFailed."""

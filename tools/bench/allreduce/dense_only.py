@@ -13,17 +13,18 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from ..harness import dlrm, peer_worker
+from ..harness import dlrm
 from . import batches, worker
 from .batches import ShapeBatch
-from .shape import Shape
+from .shape import SHAPES, Shape
 
 _BYTES = 256 << 20  # of what is copied: more than any cache
 _REPEATS = 3
 
 
 def main() -> None:
-    args, shape = worker.arguments(__doc__)
+    args = worker.parser(__doc__).parse_args()
+    shape = SHAPES[args.shape]
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -31,7 +32,7 @@ def main() -> None:
     model = shape.dense()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=dlrm.LEARNING_RATE, eps=dlrm.EPS)
     step = worker.training_step(prepared, lambda inputs: model(*inputs), optimizer)
-    peer_worker.time_steps(args, hvd.rank(), step, barrier)
+    worker.time_steps(args, hvd.rank(), step, barrier)
     path = args.result / f"rank{hvd.rank()}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | bandwidth(shape.dim)))
     hvd.shutdown()

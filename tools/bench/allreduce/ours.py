@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 
-from ..harness import dlrm, peer_worker
+from ..harness import dlrm
 from . import batches, worker
 from .batches import ShapeBatch
 from .shape import SHAPES, Shape
@@ -116,7 +116,7 @@ def main() -> None:
             return loss.item()
 
         assert tables.memory is not None
-        peer_worker.time_steps(
+        worker.time_steps(
             args, hvd.rank(), step, lambda: hvd.allreduce(torch.zeros(1), name="bench.barrier"),
             shared_files=str(tables.memory.folder),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..harness import dlrm, peer_worker
+from ..harness import dlrm
 from . import batches, worker
 from .batches import ShapeBatch
 from .shape import SHAPES, Shape
@@ -60,7 +60,7 @@ def main() -> None:
         prepared = [batches.joined(parts) for parts in zip(*of_workers, strict=True)]
         model = Model(shape)
         step = worker.training_step([(one, one.label) for one in prepared], model, adagrad(model))
-        peer_worker.time_steps(args, 0, step, lambda: None)
+        worker.time_steps(args, 0, step, lambda: None)
         return
     import horovod.torch as hvd
 
@@ -71,7 +71,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(adagrad(model), named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     step = worker.training_step([(one, one.label) for one in prepared], model, optimizer)
-    peer_worker.time_steps(args, hvd.rank(), step, lambda: hvd.allreduce(torch.zeros(1), name="barrier"))
+    worker.time_steps(args, hvd.rank(), step, lambda: hvd.allreduce(torch.zeros(1), name="barrier"))
     hvd.shutdown()
 
 

@@ -21,7 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.streamable import Pipelineable
 
-from ..harness import dlrm, peer_worker
+from ..harness import dlrm
 from . import batches, worker
 from .batches import ShapeBatch
 from .shape import SHAPES, Shape
@@ -154,7 +154,7 @@ def main() -> None:
         eps=dlrm.EPS,
     )
     step = (pipelined if args.pipeline else plain)(model, optimizer, prepared)
-    peer_worker.time_steps(args, rank, step, dist.barrier)
+    worker.time_steps(args, rank, step, dist.barrier)
     dist.destroy_process_group()
 
 

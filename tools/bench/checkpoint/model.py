@@ -89,11 +89,11 @@ class Training:
         self._optimizer.zero_grad()
         return time.perf_counter() - started
 
-    def steps(self, seconds: float, least: int = 20) -> list[float]:
-        """Steps for so long; the seconds of each."""
+    def steps(self, seconds: float) -> list[float]:
+        """Steps for so long, 20 at the least; the seconds of each."""
         took: list[float] = []
         until = time.perf_counter() + seconds
-        while len(took) < least or time.perf_counter() < until:
+        while len(took) < 20 or time.perf_counter() < until:
             took.append(self.step())
         return took
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..harness.peer_worker import status_bytes
+from ..harness.process_memory import forget_peak, status_bytes
 from .analysis import UNTRAINED, stall
 from .model import SavedModelClicks, Training, hot_rows, made
 from .savers import saver_of
@@ -138,10 +138,6 @@ def drop(path: Path) -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # peak resident size restarts here
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "run", "benchmark", "command")}
         found = headline(rows)
         whole = {"machine": about, "settings": settings, **found, "kills": killed, "rows": rows}
-        if measure.write_measured(args.out, whole, is_any=bool(rows or killed)):
+        if rows or killed:
+            measure.write_json(args.out, whole)
             show(found, killed)
     return 1 if killed.get("flaws") else 0
 

@@ -46,7 +46,7 @@ PEERS = {
 }
 USUAL = tuple(name for name in PEERS if name != "hbm_merged")
 N_TABLES = 26  # as `harness.dlrm`, which needs torch
-RULES = ("adagrad", "row_adagrad")  # as `training`, which does too
+RULES = ("adagrad", "row_adagrad")
 ELEMENT_WISE = (
     "hbm, hbm_merged: element-wise Adagrad of the rows, since plain torch has no row-wise one; the others: row-wise"
 )

@@ -9,7 +9,7 @@ from typing import Any
 from ..harness import measure
 from ..harness.measure import Row
 
-MEASURED, NOT_RUN = "measured", "not run"  # as `worker`, which needs torch
+MEASURED, NOT_RUN = "measured", "not run"  # states of a row; any other: why it failed
 SIZE = ("rows", "dim", "batch")
 AGAINST = ("hbm", "ours_host")
 FIGURES = (

@@ -14,8 +14,6 @@ from ..allreduce.shape import DenseDLRM
 from ..harness import dlrm
 from .clicks import Clicks
 
-RULES = ("adagrad", "row_adagrad")
-
 
 class NotRun(Exception):
     """A contestant cannot be run here; the message says why."""
@@ -25,7 +23,7 @@ class NotRun(Exception):
 class Setting:
     """26 tables of `n_rows` rows of `dim` each.
 
-    rule: of the rows, one of RULES; the dense parameters have element-wise Adagrad
+    rule: of the rows, "adagrad" or "row_adagrad"; the dense parameters have element-wise Adagrad
     hot_rows: of all tables, those that a contestant with some of the rows on the GPU keeps there
     device: of the dense modules, as torch names it
     seed: of the dense values, which all contestants start with

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .clicks import Clicks
+from .summary import MEASURED, NOT_RUN
 from .training import NotRun, Setting, Training
 
-MEASURED, OUT_OF_MEMORY, NOT_RUN = "measured", "out of GPU memory", "not run"
+OUT_OF_MEMORY = "out of GPU memory"
 PROFILED_STEPS, _DEAREST = 10, 25
 _LOSSES = 10  # whose mean is the final loss
 

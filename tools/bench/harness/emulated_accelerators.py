@@ -97,9 +97,9 @@ class Scenario:
             done += (end - start) * sum(1 / seconds for seconds in times)
         return done / (to_s - from_s)
 
-    def n_micro(self, global_step: int = N_MICRO) -> int:
+    def n_micro(self) -> int:
         """Micro-batches of the epoch: whole steps, a little more than the ideal could do while it is emulated."""
-        return -(-int(self.ideal_rate(0.0, self.end_s) * self.end_s * SPARE) // global_step) * global_step
+        return -(-int(self.ideal_rate(0.0, self.end_s) * self.end_s * SPARE) // N_MICRO) * N_MICRO
 
 
 def even(service_s: float, measured_s: float, n_workers: int) -> Scenario:
@@ -217,10 +217,8 @@ class EmulatedProgress:
 
     def result(self, micro_batch: int) -> dict[str, Any]:
         """samples_per_s (applied ones), ideal_share, dropped, dropped_share. Raises ValueError without two steps."""
-        scenario = self._accelerator.scenario
-        if len(self._seen) < 2:
-            raise ValueError(f"{len(self._seen)} steps in the measured time, 2 are the least: measure for longer")
-        (start, applied, dropped), (end, applied_then, dropped_then) = self._seen[0], self._seen[-1]
+        scenario, (first, *_, last) = self._accelerator.scenario, self._two_or_more()
+        (start, applied, dropped), (end, applied_then, dropped_then) = first, last
         rate = (applied_then - applied) / (end - start)
         gone = dropped_then - dropped
         return {
@@ -236,15 +234,18 @@ class EmulatedProgress:
 
         Between two steps it is taken as constant. Raises ValueError without two steps.
         """
-        scenario = self._accelerator.scenario
-        if len(self._seen) < 2:
-            raise ValueError(f"{len(self._seen)} steps in the measured time, 2 are the least: measure for longer")
+        scenario, seen = self._accelerator.scenario, self._two_or_more()
         edges = np.linspace(scenario.warmup_s, scenario.end_s, n_parts + 1)
-        at_s, applied, _ = np.array(self._seen).T
+        at_s, applied, _ = np.array(seen).T
         ends = np.interp(edges, at_s, applied)
         # The first and the last part have no step at their outer edge: their rate is over the time that is covered.
         covered_s = np.diff(np.clip(edges, at_s[0], at_s[-1]))
         return [float(n / s) if s > 0 else 0.0 for n, s in zip(np.diff(ends), covered_s, strict=True)]
+
+    def _two_or_more(self) -> list[tuple[float, int, int]]:
+        if len(self._seen) < 2:
+            raise ValueError(f"{len(self._seen)} steps in the measured time, 2 are the least: measure for longer")
+        return self._seen
 
 
 def staleness(histogram: Mapping[int, int]) -> dict[str, float]:

@@ -268,13 +268,6 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     print(f"written to {path}")
 
 
-def write_measured(path: Path, result: Mapping[str, Any], *, is_any: bool) -> bool:
-    """A result after the last run, or a failed one; with nothing measured an earlier file stays. Returns `is_any`."""
-    if is_any:
-        write_json(path, result)
-    return is_any
-
-
 def write_whole(path: Path, result: Mapping[str, Any]) -> None:
     """For a file that is written again and again: an interruption leaves the one of before."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,12 +101,12 @@ class Results:
 
 
 def run_each(
-    waiting: Sequence[Run], run: Callable[[Run], None], write: Callable[[], None],
-    failures: dict[str, str] | None = None, *, noun: str = "runs", until: float = math.inf,
+    waiting: Sequence[Run], run: Callable[[Run], None], write: Callable[[], None], failures: dict[str, str], *,
+    noun: str = "runs", until: float = math.inf,
 ) -> None:  # fmt: skip
     """Run one after the other and write the result after each.
 
-    failures: filled with what failed (`str` of the run) -> why, for `write`; the next run starts. None: raise RunFailed
+    failures: filled with what failed (`str` of the run) -> why, for `write`; the next run starts
     until: time.monotonic() after which no further run starts
     """
     for number, one in enumerate(waiting):
@@ -116,8 +116,6 @@ def run_each(
         try:
             run(one)
         except RunFailed as error:
-            if failures is None:
-                raise
             failures[str(one)] = str(error)
             print(f"gba-hvd: {one}: {error}", file=sys.stderr, flush=True)
         write()

@@ -129,21 +129,15 @@ def first_rows() -> Tensor:
 
 def auc(predict: Callable[[Tensor, Tensor], Tensor], samples: Samples, block: int = 5000) -> float:
     """AUC of `predict(ids [8, n], dense [n, 4]) -> logits [n]`."""
+    from gba_hvd.metrics.scores import exact_auc  # here, so that the peers' workers start without ours
+
     logits, labels = [], []
     with torch.no_grad():
         for at in range(0, len(samples), block):
             ids, dense, label = samples.tensors(np.arange(at, min(at + block, len(samples))))
             logits.append(predict(ids, dense).numpy())
-            labels.append(label.numpy() > 0.5)
-    return auc_of(np.concatenate(logits), np.concatenate(labels))
-
-
-def auc_of(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """The share of pairs in the right order, ties half. scores: [n]; clicked: bool [n]"""
-    _, level, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[level]  # of equal scores, the mean of theirs
-    n = int(clicked.sum())
-    return float((ranks[clicked].sum() - n * (n + 1) / 2) / (n * (len(clicked) - n)))
+            labels.append(label.numpy())
+    return exact_auc(np.concatenate(logits), np.concatenate(labels))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
             launches = partial(launch, rows, scratch, args.service_ms / 1000, args.timeout)
             measure.interleave(contestants, args.runs, launches)
         finally:  # what was measured before a failure is kept
-            commands = {variant.name: str(variant) for variant in contestants}
-            whole = {"machine": about, "commands": commands, "settings": settings, **headline(rows), "rows": rows}
-            if measure.write_measured(args.out, whole, is_any=bool(rows)):
-                show(headline(rows))
+            if rows:
+                found, commands = headline(rows), {variant.name: str(variant) for variant in contestants}
+                whole = {"machine": about, "commands": commands, "settings": settings, **found, "rows": rows}
+                measure.write_json(args.out, whole)
+                show(found)
     return 0
 
 

@@ -151,7 +151,7 @@ def measure_accuracy(args: argparse.Namespace, document: dict[str, Any], started
         measure.write_whole(args.out, document)
 
     until = started + 60 * args.limit_minutes
-    resumable.run_each(waiting, train, write, noun="trainings", until=until)
+    resumable.run_each(waiting, train, write, {}, noun="trainings", until=until)
     if args.experiments:
         for name in args.experiments:
             show_experiment(name, rows, args.plot)

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
                 rows += measured(Path(scratch), args, seed)
     finally:  # what was measured before a failure is kept
-        found = headline(rows)
-        whole = {"machine": about, "settings": settings, **found, "rows": rows}
-        if measure.write_measured(args.out, whole, is_any=bool(rows)):
+        if rows:
+            found = headline(rows)
+            measure.write_json(args.out, {"machine": about, "settings": settings, **found, "rows": rows})
             show(found)
     return 0
 
@@ -92,11 +92,11 @@ def scored(file: Path) -> Row:
     """auc, and how many samples it is of."""
     import pyarrow.parquet
 
-    from ..harness.small_ctr import auc_of
+    from gba_hvd.metrics.scores import exact_auc
 
     table = pyarrow.parquet.read_table(file)
     score, label = (table.column(name).to_numpy() for name in ("score", "label"))
-    return {"auc": auc_of(score, label > 0.5), "samples": len(label)}
+    return {"auc": exact_auc(score, label), "samples": len(label)}
 
 
 def headline(rows: Sequence[Row]) -> dict[str, Any]:

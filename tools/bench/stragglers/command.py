@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             ratios = emulated.headline(found)
             whole: dict[str, Any] = {"machine": about, "commands": {v.name: str(v) for v in contestants}}
             whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
-            if measure.write_measured(args.out, whole, is_any=bool(rows)):
+            if rows:
+                measure.write_json(args.out, whole)
                 show(found, ratios)
     return 0
 

@@ -24,8 +24,6 @@ from ...simulated.output import settings_of, write
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from recovery.simulation.simulation import Mean, SimulationOutcome
 
 STRATEGIES = ("full", "partial", "auto")
