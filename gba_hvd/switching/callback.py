@@ -62,7 +62,7 @@ class GBACallback(Callback):
                 Replicas know none either: a job that is to be in such modes only has no rule
     rule_settings: of "dc" and "dana_dc", see `gba_hvd.update_rules.delay_compensation.DEFAULTS`; of "look_ahead",
                 `steps`
-    staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`.
+    staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.discipline.Discipline`.
                 tolerance: the paper's iota
     enter_gain, leave_gain, patience, min_stay, warm_up_steps, trial_budget: see `gba_hvd.switching.policy.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}

@@ -32,7 +32,7 @@ def choose(
     """The rule of an asynchronous mode.
 
     asked: a rule's name, or None for the default. optimizer: as of `torch_optimizers.spec_of`; None: it is not known,
-    or no server can step it. lookahead: as of `ps.coordinator.ledger.Discipline`; 0 is lock-step
+    or no server can step it. lookahead: as of `ps.coordinator.discipline.Discipline`; 0 is lock-step
     has_dense: the optimizer has dense parameters, by which every rule goes
     """
     if mode in REPLICA_MODES:
