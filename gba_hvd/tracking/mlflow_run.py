@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from mlflow import MlflowClient, get_tracking_uri
@@ -39,6 +39,7 @@ from gba_hvd.tracking.report.run_note import OWN, run_note
 from gba_hvd.tracking.run_history import DATA_FILE, RunHistory
 from recovery.redaction import redacted
 
+T = TypeVar("T")
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
@@ -412,7 +413,7 @@ def _run_called(client: MlflowClient, name: str) -> Run | None:
     return None
 
 
-def _unless_absent(get: Callable[[], Any]) -> Any:
+def _unless_absent(get: Callable[[], T]) -> T | None:
     """What MLflow has under an id; None: nothing."""
     try:
         return get()
