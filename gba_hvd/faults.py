@@ -24,6 +24,7 @@ import numpy as np
 
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import BadInput, GbaError
+from recovery.catalog.writer_process import started
 
 # kind -> (keys it must have, keys it may have)
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -316,7 +317,7 @@ class FaultSchedule(Callback):
         pid = os.getpid()
         if fault.kind in _SERVER:
             pid = (server_pids or {}).get(fault.host, 0)
-            if pid == 0 or _born(pid) is None:
+            if pid == 0 or started(str(pid)) < 0:
                 return False
         # Recorded first: it cannot be done after a kill.
         if self._claim(fault, pid, step) is None:
@@ -414,15 +415,6 @@ def _check(kind: str, name: str, value: object) -> None:
         raise BadInput(f"{kind}: {name} must be a positive number, got {value!r}")
 
 
-def _born(pid: int) -> str | None:
-    """When the process began, as the kernel counts: not that of a later one of this number. None: not alive."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else rest[18]
-
-
 # Waits until the process has stopped, then for the given time, then continues it; ends early when the process does.
 _WATCH = """
 import os, signal, sys, time
@@ -451,11 +443,11 @@ while state() in ("T", "t"):
 
 def _continue_later(pid: int, seconds: float) -> None:
     """Start a process, outside the launcher's tree, that continues `pid` once it has been stopped so long."""
-    born = _born(pid)
-    if born is None:
+    born = started(str(pid))
+    if born < 0:
         return
     subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _WATCH, str(pid), born, str(seconds)],
+        [sys.executable, "-I", "-S", "-c", _WATCH, str(pid), str(born), str(seconds)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True, check=True, timeout=30,
     )  # fmt: skip

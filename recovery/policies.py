@@ -26,10 +26,6 @@ class SavePolicy(Protocol):
     writer's thread makes all calls. After a save that failed, or a restore of some shards, the next save is full.
     """
 
-    @classmethod
-    def extra_bytes(cls, n_rows: int, record_bytes: int) -> int:
-        """Memory that the policy takes for so many rows of a table, each of record_bytes."""
-
     def importance(self, table: int, shard: int, rows: slice) -> np.ndarray:
         """float32 or unsigned integers [n], of consecutive rows of a shard; 0: not worth saving."""
 

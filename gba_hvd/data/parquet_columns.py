@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.data.hashing import hash_strings, is_text
-from gba_hvd.data.list_columns import flattened, is_list
+from gba_hvd.data.list_columns import flattened, is_list, one_array
 from gba_hvd.data.parquet_files import ParquetFile
 from gba_hvd.errors import BadInput
 
@@ -96,7 +96,7 @@ def ids_of(column: pa.ChunkedArray, where: str) -> Ids:
     """
     if not is_list(column.type):
         return _int64(_without_nulls(column, where))
-    values, starts = flattened(_one_array(column))
+    values, starts = flattened(one_array(column))
     return _int64(_without_nulls(pa.chunked_array([values]), where)), starts
 
 
@@ -123,7 +123,7 @@ def _present(column: pa.ChunkedArray, where: str) -> np.ndarray:
 
 
 def _filled(column: pa.ChunkedArray, missing_becomes: float) -> np.ndarray:
-    array = _one_array(column)
+    array = one_array(column)
     is_number = not (pa.types.is_boolean(array.type) or pa.types.is_null(array.type))
     numbers = array if is_number else array.cast(pa.float32())
     exact: np.ndarray = numbers.to_numpy(zero_copy_only=False)  # NaN for null
@@ -183,12 +183,8 @@ def joined(parts: list[tuple[Ids, np.ndarray]], back: np.ndarray) -> Tensor | Ba
     return Bag(torch.from_numpy(together), torch.from_numpy(np.cumsum(n) - n))
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
-
-
 def _without_nulls(column: pa.ChunkedArray, where: str, what_to_do: str = _FILL_IN) -> pa.Array:
-    array = _one_array(column)
+    array = one_array(column)
     if array.null_count:
         raise BadInput(_missing(where, array.null_count, len(array), what_to_do))
     return array

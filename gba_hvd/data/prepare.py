@@ -122,12 +122,7 @@ def prepare(
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)
-    layout = DatasetLayout(
-        tuple(c.name for c in recipe.categorical if not c.multi_valued),
-        tuple(c.name for c in recipe.categorical if c.multi_valued),
-        tuple(x.name for x in recipe.numeric),
-        () if recipe.is_plain_label else recipe.labels,
-    )
+    layout = DatasetLayout.of(recipe)
     with _hidden_folder(out, overwrite) as folder:
         rows_of = Input(recipe, source, max_bad_rows, on_progress, block_bytes)
         encoders = fit(recipe, rows_of)

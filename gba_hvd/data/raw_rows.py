@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from gba_hvd.data import json_lines
 from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.list_columns import one_array
 from gba_hvd.data.recipe import Recipe, require_columns
 from gba_hvd.data.sources import BLOCK_BYTES, BOM, read_blocks
 from gba_hvd.errors import BadInput
@@ -277,10 +278,3 @@ def _without_broken_text(rows: RawRows, bad: BadRows) -> RawRows:
                 if value is not None and (flaw := _not_utf8(value)):
                     flaws.setdefault(row, f"{name}: {flaw}")
     return rows.without(flaws, bad) if flaws else rows
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    combined = column.combine_chunks()
-    if isinstance(combined, pa.ChunkedArray):  # depends on the version of pyarrow
-        return combined.chunk(0) if combined.num_chunks else pa.array([], combined.type)
-    return combined

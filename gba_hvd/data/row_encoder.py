@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
 from gba_hvd.data.doubtful_values import TextsReadAs
 from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
-from gba_hvd.data.list_columns import is_list
+from gba_hvd.data.list_columns import is_list, one_array
 from gba_hvd.data.prepare import Encoders, vocabulary_path
-from gba_hvd.data.raw_rows import RawRows, one_array
+from gba_hvd.data.raw_rows import RawRows
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
 from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
 from gba_hvd.errors import BadInput
@@ -201,12 +202,7 @@ class RowEncoder:
         label = np.zeros(len(raw.numbers), np.uint8)
         encoded = self._encoders.encode(CheckedRows(raw.positions, label, numeric, categorical), self._recipe)
         bags = tuple((np.append(0, np.cumsum(lengths)), values) for lengths, values in encoded.bags)
-        fields = self._recipe.categorical
-        layout = DatasetLayout(
-            tuple(c.name for c in fields if not c.multi_valued),
-            tuple(c.name for c in fields if c.multi_valued),
-            self.dense_names,
-        )
+        layout = replace(DatasetLayout.of(self._recipe), labels=())
         part = DatasetPart(label, encoded.ids, encoded.dense, bags)
         return ClickLog(self.tables, layout, [part], {}, self.features).take(np.arange(len(label)))
 
@@ -302,7 +298,7 @@ def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
             column = values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise BadInput(f"column {name!r}: expected values of one type: {error}") from error
-        columns[name] = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+        columns[name] = one_array(column) if isinstance(column, pa.ChunkedArray) else column
     return columns
 
 

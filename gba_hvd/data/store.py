@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gba_hvd.data.recipe import Recipe
 from gba_hvd.errors import BadInput
 from recovery.storage.local_store import sync
 
@@ -38,6 +39,15 @@ class DatasetLayout:
     multi: tuple[str, ...]
     dense: tuple[str, ...]
     labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> DatasetLayout:
+        return cls(
+            tuple(c.name for c in recipe.categorical if not c.multi_valued),
+            tuple(c.name for c in recipe.categorical if c.multi_valued),
+            tuple(x.name for x in recipe.numeric),
+            () if recipe.is_plain_label else recipe.labels,
+        )
 
     def schema(self) -> pa.Schema:
         plain = pa.field("label", pa.uint8(), nullable=False)

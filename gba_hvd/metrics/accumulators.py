@@ -78,25 +78,17 @@ class Accumulator(Protocol):
 
 class _Scores:
     def __init__(self, part: Part) -> None:
-        self._scores = ScoreAccumulator(exact_limit=part.exact_limit)
-
-    def add(self, frames: Frames) -> None:
-        self._scores.add(*frames)
-
-    def state(self) -> dict[str, Any]:
-        return self._scores.state()
-
-
-class _Grouped:
-    def __init__(self, part: Part) -> None:
-        self._scores, self._groups = ScoreAccumulator(exact_limit=part.exact_limit), GroupedScores()
+        self._scores = ScoreAccumulator(part.exact_limit)
+        self._groups = GroupedScores() if part.kind == "grouped scores" else None
 
     def add(self, frames: Frames) -> None:
         self._scores.add(*frames[:2])
-        self._groups.add(*frames)
+        if self._groups is not None:
+            self._groups.add(*frames)
 
     def state(self) -> dict[str, Any]:
-        return {"scores": self._scores.state(), "groups": self._groups.state()}
+        scores = self._scores.state()
+        return scores if self._groups is None else {"scores": scores, "groups": self._groups.state()}
 
 
 class _Sums:
@@ -112,10 +104,7 @@ class _Sums:
 
 def accumulator(part: Part) -> Accumulator:
     """An empty one for this part."""
-    kinds: Mapping[Kind, type[_Scores | _Grouped | _Sums]] = {
-        "scores": _Scores, "grouped scores": _Grouped, "sums": _Sums,
-    }  # fmt: skip
-    return kinds[part.kind](part)
+    return _Sums(part) if part.kind == "sums" else _Scores(part)
 
 
 def combined(part: Part, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -66,15 +66,13 @@ class TaskScores:
 class ScoreAccumulator:
     """One worker's scores: all of them up to `exact_limit`, a histogram of logits beyond.
 
-    logits: float32 [n] and labels: uint8 [n], or positives, negatives: int64 [n_bins]. Not thread-safe.
+    logits: float32 [n] and labels: uint8 [n], or positives, negatives: int64 [N_BINS]. Not thread-safe.
     """
 
-    def __init__(self, exact_limit: int = EXACT_LIMIT, n_bins: int = N_BINS) -> None:
+    def __init__(self, exact_limit: int = EXACT_LIMIT) -> None:
         if exact_limit < 0:
             raise ValueError(f"exact_limit must be 0 or more samples, got {exact_limit}")
-        if n_bins < 2:
-            raise ValueError(f"n_bins must be at least 2, got {n_bins}")
-        self.exact_limit, self.n_bins = exact_limit, n_bins
+        self.exact_limit = exact_limit
         self._logits: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[np.uint8]] = []
         self._histogram: NDArray[np.int64] | None = None  # [2, n_bins] negatives, positives
@@ -100,11 +98,11 @@ class ScoreAccumulator:
             self._logits.append(x)
             self._labels.append(clicked)
             if self._n > self.exact_limit:
-                self._histogram = histogram(*self._scores(), self.n_bins)
+                self._histogram = histogram(*self._scores(), N_BINS)
                 self._logits.clear()
                 self._labels.clear()
         else:
-            self._histogram += histogram(x, clicked, self.n_bins)
+            self._histogram += histogram(x, clicked, N_BINS)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Plain arrays that can travel; the ones not in use are empty."""
@@ -115,7 +113,7 @@ class ScoreAccumulator:
             "labels": labels,
             "negatives": negatives,
             "positives": positives,
-            "counts": np.array([self._n, self._n_nan, self.exact_limit, self.n_bins], np.int64),
+            "counts": np.array([self._n, self._n_nan, self.exact_limit, N_BINS], np.int64),
             "loss_sum": np.array([self._loss_sum], np.float64),
         }
 

@@ -42,7 +42,7 @@ def read_index(store: Store, manifest: ModelManifest) -> dict[str, BlocksOf]:
     if manifest.blocks is None:
         return {}
     file, block_bytes = manifest.blocks.file, manifest.blocks.block_bytes
-    data = get_verified(store, file.name, file.n_bytes, file.sha256)
+    data = get_verified(store, file)
     found, at = {}, 0
     for _, shard in manifest.shards():
         if shard.n_bytes > block_bytes:

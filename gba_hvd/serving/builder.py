@@ -79,8 +79,7 @@ class Builder:
 
     @classmethod
     def stored(cls, store: Store, record: BuilderRecord) -> Builder:
-        code = record.code
-        data = None if code is None else bytes(get_verified(store, code.name, code.n_bytes, code.sha256))
+        data = None if record.code is None else bytes(get_verified(store, record.code))
         return cls(record.target, record.arguments, data)
 
     def put(self, store: Store) -> BuilderRecord:

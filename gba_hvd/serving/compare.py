@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from gba_hvd.serving.manifest import ModelManifest, RowShards, Shard, StoredObject, StoredTable
+from gba_hvd.serving.manifest import ModelManifest, RowShards, StoredObject, StoredTable
 from gba_hvd.serving.row_shards import shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
 from gba_hvd.serving.tensor_file import decode_tensors
@@ -36,7 +36,7 @@ def verify_model(
 
     def check(one: StoredObject) -> str:
         try:
-            get_verified(store, one.name, one.n_bytes, one.sha256)
+            get_verified(store, one)
         except Damaged as error:
             return str(error)
         on_bytes(one.n_bytes)
@@ -126,23 +126,19 @@ def _rows(
         if mine is None or theirs is None:
             added, removed = added + (mine.n_rows if mine else 0), removed + (theirs.n_rows if theirs else 0)
         elif mine.sha256 != theirs.sha256:
-            keys, rows = _read(stores.old, theirs, *old)
-            new_keys, new_rows = _read(stores.new, mine, *new)
+            keys, rows = shard_arrays(get_verified(stores.old, theirs), theirs, *old)
+            new_keys, new_rows = shard_arrays(get_verified(stores.new, mine), mine, *new)
             both, at, new_at = np.intersect1d(keys, new_keys, assume_unique=True, return_indices=True)
             changed += int((rows[at].view(np.uint32) != new_rows[new_at].view(np.uint32)).any(axis=1).sum())
             added, removed = added + len(new_keys) - len(both), removed + len(keys) - len(both)
     return changed, added, removed
 
 
-def _read(store: Store, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
-    return shard_arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
-
-
 def _tensors(stores: _Stores, old: ModelManifest, new: ModelManifest) -> dict[str, str]:
     if old.dense.sha256 == new.dense.sha256:
         return {}
     a, b = (
-        decode_tensors(bytes(get_verified(store, one.name, one.n_bytes, one.sha256)), one.name)
+        decode_tensors(bytes(get_verified(store, one)), one.name)
         for store, one in ((stores.old, old.dense), (stores.new, new.dense))
     )
     found = {name: "removed" for name in a.keys() - b.keys()} | {name: "added" for name in b.keys() - a.keys()}

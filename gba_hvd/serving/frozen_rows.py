@@ -19,9 +19,9 @@ import torch
 from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.block_cache import BlockCache
-from gba_hvd.serving.compact_rows import CompactRows
+from gba_hvd.serving.compact_rows import PACKED, Float32Rows
 from gba_hvd.serving.direct_rows import Buckets, DirectRows
-from gba_hvd.serving.manifest import ALIGNMENT, RowShards, StoredTable
+from gba_hvd.serving.manifest import RowShards, StoredTable
 from gba_hvd.serving.remote_rows import Plan, RemoteRows, fetch_together
 from gba_hvd.serving.row_shards import initial_rows, key_buckets, shard_arrays
 from gba_hvd.serving.stored_bytes import get_verified
@@ -137,12 +137,12 @@ class StoredRows:
         self, store: Store, table: StoredTable, mapped: Path | None = None, dtype: str = "float32",
         cache: BlockCache | None = None,
     ) -> None:  # fmt: skip
-        def part(shards: RowShards) -> _InMemory | _Mapped | CompactRows | RemoteRows:
+        def part(shards: RowShards) -> _InMemory | _Mapped | RemoteRows:
             if cache is not None:
                 return RemoteRows(cache, table, shards)
             if mapped is not None:
                 return _Mapped(table, shards, mapped)
-            return _InMemory(store, table, shards) if dtype == "float32" else CompactRows(store, table, shards, dtype)
+            return _InMemory(store, table, shards, dtype)
 
         self._table, self._rows = table, part(table.rows)
         self._shared = None if table.shared is None else part(table.shared)
@@ -150,7 +150,7 @@ class StoredRows:
     @property
     def buckets(self) -> Buckets | None:
         """All rows, for `DirectRows`; None where some are not stored, not float32, or have keys of their own."""
-        if isinstance(self._rows, (CompactRows, RemoteRows)):
+        if isinstance(self._rows, RemoteRows):
             return None
         per = self._table.rows.rows_per_bucket
         return self._rows.buckets if self._table.rows.is_complete and per and not per & (per - 1) else None
@@ -169,9 +169,7 @@ class StoredRows:
             raise Damaged(f"table {self._table.name!r}: its manifest names no shard for row {absent[0]}")
         out[missing] = rows
 
-    def _sum_shared(
-        self, part: _InMemory | _Mapped | CompactRows | RemoteRows, n: int, keys: np.ndarray, out: np.ndarray
-    ) -> None:
+    def _sum_shared(self, part: _InMemory | _Mapped | RemoteRows, n: int, keys: np.ndarray, out: np.ndarray) -> None:
         """out: float32 [n, dim], the sums of the shared rows of keys. n: shared rows"""
         table = self._table
         first, *more = shared_rows_of(keys, n, table.shared_in, table.shared_hashes)
@@ -206,16 +204,19 @@ class StoredRows:
 class _InMemory:
     """All shards in one array, in the order of their keys, which are left out where no row is missing."""
 
-    def __init__(self, store: Store, table: StoredTable, part: RowShards) -> None:
+    def __init__(self, store: Store, table: StoredTable, part: RowShards, dtype: str) -> None:
         ends = np.cumsum([0, *(shard.n_rows for shard in part.shards)])
-        self._rows = _aligned(int(ends[-1]), table.dim)
-        self._keys = None if part.is_complete else np.empty(len(self._rows), np.int64)
-        self._n = len(self._rows)
+        self._n = int(ends[-1])
+        self._rows = PACKED[dtype](self._n, table.dim)
+        self._keys = None if part.is_complete else np.empty(self._n, np.int64)
 
         def read(number: int) -> None:
-            shard, here = part.shards[number], slice(ends[number], ends[number + 1])
-            keys, rows = shard_arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
-            self._rows[here] = rows
+            shard, here = part.shards[number], slice(int(ends[number]), int(ends[number + 1]))
+            keys, rows = shard_arrays(get_verified(store, shard), shard, table, part)
+            try:
+                self._rows.put(here, rows)
+            except ValueError as error:
+                raise Damaged(f"table {table.name!r}: {shard.name} has {error}: open the model in float32") from error
             if self._keys is not None:
                 self._keys[here] = keys
 
@@ -223,32 +224,23 @@ class _InMemory:
             list(pool.map(read, range(len(part.shards))))
 
     @property
-    def buckets(self) -> Buckets:
-        return Buckets(self._n, self._n, lambda bucket: self._rows)
+    def buckets(self) -> Buckets | None:
+        """None of rows that are not float32."""
+        rows = self._rows
+        return Buckets(self._n, self._n, lambda bucket: rows.array) if isinstance(rows, Float32Rows) else None
 
     def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         """Write the rows that are there into `out`; which are, bool [n]."""
-        if self._keys is None:
-            if out is not None:
-                np.take(self._rows, keys, axis=0, out=out)
-            return np.ones(len(keys), np.bool_)
-        if not self._n:
-            return np.zeros(len(keys), np.bool_)
-        at = np.minimum(np.searchsorted(self._keys, keys), self._n - 1)
-        found: np.ndarray = self._keys[at] == keys
+        at, found = keys, np.ones(len(keys), np.bool_)
+        if self._keys is not None:
+            at = np.minimum(np.searchsorted(self._keys, keys), max(0, self._n - 1))
+            found = self._keys[at] == keys if self._n else np.zeros(len(keys), np.bool_)
         if out is not None:
-            out[found] = self._rows[at[found]]
+            out[found] = self._rows.take(at[found])
         return found
 
     def keys(self) -> np.ndarray:
         return np.arange(self._n) if self._keys is None else self._keys
-
-
-def _aligned(n_rows: int, dim: int) -> np.ndarray:
-    """float32 [n_rows, dim] from a cache line on, so that a row is in as few of them as possible."""
-    memory = np.empty(n_rows * dim + ALIGNMENT // 4, np.float32)
-    skip = -memory.ctypes.data % ALIGNMENT // 4
-    return memory[skip : skip + n_rows * dim].reshape(n_rows, dim)
 
 
 class _Mapped:

@@ -270,10 +270,6 @@ def _joined(field: Spec, request: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _numbers(field: Spec, values: Any) -> Tensor:
-    return _tensor(field, _array(field, values))
-
-
 def _stacked(columns: Mapping[str, Tensor]) -> Tensor:
     """[B, L] of L columns. Raises BadInput for one that is not [B]."""
     for name, one in columns.items():

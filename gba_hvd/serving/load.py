@@ -145,18 +145,15 @@ def open_model(
     folder = _folder_of(store) if tables == "mmap" else None
     manifest = read_manifest(store, version)
     module = Builder.stored(store, manifest.builder).build()
-    dense = manifest.dense
-    values = decode_tensors(bytes(get_verified(store, dense.name, dense.n_bytes, dense.sha256)), dense.name)
+    values = decode_tensors(bytes(get_verified(store, manifest.dense)), manifest.dense.name)
     stored = {table.name: table for table in manifest.tables}
     own = assemble(module, stored, manifest.converted, values, padding_rows_of(values), manifest.lookup_dtypes)
     cache = _cache_of(store, manifest, cache_bytes or CACHE_BYTES) if tables == "remote" else None
     readers = {table.name: StoredRows(store, table, folder, row_dtype, cache) for table in manifest.tables}
     freeze(module, own, readers, cache)
-    example = manifest.example
     columns = None
-    if example is not None:
-        columns = json.loads(bytes(get_verified(store, example.name, example.n_bytes, example.sha256)))
-        columns = example_of(columns, manifest.hashed)
+    if manifest.example is not None:
+        columns = example_of(json.loads(bytes(get_verified(store, manifest.example))), manifest.hashed)
     encoder, read = manifest.encoder, None
     if encoder is not None:
         facts = read_facts(store, encoder)
@@ -204,7 +201,7 @@ def load_for_inference(
 
 def _check(tables: str, row_dtype: str, cache_bytes: int | None) -> None:
     refuse_unknown("tables", tables, WHERE)
-    refuse_unknown("row_dtype", row_dtype, ("float32", *PACKED))
+    refuse_unknown("row_dtype", row_dtype, tuple(PACKED))
     if tables != "memory" and row_dtype != "float32":
         what = "maps rows of the files" if tables == "mmap" else "reads parts of the files"
         raise BadInput(f"tables={tables!r} {what}, which are float32; row_dtype={row_dtype!r} needs memory")

@@ -94,6 +94,6 @@ def _copy(store: Store, manifest: ModelManifest, folder: Path, on_bytes: Callabl
     """One version, each object verified; the manifest last."""
     to = LocalStore(folder)
     for one in {one.name: one for one in manifest.objects()}.values():
-        to.put(one.name, [get_verified(store, one.name, one.n_bytes, one.sha256)])
+        to.put(one.name, [get_verified(store, one)])
         on_bytes(one.n_bytes)
     to.put(manifest.name, [store.get(manifest.name)])

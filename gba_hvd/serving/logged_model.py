@@ -10,8 +10,6 @@ from pathlib import Path
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
 
-ADDRESSES = "models:/NAME/VERSION, models:/NAME@ALIAS, models:/ID or runs:/RUN/NAME"
-
 
 def is_address(url: str | Path) -> bool:
     return str(url).startswith(("models:/", "runs:/"))

@@ -61,7 +61,7 @@ def score_file(
     named, hashed = hashed, hashed or (() if encoded else model.manifest.hashed)
     texts = hashed if encoder is None else encoder.raw_columns
     plain = {*(plain_columns(model.manifest.input) if encoder is None else encoder.raw_columns), *keep, *hashed}
-    fresh, n, writer = out.with_name(f".{out.name}.{os.getpid()}"), 0, None
+    fresh, n, writer, schema = out.with_name(f".{out.name}.{os.getpid()}"), 0, None, None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for part in read_samples(source, batch, texts=texts, plain=plain, encoder=encoder):
@@ -72,12 +72,13 @@ def score_file(
             scores = _scores(model, part, source, hashed, batch, encoded)
             if taken := [name for name in keep if name in scores]:
                 raise BadInput(f"--keep {taken[0]}: the scores have this name: rename the column of {source}")
-            kept = {name: _kept(part, name, None if writer is None else writer.schema, source) for name in keep}
-            table = pyarrow.table({**kept, **_arrow(scores)})
+            kept = {name: _kept(part, name, schema, source) for name in keep}
+            table = pyarrow.table({**kept, **scores})
             if writer is None:
                 _check_kept(kept, out)
-                writer = _Writer(fresh, out.suffix, table.schema)
-            writer.write(table)
+                schema = table.schema
+                writer = _opened(fresh, out.suffix, schema)
+            writer.write_table(table)
             n += part.n
             on_samples(part.n)
         if writer is None:
@@ -209,25 +210,9 @@ def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def _arrow(scores: dict[str, np.ndarray]) -> dict[str, Any]:
-    import pyarrow
-
-    return {name: pyarrow.array(values) for name, values in scores.items()}
-
-
-class _Writer:
+def _opened(path: Path, ending: str, schema: Any) -> Any:
     """A Parquet or CSV file that is written in parts."""
+    import pyarrow.csv
+    import pyarrow.parquet
 
-    def __init__(self, path: Path, ending: str, schema: Any) -> None:
-        import pyarrow.csv
-        import pyarrow.parquet
-
-        self.schema = schema
-        kind: Any = pyarrow.csv.CSVWriter if ending == ".csv" else pyarrow.parquet.ParquetWriter
-        self._file = kind(path, schema)
-
-    def write(self, table: Any) -> None:
-        self._file.write_table(table)
-
-    def close(self) -> None:
-        self._file.close()
+    return (pyarrow.csv.CSVWriter if ending == ".csv" else pyarrow.parquet.ParquetWriter)(path, schema)

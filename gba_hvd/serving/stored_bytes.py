@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from gba_hvd.serving.manifest import StoredObject
+from gba_hvd.serving.manifest import Shard, StoredObject
 from recovery.errors import Damaged, NotFound
 from recovery.storage.store import Store, read
 
@@ -35,8 +35,9 @@ def put_missing(store: Store, name: str, pieces: Sequence[bytes | memoryview], t
     return True
 
 
-def get_verified(store: Store, name: str, n_bytes: int, sha256: str) -> memoryview:
+def get_verified(store: Store, one: StoredObject | Shard) -> memoryview:
     """All bytes of an object. Raises Damaged when it is gone, or not what was saved."""
+    name, n_bytes = one.name, one.n_bytes
     try:
         data = read(store, name, 0, n_bytes + 1)
     except NotFound as error:
@@ -46,6 +47,6 @@ def get_verified(store: Store, name: str, n_bytes: int, sha256: str) -> memoryvi
             f"{store.url}: {name} is truncated or overwritten: it has "
             f"{'more' if len(data) > n_bytes else f'{len(data):,} bytes'}, {n_bytes:,} were saved"
         )
-    if (found := sha256_of([data])) != sha256:
+    if (found := sha256_of([data])) != one.sha256:
         raise Damaged(f"{store.url}: {name} is not what was saved: its SHA-256 is {found}")
     return data

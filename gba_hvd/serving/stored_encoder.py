@@ -113,8 +113,7 @@ def put_encoder(store: Store, made: EncoderToStore) -> StoredEncoder:
 
 def read_facts(store: Store, stored: StoredEncoder) -> dict[str, Any]:
     """All but the vocabularies. Raises Damaged."""
-    file = stored.file
-    found: dict[str, Any] = json.loads(bytes(get_verified(store, file.name, file.n_bytes, file.sha256)))
+    found: dict[str, Any] = json.loads(bytes(get_verified(store, stored.file)))
     return found
 
 
@@ -125,12 +124,11 @@ def read_encoder(
     with extra("data", "pyarrow", "raw values of a request need"):
         import pyarrow
 
-    from gba_hvd.data.raw_rows import one_array
+    from gba_hvd.data.list_columns import one_array
     from gba_hvd.data.row_encoder import RowEncoder
 
     def vocabulary(table: str) -> Any:
-        one = stored.vocabularies[table]
-        data = get_verified(store, one.name, one.n_bytes, one.sha256)
+        data = get_verified(store, stored.vocabularies[table])
         return one_array(pyarrow.ipc.open_file(pyarrow.py_buffer(data)).read_all()["value"])
 
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gba_hvd.tracking.epochs import BEST, MeasuredTogether, better, is_quality
+from gba_hvd.tracking.epochs import BEST, BestEpoch, is_quality
 
 BEST_EPOCH, BEST_STEP = f"{BEST}epoch", f"{BEST}step"
 
@@ -18,33 +18,24 @@ class BestMetrics:
     """Takes note of scores as they are reported; `values` are those of the best epoch."""
 
     def __init__(self) -> None:
-        self._newest: MeasuredTogether | None = None
-        self._best: MeasuredTogether | None = None
+        self._epochs = BestEpoch()
         self._of_script: set[str] = set()  # names that the script reports itself
 
     def add(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns what is to be recorded: nothing, unless the best epoch is another one, or has more scores."""
         self._of_script |= {name for name in metrics if name.startswith(BEST)}
         scores = {name: value for name, value in metrics.items() if is_quality(name)}
-        if not scores:
-            return {}
-        newest, before = self._newest, self._best
-        is_same = newest is not None and newest.is_of(step, epoch)
-        self._newest = newest.plus(scores) if newest is not None and is_same else MeasuredTogether(step, epoch, scores)
-        if better(self._newest, before) or (before is not None and before.is_of(step, epoch)):
-            self._best = self._newest
-            return self.values
-        return {}
+        return self.values if scores and self._epochs.add(step, epoch, scores) else {}
 
     @property
     def step(self) -> int | None:
         """At which the best scores were reported."""
-        return None if self._best is None else self._best.step
+        return None if self._epochs.best is None else self._epochs.best.step
 
     @property
     def values(self) -> dict[str, float]:
         """By name, without those of the script's own. Empty before a validation metric was reported."""
-        if (best := self._best) is None:
+        if (best := self._epochs.best) is None:
             return {}
         found = {f"{BEST}{name}": value for name, value in best.values.items()} | {BEST_STEP: float(best.step)}
         if best.epoch is not None:
@@ -52,10 +43,8 @@ class BestMetrics:
         return {name: value for name, value in found.items() if name not in self._of_script}
 
     def state_dict(self) -> dict[str, Any]:
-        measured = {"newest": self._newest, "best": self._best}
-        found = {key: one.as_dict() for key, one in measured.items() if one is not None}
-        return found | ({"of_script": sorted(self._of_script)} if self._of_script else {})
+        return self._epochs.state_dict() | ({"of_script": sorted(self._of_script)} if self._of_script else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
+        self._epochs.load_state_dict(state)
         self._of_script = {str(name) for name in state.get("of_script", ())}

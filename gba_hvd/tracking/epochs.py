@@ -106,6 +106,30 @@ def better(new: MeasuredTogether, best: MeasuredTogether | None) -> bool:
     return new.values[name] > best.values[name] if by.more_is_better else new.values[name] < best.values[name]
 
 
+class BestEpoch:
+    """Values as they are reported: the newest ones, those of one step together, and those of the best epoch."""
+
+    def __init__(self) -> None:
+        self.newest: MeasuredTogether | None = None
+        self.best: MeasuredTogether | None = None
+
+    def add(self, step: int, epoch: int | None, values: Mapping[str, float]) -> bool:
+        """Whether the best epoch is another one now, or has more values."""
+        if self.newest is None or not self.newest.is_of(step, epoch):
+            self.newest = MeasuredTogether(step, epoch)
+        self.newest = self.newest.plus(values)
+        is_best = better(self.newest, self.best) or (self.best is not None and self.best.is_of(step, epoch))
+        self.best = self.newest if is_best else self.best
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        measured = {"newest": self.newest, "best": self.best}
+        return {name: one.as_dict() for name, one in measured.items() if one is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.newest, self.best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
+
+
 def best_of(measured: Iterable[MeasuredTogether]) -> MeasuredTogether | None:
     """The best by validation; None when no validation metric was reported."""
     best: MeasuredTogether | None = None

@@ -23,8 +23,8 @@ def read(run: str, tracking_uri: str | None) -> RunHistory:
         return from_files(path)
     uri = resolved_uri(tracking_uri)
     found = read_history(uri, run, lambda key: not key.startswith("system/"))
-    if not isinstance(found, RunHistory):
-        raise _not_found(run, uri, found)
+    if found is None:
+        raise _not_found(run, uri)
     if not found.job_id and not found.events:
         raise BadInput(
             f"run {found.title} of {found.source} was not written by a job: expected one that an `MLflowCallback` "
@@ -41,14 +41,14 @@ def run_id_of(run: str, tracking_uri: str | None) -> str:
     uri = resolved_uri(tracking_uri)
     found = run_ids_called(uri, run)
     if not found:
-        raise _not_found(run, uri, newest_runs(uri))
+        raise _not_found(run, uri)
     if len(found) > 1:
         raise BadInput(f"{len(found)} runs are called {run!r}: name one by its id, newest first: {', '.join(found)}")
     return found[0]
 
 
-def _not_found(run: str, uri: str, newest: list[str]) -> BadInput:
-    known = _listed(newest)
+def _not_found(run: str, uri: str) -> BadInput:
+    known = _listed(newest_runs(uri))
     return BadInput(
         f"no run, job or file is called {run!r} (looked in {redacted(uri)}; --tracking-uri or MLFLOW_TRACKING_URI name "
         f"another store)" + (f"; the newest runs there are:{known}" if known else "; it holds no runs")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -20,14 +19,13 @@ _MB = 1e6
 class HostSampler:
     """Reads the host's counters; rates are over the time since the previous call."""
 
-    def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, host: str) -> None:
         self._prefix = metric_key(f"system/{host}/")
-        self._clock = clock
         psutil.cpu_percent(None)  # the first reading only starts the interval
-        self._last = (clock(), psutil.net_io_counters())
+        self._last = (time.monotonic(), psutil.net_io_counters())
 
     def sample(self) -> dict[str, float]:
-        now, network = self._clock(), psutil.net_io_counters()
+        now, network = time.monotonic(), psutil.net_io_counters()
         before, earlier = self._last
         self._last = (now, network)
         memory = psutil.virtual_memory()

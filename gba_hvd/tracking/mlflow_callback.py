@@ -32,6 +32,7 @@ from gba_hvd.tracking.reach import Reach
 from gba_hvd.tracking.records import (
     PAGE_QUERY,
     SCRIPT,
+    Record,
     flatten,
     job_params,
     metric_key,
@@ -171,7 +172,7 @@ class MLflowCallback(Callback):
         self._readings = gauges.Readings()
         # Of a worker that is not the chief, since the newest world: what it reports where the chief has died meanwhile.
         self._unreported: deque[Event] = deque(maxlen=64)
-        self._unreported_metrics: deque[dict[str, Any]] = deque(maxlen=64)
+        self._unreported_metrics: deque[Record] = deque(maxlen=64)
         self._ended = False
         self._reported_left_behind = False
         self._n_warnings = 0
@@ -237,22 +238,19 @@ class MLflowCallback(Callback):
             if self._lr is None:
                 self._lr = job.settings.get(DENSE_LR)
             config = self._artifacts["config.json"] or {}
-            for record in tags_records(self._tags):
-                self._write(record)
+            self._write(*tags_records(self._tags))
             in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
             params, renamed = job_params(in_use, {**config, **self._params})
             if renamed:
                 _log(_renamed_words(renamed))
-            for record in params_records(params):
-                self._write(record)
+            self._write(*params_records(params))
             for path, values in self._artifacts.items():
                 if values is not None:
                     text = json.dumps(values, indent=2, default=str) + "\n"
                     self._write({"kind": "artifact", "path": path, "text": text})
             while self._unreported:  # what the previous chief may not have reported
                 self._write_event(self._unreported.popleft())
-            for record in self._unreported_metrics:  # the sender leaves out those that the run has
-                self._write(record)
+            self._write(*self._unreported_metrics)  # the sender leaves out those that the run has
         self._forget_unreported()
         self._look_after_sender()
 
@@ -299,7 +297,7 @@ class MLflowCallback(Callback):
                 values[MODE] = MODES.index(record.mode)
             if record.mode != self._mode:
                 self._mode = record.mode
-                self._write({"kind": "tags", "values": {"gba_hvd.mode": record.mode}})
+                self._tag("gba_hvd.mode", record.mode)
         self._write({"kind": "metrics", "step": record.step, "ms": _now_ms(), "values": values})
         self._logged_step = record.step
         if time.monotonic() >= self._next_look_s:
@@ -322,11 +320,11 @@ class MLflowCallback(Callback):
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         values |= self._best.add(step, self._epoch, values)
-        for record in metrics_records(step, _now_ms(), values):
-            if self._job.is_chief:
-                self._write(record)
-            else:
-                self._unreported_metrics.append(record)
+        records = metrics_records(step, _now_ms(), values)
+        if self._job.is_chief:
+            self._write(*records)
+        else:
+            self._unreported_metrics.extend(records)
 
     def on_event(self, event: Event) -> None:
         if event.kind == gauges.EVENT:
@@ -356,8 +354,7 @@ class MLflowCallback(Callback):
             return
         self._since.forget(readings)
         if self._job is not None and self._job.is_chief:
-            for record in metrics_records(event.step, _now_ms(), readings):
-                self._write(record)
+            self._write(*metrics_records(event.step, _now_ms(), readings))
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the job that are others now than when the world formed."""
@@ -402,8 +399,7 @@ class MLflowCallback(Callback):
         were lost, with a score of theirs."""
         last = max(self._step, self._logged_step)
         if self._best.step is not None and self._best.step < last:
-            for record in metrics_records(last, _now_ms(), self._best.values):
-                self._write(record)
+            self._write(*metrics_records(last, _now_ms(), self._best.values))
 
     def _write_model(self) -> bool:
         """Write the model that the sender logs; whether it could be written."""
@@ -472,37 +468,36 @@ class MLflowCallback(Callback):
         """This process's spool file, once it has one."""
         return None if self._writer is None else self._writer.path
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _tag(self, name: str, text: str) -> None:
+        self._write({"kind": "tags", "values": {name: text}})
+
+    def _write(self, *records: Record) -> None:
         if self._writer is None:
             assert self._job is not None
             name = f"{metric_key(self._job.job_id)}.{self._job.host}.{os.getpid()}.{next(_numbers)}.jsonl".replace(
                 "/", "_"
             )
             self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes)
-        # The job record goes to the sender alone, which needs the URI as it is; all else is shown to people.
-        self._writer.append(record if record["kind"] == "job" else redacted_values(record))
+        for record in records:
+            # The job record goes to the sender alone, which needs the URI as it is; all else is shown to people.
+            self._writer.append(record if record["kind"] == "job" else redacted_values(record))
 
     def _write_event(self, event: Event) -> None:
         values = {"step": event.step, "message": event.message, "data": dict(event.data), "unix_s": event.unix_s}
         if event.level == "warning":
             values["level"] = event.level
         self._write({"kind": "event", "event": event.kind, **values})
+        ms = recovery_records.ms_of(values)
         step, found = recovery_records.metrics_of(event.kind, event.step, event.data)
         if event.level == "warning":
             self._n_warnings += 1
-            self._write(
-                {"kind": "tags", "values": {WARNING_TAG: f"[{event.kind}] step {event.step}: {event.message}"[:4000]}}
-            )
-            for record in metrics_records(event.step, recovery_records.ms_of(values), {WARNINGS: self._n_warnings}):
-                self._write(record)
-        for record in metrics_records(step, recovery_records.ms_of(values), found):
-            self._write(record)
+            self._tag(WARNING_TAG, f"[{event.kind}] step {event.step}: {event.message}"[:4000])
+            self._write(*metrics_records(event.step, ms, {WARNINGS: self._n_warnings}))
+        self._write(*metrics_records(step, ms, found))
         if event.kind == "switch":
             self._write_first_used(event.data.get("settings_first_used", ()))
         if event.kind == "checkpoint":
-            self._write(
-                {"kind": "tags", "values": {recovery_records.CHECKPOINT_TAG: recovery_records.place_of(event.data)}}
-            )
+            self._tag(recovery_records.CHECKPOINT_TAG, recovery_records.place_of(event.data))
 
     def _write_first_used(self, names: Sequence[str]) -> None:
         """An operator has requested a mode that uses these settings."""

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from mlflow import MlflowClient, get_tracking_uri
@@ -39,6 +39,7 @@ from gba_hvd.tracking.report.run_note import OWN, run_note
 from gba_hvd.tracking.run_history import DATA_FILE, RunHistory
 from recovery.redaction import redacted
 
+T = TypeVar("T")
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
@@ -126,13 +127,8 @@ class JobRun:
 
     def nest_under(self, parent_run_id: str) -> bool:
         """Make it a child of that run; False where there is none."""
-        try:
-            parent = self._client.get_run(parent_run_id)
-        except MlflowException as error:
-            if error.error_code not in _NO_SUCH_RUN:
-                raise
-            return False
-        if parent.info.lifecycle_stage != "active":
+        parent = _unless_absent(lambda: self._client.get_run(parent_run_id))
+        if parent is None or parent.info.lifecycle_stage != "active":
             return False
         self.set_tags({PARENT_TAG: parent_run_id})
         return True
@@ -344,16 +340,11 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         return made
 
 
-def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | list[str]:
-    """What a run holds: by its id, the id of its job, or its name (the latest, where several have it).
-
-    Otherwise what the newest runs are called, "id  name  job", to choose from.
-    """
+def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | None:
+    """What a run holds: by its id, the id of its job, or its name (the latest, where several have it); None: no run."""
     client = _reader(uri)
     run = None if client is None else _run_called(client, name)
-    if client is None or run is None:
-        return newest_runs(uri)
-    return JobRun(client, run, "", joined=True, uri=uri).story(wanted)
+    return None if client is None or run is None else JobRun(client, run, "", joined=True, uri=uri).story(wanted)
 
 
 def run_ids_called(uri: str, name: str) -> list[str]:
@@ -411,11 +402,8 @@ def _reader(uri: str) -> MlflowClient | None:
 
 
 def _run_called(client: MlflowClient, name: str) -> Run | None:
-    try:
-        return client.get_run(name)
-    except MlflowException as error:
-        if error.error_code not in _NO_SUCH_RUN:
-            raise
+    if (run := _unless_absent(lambda: client.get_run(name))) is not None:
+        return run
     experiments = _experiments(client)
     quoted = _quotable(name)
     for search in (f"tags.`{JOB_TAG}` = '{quoted}'", f"attributes.run_name = '{quoted}'"):
@@ -423,6 +411,16 @@ def _run_called(client: MlflowClient, name: str) -> Run | None:
         if runs:
             return runs[0]
     return None
+
+
+def _unless_absent(get: Callable[[], T]) -> T | None:
+    """What MLflow has under an id; None: nothing."""
+    try:
+        return get()
+    except MlflowException as error:
+        if error.error_code not in _NO_SUCH_RUN:
+            raise
+        return None
 
 
 def _quotable(name: str) -> str:
@@ -443,12 +441,7 @@ def experiment_for(uri: str, name: str | None) -> str:
 def experiment_name(uri: str, experiment_id: str) -> str | None:
     """None where MLflow has no experiment with this id, or has deleted it."""
     client = _reader(uri)
-    try:
-        found = client.get_experiment(experiment_id) if client else None
-    except MlflowException as error:
-        if error.error_code not in _NO_SUCH_RUN:
-            raise
-        return None
+    found = _unless_absent(lambda: client.get_experiment(experiment_id)) if client else None
     return str(found.name) if found and found.lifecycle_stage == "active" else None
 
 

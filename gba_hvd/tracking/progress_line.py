@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges
-from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
+from gba_hvd.tracking.epochs import BestEpoch, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import ENDED, PAUSE_WORDS, is_recovery, place_of
@@ -69,8 +69,7 @@ class ProgressLine(Callback):
         self._record: StepRecord | None = None
         self._epoch: int | None = None
         self._rate = Rate()
-        self._newest: MeasuredTogether | None = None  # metrics, those of one step together
-        self._best: MeasuredTogether | None = None  # by validation
+        self._epochs = BestEpoch()  # of all metrics
         self._gauges: dict[str, float] = {}
         self._readings = gauges.Readings()
         self._account: dict[str, Any] = {}
@@ -119,13 +118,7 @@ class ProgressLine(Callback):
         metrics = {key: value for key, value in metrics.items() if not key.startswith(_COUNTERS)}
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         if numbers:
-            before, epoch = self._newest, self._epoch
-            same = before is not None and before.is_of(step, epoch)
-            self._newest = (
-                before.plus(numbers) if before is not None and same else MeasuredTogether(step, epoch, numbers)
-            )
-            if better(self._newest, self._best) or (self._best is not None and self._best.is_of(step, epoch)):
-                self._best = self._newest
+            self._epochs.add(step, self._epoch, numbers)
         if self._reports() and metrics:
             self._print(_timed(f"step {step:,}  {_numbers(metrics)}"))
 
@@ -194,7 +187,7 @@ class ProgressLine(Callback):
         done = self._record.step - self._first_step
         if total and done > 0 and self._first_step_s is not None:
             left_s = (total - self._record.step) * (now - self._first_step_s) / done
-        metrics = self._newest.values if self._newest is not None else {}
+        metrics = self._epochs.newest.values if self._epochs.newest is not None else {}
         line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges, len(self._hanging))
         if standing := [kind.replace("_", " ") for kind, warned in self._warnings.items() if warned.over is None]:
             line += f"  warnings: {', '.join(standing)}"
@@ -244,10 +237,11 @@ class ProgressLine(Callback):
         lines += self._other_warnings()
         is_to_be_noted = {"auto_stayed": True, "memory_not_kept": status != "FINISHED"}
         lines += [f"note: {_tagged(event)}" for kind, event in self._notes.items() if is_to_be_noted[kind]]
-        if self._newest is not None:
-            lines.append(f"last: {self._newest.name}: {_numbers(self._newest.values)}")
-        if self._best is not None and (by := chooser(self._best.values)):
-            lines.append(f"best: {self._best.name}, by {by.words}: {_numbers(self._best.values)}")
+        newest, best = self._epochs.newest, self._epochs.best
+        if newest is not None:
+            lines.append(f"last: {newest.name}: {_numbers(newest.values)}")
+        if best is not None and (by := chooser(best.values)):
+            lines.append(f"best: {best.name}, by {by.words}: {_numbers(best.values)}")
         return lines
 
     def _other_warnings(self) -> list[str]:
@@ -268,12 +262,10 @@ class ProgressLine(Callback):
     # These travel with the elastic state: a new rank 0 continues with them.
 
     def state_dict(self) -> dict[str, Any]:
-        measured = {"newest": self._newest, "best": self._best}
-        state = {name: None if one is None else one.as_dict() for name, one in measured.items()}
-        return {**state, "switches": list(self._switches)}
+        return {**self._epochs.state_dict(), "switches": list(self._switches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
+        self._epochs.load_state_dict(state)
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
 
     def _end_line(self) -> None:

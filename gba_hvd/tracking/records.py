@@ -177,9 +177,8 @@ def job_params(settings: Mapping[str, Any], of_script: Mapping[str, Any]) -> tup
 
 def params_records(values: Mapping[str, str]) -> list[Record]:
     """The parameters of a launch, flat, and their names."""
-    items = list(values.items())
-    parts = [dict(items[i : i + MAX_PARAMS]) for i in range(0, len(items), MAX_PARAMS)]
-    return [*({"kind": "params", "values": one} for one in parts), {"kind": "settings", "names": [k for k, _ in items]}]
+    parts = [{"kind": "params", "values": one} for one in _parts(values, MAX_PARAMS)]
+    return [*parts, {"kind": "settings", "names": list(values)}]
 
 
 def own_run_words(job: str, other: str) -> str:
@@ -190,16 +189,17 @@ def own_run_words(job: str, other: str) -> str:
 
 
 def tags_records(tags: Mapping[str, str]) -> list[Record]:
-    items = list(tags.items())
-    return [{"kind": "tags", "values": dict(items[i : i + MAX_TAGS])} for i in range(0, len(items), MAX_TAGS)]
+    return [{"kind": "tags", "values": one} for one in _parts(tags, MAX_TAGS)]
 
 
 def metrics_records(step: int, ms: int, values: Mapping[str, float]) -> list[Record]:
-    items = [(metric_key(key), value) for key, value in values.items()]
-    return [
-        {"kind": "metrics", "step": step, "ms": ms, "values": dict(items[i : i + MAX_METRICS])}
-        for i in range(0, len(items), MAX_METRICS)
-    ]
+    parts = _parts({metric_key(key): value for key, value in values.items()}, MAX_METRICS)
+    return [{"kind": "metrics", "step": step, "ms": ms, "values": one} for one in parts]
+
+
+def _parts(values: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+    items = list(values.items())
+    return [dict(items[i : i + n]) for i in range(0, len(items), n)]
 
 
 def metric_key(name: str) -> str:

@@ -112,8 +112,11 @@ class RunHistory:
 
     @property
     def measured(self) -> list[MeasuredTogether]:
-        """Quality at each step at which it was measured, with its epoch."""
-        return measured_of(self.history)
+        """Quality at each step at which it was measured, with its epoch; in the order of time."""
+        return [
+            MeasuredTogether(step, epoch, {point.key: point.value for point in points})
+            for (step, epoch), points in _reported_together(self.history).items()
+        ]
 
     @property
     def best(self) -> MeasuredTogether | None:
@@ -256,16 +259,48 @@ class RunHistory:
             return ""  # nothing says that a later model is worse
         return f"{best.name}, at step {best.step:,}"
 
+    @property
+    def warnings(self) -> list[Record]:
+        return [event for event in self.events if event.get("level") == "warning"]
+
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
 
     @property
     def n_workers_lost(self) -> int:
-        return workers_lost(self.events)
+        """At least so many. Survivors report a loss when they notice it, and what a worker failed with in the next
+        world: these are two events of one worker.
+        """
+        changes = [_Change()]
+        for event in self.events:
+            kind, data = event.get("event"), event.get("data", {})
+            if kind == "started" or (kind in ("worker_lost", "membership") and changes[-1].has_formed):
+                changes.append(_Change())
+            now = changes[-1]
+            if kind == "worker_lost":
+                now.is_loss, now.before = True, max(now.before, int(data.get("workers", 0)))
+            elif kind == "membership":
+                now.has_formed, now.after = True, data.get("workers")
+            elif kind == "worker_failed":
+                now.failed.add((data.get("host"), data.get("pid")))
+        return sum(change.n_lost for change in changes)
 
     @property
     def n_workers_fewer(self) -> int:
-        return workers_fewer(self.events)
+        """How many workers less worlds had than the ones before them, where no loss was reported.
+
+        They left, or died in an asynchronous mode, in which training continues and the launcher alone sees why.
+        """
+        before, fewer, is_loss = 0, 0, False
+        for event in self.events:
+            kind, data = event.get("event"), event.get("data", {})
+            is_loss = is_loss or kind == "worker_lost"
+            if kind in ("started", "membership"):
+                now = int(data.get("workers", 0))
+                if kind == "membership" and not is_loss:
+                    fewer += max(0, before - now)
+                before, is_loss = now, False
+        return fewer
 
     def last(self, metric: str) -> float | None:
         points = self.history.get(metric)
@@ -301,42 +336,6 @@ class _Change:
     def n_lost(self) -> int:
         missing = self.before - self.after if self.is_loss and self.after is not None else 0
         return max(int(self.is_loss), missing, len(self.failed))
-
-
-def workers_lost(events: Iterable[Record]) -> int:
-    """At least so many. Survivors report a loss when they notice it, and what a worker failed with in the next world:
-    these are two events of one worker.
-    """
-    changes = [_Change()]
-    for event in events:
-        kind, data = event.get("event"), event.get("data", {})
-        if kind == "started" or (kind in ("worker_lost", "membership") and changes[-1].has_formed):
-            changes.append(_Change())
-        now = changes[-1]
-        if kind == "worker_lost":
-            now.is_loss, now.before = True, max(now.before, int(data.get("workers", 0)))
-        elif kind == "membership":
-            now.has_formed, now.after = True, data.get("workers")
-        elif kind == "worker_failed":
-            now.failed.add((data.get("host"), data.get("pid")))
-    return sum(change.n_lost for change in changes)
-
-
-def workers_fewer(events: Iterable[Record]) -> int:
-    """How many workers less worlds had than the ones before them, where no loss was reported.
-
-    They left, or died in an asynchronous mode, in which training continues and the launcher alone sees why.
-    """
-    before, fewer, is_loss = 0, 0, False
-    for event in events:
-        kind, data = event.get("event"), event.get("data", {})
-        is_loss = is_loss or kind == "worker_lost"
-        if kind in ("started", "membership"):
-            now = int(data.get("workers", 0))
-            if kind == "membership" and not is_loss:
-                fewer += max(0, before - now)
-            before, is_loss = now, False
-    return fewer
 
 
 @dataclass(frozen=True)
@@ -437,14 +436,6 @@ def _data_of(records: Iterable[Record]) -> dict[str, Any]:
     return json.loads(texts[-1]) if texts else {}
 
 
-def measured_of(history: Mapping[str, Sequence[Point]]) -> list[MeasuredTogether]:
-    """Metrics of quality by step and epoch, in the order of time."""
-    return [
-        MeasuredTogether(step, epoch, {point.key: point.value for point in points})
-        for (step, epoch), points in _reported_together(history).items()
-    ]
-
-
 def _reported_together(history: Mapping[str, Sequence[Point]]) -> dict[tuple[int, int | None], list[Point]]:
     """{(step, epoch): points of quality}. The epoch was reported with them, or is the newest one until that step."""
     epochs = history.get(EPOCH, ())
@@ -479,7 +470,7 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "title": story.title, "job_id": story.job_id, "status": story.status, "reason": story.reason,
         "best": None if story.best is None else story.best.as_dict(),
         "epochs": [one.as_dict() for one in story.measured],
-        "warnings": [event for event in story.events if event.get("level") == "warning"],
+        "warnings": story.warnings,
         "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
         "dense_ages": story.dense_ages, "gaps": {rank: vars(gap) for rank, gap in story.gaps.items()},
         "modes": [vars(one) for one in by_mode(story)],

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from gba_hvd.tracking.spool import log_path
+from recovery.catalog.writer_process import started
 
 _START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.05
@@ -42,8 +42,8 @@ class SenderProcess:
 
     def __init__(self, spool: Path) -> None:
         package = str(Path(__file__).resolve().parent.parent)
-        me = Owner.this_process()
-        command = [sys.executable, "-P", "-c", _START, package, str(spool), "--parent", str(me.pid), str(me.created_s)]
+        me = Owner.of(os.getpid())
+        command = [sys.executable, "-P", "-c", _START, package, str(spool), "--parent", str(me.pid), str(me.began)]
         # Its own session, so that Ctrl-C reaches it through us only; its own log, because a launcher waits until no
         # process holds a worker's output any more, and the sender may live a few seconds longer than a killed worker.
         with open(os.open(log_path(spool), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
@@ -75,27 +75,20 @@ class SenderProcess:
                 self.wait(lambda: False, within_s)
 
 
+@dataclass(frozen=True)
 class Owner:
-    """A process known by its id and the time it began, so that a later one with the same id is not taken for it."""
+    """A process known by its id and the time it began, so that a later one with the same id is not taken for it.
 
-    def __init__(self, pid: int, created_s: float) -> None:
-        self.pid, self.created_s = pid, created_s
+    began: see `writer_process.started`
+    """
 
-    @classmethod
-    def this_process(cls) -> Owner:
-        return cls(os.getpid(), psutil.Process().create_time())
+    pid: int
+    began: int
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return cls(pid, -1.0)
+        return cls(pid, started(str(pid)))
 
     def is_gone(self) -> bool:
         """Ended, also when it was not waited for yet (a zombie)."""
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() != self.created_s or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return self.began < 0 or started(str(self.pid)) != self.began

@@ -105,7 +105,7 @@ def _is_spool(path: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Follow a spool and send it to MLflow (started by MLflowCallback).")
     parser.add_argument("spool", type=Path)
-    parser.add_argument("--parent", nargs=2, metavar=("PID", "CREATED_S"), required=True)
+    parser.add_argument("--parent", nargs=2, type=int, metavar=("PID", "BEGAN"), required=True)
     args = parser.parse_args()
     prepare_process()
     os.nice(5)  # training comes first
@@ -113,5 +113,4 @@ def main() -> int:
         if not mine:
             say("another sender is at work on this spool")
             return 1
-        pid, created_s = args.parent
-        return 0 if follow(args.spool, Owner(int(pid), float(created_s))) else 1
+        return 0 if follow(args.spool, Owner(*args.parent)) else 1

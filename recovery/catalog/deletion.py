@@ -42,12 +42,12 @@ def plan_deletion(store: Store) -> Deletion:
     return Deletion(manifests, objects, sum(names[name] for name in (*manifests, *objects)))
 
 
-def delete_all(store: Store, *, lease_s: float = 30.0, sleep: Callable[[float], None] = time.sleep) -> Deletion:
-    """Delete it; returns what was deleted. May wait for `lease_s`, as `claims.claim` does.
+def delete_all(store: Store, *, sleep: Callable[[float], None] = time.sleep) -> Deletion:
+    """Delete it; returns what was deleted. May wait for a lease, as `claims.claim` does.
 
     Raises BadInput while a job holds the location, and Fenced when one has claimed it meanwhile: the rest is left.
     """
-    claim = claims.claim(store, f"delete.{secrets.token_hex(4)}", lease_s=lease_s, sleep=sleep)
+    claim = claims.claim(store, f"delete.{secrets.token_hex(4)}", sleep=sleep)
     try:
         found = plan_deletion(store)
         for names in (found.manifests, found.objects):

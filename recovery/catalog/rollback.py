@@ -63,16 +63,14 @@ def plan_rollback(store: Store, name: str) -> Rollback:
     return Rollback(to, names[-1], later, tuple(readable))
 
 
-def roll_back(
-    store: Store, plan: Rollback, *, lease_s: float = 30.0, sleep: Callable[[float], None] = time.sleep
-) -> Manifest:
-    """Carry it out; returns the new newest checkpoint. May wait for `lease_s`, as `claims.claim` does.
+def roll_back(store: Store, plan: Rollback, *, sleep: Callable[[float], None] = time.sleep) -> Manifest:
+    """Carry it out; returns the new newest checkpoint. May wait for a lease, as `claims.claim` does.
 
     Raises BadInput while a job holds the location, or when it has another newest checkpoint than the plan; Fenced when
     a job has claimed the location meanwhile: before the manifest was written nothing has changed, after that something
     is left to be deleted.
     """
-    claim = claims.claim(store, f"rollback.{secrets.token_hex(4)}", lease_s=lease_s, sleep=sleep)
+    claim = claims.claim(store, f"rollback.{secrets.token_hex(4)}", sleep=sleep)
     try:
         newest = manifest_names(store)[-1:]
         if newest != [plan.newest]:

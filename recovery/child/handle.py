@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from recovery.child.process import Begin, EndChild, Ended, Ready
 from recovery.errors import RecoveryError
@@ -25,17 +26,7 @@ class ChildDied(RecoveryError):
     """The process that saves is gone; what it was doing was not done."""
 
 
-class Process(Protocol):
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exitcode(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
-    def close(self) -> None: ...
-
-
-Start = Callable[[Begin], tuple[Connection, Process]]
+Start = Callable[[Begin], tuple[Connection, BaseProcess]]
 
 
 class Child:

@@ -6,18 +6,7 @@ its digits. Whether to quantise at all, and what becomes of the bytes, is decide
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """Lowest values and scales (float32 [n] each), codes, slots. Errors are of the weights, absolute."""
-
-    pieces: tuple[memoryview, ...]
-    worst_error: float
-    rms_error: float
 
 
 def quantised_bytes(weights: int, width: int, bits: int) -> int:
@@ -25,10 +14,11 @@ def quantised_bytes(weights: int, width: int, bits: int) -> int:
     return 8 + -(-weights * bits // 8) + 4 * (width - weights)
 
 
-def quantise(records: np.ndarray, weights: int, bits: int) -> Quantised | None:
+def quantise(records: np.ndarray, weights: int, bits: int) -> tuple[tuple[memoryview, ...], float] | None:
     """Asymmetric, per row: code = round((x - lowest) / scale), lowest and scale from the row's own range.
 
-    As in Check-N-Run (NSDI 2022). None when a weight or a row's range is not finite.
+    Returns (lowest values and scales, float32 [n] each, codes, slots; the largest error of a weight, absolute). As in
+    Check-N-Run (NSDI 2022). None when a weight or a row's range is not finite.
     """
     values = records[:, :weights]
     lowest, highest = values.min(axis=1), values.max(axis=1)
@@ -43,8 +33,7 @@ def quantise(records: np.ndarray, weights: int, bits: int) -> Quantised | None:
         codes = np.pad(codes, ((0, 0), (0, weights % 2)))
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     pieces = (bytes_of(lowest), bytes_of(scale), bytes_of(codes), bytes_of(records[:, weights:]))
-    rms = float(np.sqrt(np.mean(np.square(error, dtype=np.float64))))
-    return Quantised(pieces, float(np.abs(error).max()), rms)
+    return pieces, float(np.abs(error).max())
 
 
 def dequantise(raw: memoryview, n: int, weights: int, width: int, bits: int) -> np.ndarray:

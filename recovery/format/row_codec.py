@@ -71,7 +71,7 @@ class Encoded:
     """Bytes for a store, and what a `Section` or `StateBlob` must say about them.
 
     pieces: consecutive. They may be views of the array that was encoded: leave it alone until they are written.
-    worst_error, rms_error: of the weights, through quantisation; 0 when exact.
+    worst_error: of the weights, through quantisation; 0 when exact.
     """
 
     pieces: tuple[Piece, ...]
@@ -80,7 +80,6 @@ class Encoded:
     encoding: str
     checksum: str
     worst_error: float = 0.0
-    rms_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ def encode_rows(
     quantised = quantise(records, table.columns[0].width, encoding.bits) if encoding.bits else None
     if quantised is None:
         return _packed([*pieces, bytes_of(records)], done, encoding)
-    encoded = _packed([*pieces, *quantised.pieces], replace(done, bits=encoding.bits), encoding)
-    return replace(encoded, worst_error=quantised.worst_error, rms_error=quantised.rms_error)
+    rows, worst_error = quantised
+    return replace(_packed([*pieces, *rows], replace(done, bits=encoding.bits), encoding), worst_error=worst_error)
 
 
 def decode_rows(

@@ -7,7 +7,7 @@ A job that still writes there may delete the checkpoint meanwhile: what is read 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -288,25 +288,25 @@ def open_checkpoint(
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
     best = _best(store) if step == "best" else None
     wanted = step if best is None else best.manifest.name
-    found = _find(store, wanted, check)
+    found, skipped, steps = _find(store, wanted, check)
     for _ in range(_LISTINGS):
-        if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
+        if found is not None or not any(_is_deleted(store, one.name) for one in skipped):
             break  # else the job has deleted some since they were listed: there are newer ones by now
-        found = _find(store, wanted, check)
-    if isinstance(found, OpenCheckpoint):
-        for one in found.skipped:
+        found, skipped, steps = _find(store, wanted, check)
+    if found is not None:
+        for one in skipped:
             log.warning("%s: a checkpoint is passed over: %s", store.url, one.words)
         if best is not None and best.unsaved is not None:
             log.warning("%s: %s. This is the best one that is saved: %s", store.url, best.unsaved.words, best.words)
         found.best = best
         return found
-    flaws = "; ".join(one.why for one in found.skipped)
-    if step != "newest" and (found.steps or not found.skipped):
-        there = f"it has steps {', '.join(map(str, found.steps))}" if found.steps else "it has none"
-        kind = Damaged if found.skipped else BadInput
+    flaws = "; ".join(one.why for one in skipped)
+    if step != "newest" and (steps or not skipped):
+        there = f"it has steps {', '.join(map(str, steps))}" if steps else "it has none"
+        kind = Damaged if skipped else BadInput
         which = f"step {step}" if best is None else f"the best model, of step {best.manifest.step}"
         raise kind(f"{store.url} has no whole checkpoint of {which}: {there}{'; passed over: ' * bool(flaws)}{flaws}")
-    if found.skipped:
+    if skipped:
         raise Damaged(f"{store.url} has no checkpoint that is whole: {flaws}")
     raise BadInput(f"{store.url} has no checkpoints: is it the `url` of the job's CheckpointCallback?")
 
@@ -328,26 +328,28 @@ def _best(store: Store) -> BestCheckpoint:
     return best
 
 
-@dataclass(frozen=True)
-class _NoneFound:
-    """steps: of whole checkpoints, none of which was asked for."""
+def _find(store: Store, wanted: int | str, check: str) -> tuple[OpenCheckpoint | None, list[Skipped], list[int]]:
+    """(the newest whole one that is asked for, newer ones that were passed over, steps of others that are whole).
 
-    steps: tuple[int, ...]
-    skipped: tuple[Skipped, ...]
-
-
-def _find(store: Store, wanted: int | str, check: str) -> OpenCheckpoint | _NoneFound:
-    skipped: list[Skipped] = []
-    steps: list[int] = []
-    for found in _candidates(store, wanted, check):
-        if isinstance(found, OpenCheckpoint):
-            found.skipped = tuple(skipped)
-            return found
-        if isinstance(found, Skipped):
-            skipped.append(found)
-        else:
-            steps.append(found)
-    return _NoneFound(tuple(steps), tuple(skipped))
+    wanted: "newest", a step, or the name of a manifest
+    """
+    skipped, steps = list[Skipped](), list[int]()
+    for chain in chains(store):
+        if isinstance(chain, Skipped):
+            skipped.append(chain)
+            continue
+        newest = chain.newest
+        if wanted not in ("newest", newest.step, newest.name):
+            steps.append(newest.step)
+            continue
+        try:
+            flaws = [flaw for one in chain.manifests for flaw in verify(store, one)] if check == "bytes" else []
+            if not flaws:
+                return OpenCheckpoint(store, chain, read_state(store, newest), tuple(skipped)), skipped, steps
+        except (Damaged, NotFound) as error:
+            flaws = [str(error)]
+        skipped.append(Skipped(newest.name, "; ".join(flaws[:3]), newest.step))
+    return None, skipped, steps
 
 
 def _is_deleted(store: Store, manifest: str) -> bool:
@@ -356,26 +358,6 @@ def _is_deleted(store: Store, manifest: str) -> bool:
     except NotFound:
         return True
     return False
-
-
-def _candidates(store: Store, wanted: int | str, check: str) -> Iterator[OpenCheckpoint | Skipped | int]:
-    """Newest first; of those that are not asked for, the step. wanted: "newest", a step, or the name of a manifest"""
-    for chain in chains(store):
-        if isinstance(chain, Skipped):
-            yield chain
-            continue
-        newest = chain.newest
-        if wanted not in ("newest", newest.step, newest.name):
-            yield newest.step
-            continue
-        try:
-            flaws = [flaw for one in chain.manifests for flaw in verify(store, one)] if check == "bytes" else []
-            if not flaws:
-                yield OpenCheckpoint(store, chain, read_state(store, newest), ())
-                continue
-        except (Damaged, NotFound) as error:
-            flaws = [str(error)]
-        yield Skipped(newest.name, "; ".join(flaws[:3]), newest.step)
 
 
 def dense_of_state(state: Any, name: str) -> dict[str, Tensor]:

@@ -42,19 +42,19 @@ class MeanTime:
     reason: str
 
 
-def mean_time(observed_s: float, n_failures: int, prior_s: float, prior_weight: float = 1.0) -> MeanTime:
+def mean_time(observed_s: float, n_failures: int, prior_s: float) -> MeanTime:
     """Estimate from `n_failures` in `observed_s` seconds, the time since the last failure included.
 
-    The prior counts as `prior_weight` failures in as many times `prior_s`. So without a failure the estimate begins at
+    The prior counts as one failure in `prior_s`. So without a failure the estimate begins at
     the prior and grows with the time that passes well, and after many the prior no longer matters. The interval is
     that of memoryless failures (gamma posterior of the rate), approximately; bursts make it too narrow.
     """
-    if observed_s < 0 or n_failures < 0 or not (0 < prior_s < math.inf and 0 < prior_weight < math.inf):
+    if observed_s < 0 or n_failures < 0 or not 0 < prior_s < math.inf:
         raise BadInput(
             f"times and counts must not be negative and the prior above 0, got observed_s={observed_s}, "
-            f"n_failures={n_failures}, prior_s={prior_s}, prior_weight={prior_weight}"
+            f"n_failures={n_failures}, prior_s={prior_s}"
         )
-    events, time_s = prior_weight + n_failures, prior_weight * prior_s + observed_s
+    events, time_s = 1.0 + n_failures, prior_s + observed_s
     mean_s, low_s, high_s = (time_s / rate for rate in (events, _quantile(events, _Z90), _quantile(events, -_Z90)))
     reason = f"{duration(mean_s)} between failures, assumed: nothing was observed yet"
     if observed_s > 0:

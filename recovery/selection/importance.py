@@ -18,14 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from recovery.errors import BadInput
-from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
-from recovery.rows import KEY, Schema, Table
-from recovery.selection.sampled_accesses import n_words
+from recovery.policies import SAVE_POLICIES
+from recovery.rows import Schema
 
 _PIECE = 1 << 20  # rows looked at at once
 _PLACE_BYTES = 8  # at most, of a row that is not in a run
@@ -121,7 +119,9 @@ def l2_change(now: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def n_taken(policy: str, n_rows: int, r: float) -> int:
     """How many rows of a table one save takes at most."""
-    _check(policy, r)
+    SAVE_POLICIES.get(policy)
+    if not 0 < r <= 1:
+        raise BadInput(f"r, the share of rows that a save takes, must be above 0 and at most 1, got {r}")
     return n_rows if policy in ("full", "delta") else min(n_rows, max(1, round(r * n_rows)))
 
 
@@ -145,22 +145,6 @@ def share_within(schema: Schema, save_bytes: int) -> float:
     return min(1.0, (left - least) / n_bytes + 1e-12) if others else 1.0
 
 
-def extra_bytes(policy: str, table: Table, n_rows: int, r: float) -> int:
-    """Memory that a policy needs for so many rows of a table, beyond the table and its access counters.
-
-    delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the weights and keys.
-    ssu: two lists of 4-byte rows (one is filled while the other is saved), and one bit for each row that says whether
-    it is in the list.
-    """
-    _check(policy, r)
-    if policy == "ssu":
-        return 4 * n_words(n_rows, n_taken(policy, n_rows, r)) if n_rows else 0
-    if policy not in POLICIES:
-        return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, table.record_bytes)
-    compared = table.columns[0].width + (KEY.width if table.is_keyed else 0)
-    return {"full": 0, "delta": 4, "mfu": 4, "scar": 4 * compared}[policy] * n_rows
-
-
 def list_capacities(schema: Schema, r: float) -> tuple[int, ...]:
     """How many rows of a shard the list of "ssu" holds, by table; 0 for those that every save takes whole."""
     small = small_tables(schema)
@@ -181,12 +165,6 @@ def small_tables(schema: Schema, whole_share: float = 0.01, whole_rows: int = 10
     held = np.cumsum([sizes[number] for number in order])
     small = {number for number, total in zip(order, held, strict=True) if total < whole_share * schema.n_bytes}
     return frozenset(small | {n for n, table in enumerate(schema.tables) if table.n_rows <= whole_rows})
-
-
-def _check(policy: str, r: float) -> None:
-    SAVE_POLICIES.get(policy)
-    if not 0 < r <= 1:
-        raise BadInput(f"r, the share of rows that a save takes, must be above 0 and at most 1, got {r}")
 
 
 def _pieces(importance: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

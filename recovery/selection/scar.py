@@ -20,11 +20,6 @@ class Scar:
         self._rows = rows
         self._copies: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
 
-    @classmethod
-    def extra_bytes(cls, n_rows: int, record_bytes: int) -> int:
-        """At most: of rows without optimizer slots. See `importance.extra_bytes`."""
-        return n_rows * record_bytes
-
     def importance(self, table: int, shard: int, rows: slice) -> np.ndarray:
         """Squared distances; infinite where another key has the row now."""
         (weights, *keys), (weights_then, *keys_then) = self._now(table, shard), self._copy(table, shard)

@@ -61,20 +61,6 @@ class Selection:
                 )
             self._lists(self._rng)  # refuses other ones than the configured, now
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory that the policy takes for the shards that are here."""
-        schema, config = self._source.schema, self._config
-        if config.policy == "ssu":
-            tables = [table for number, table in enumerate(schema.tables) if number not in self._small]
-        else:
-            tables = list(schema.tables)
-        return sum(
-            importance.extra_bytes(config.policy, table, table.rows_in(shard, schema.n_shards), self._row_fraction)
-            for shard in self._source.shards()
-            for table in tables
-        )
-
     def is_valid_for(self, manifest: str | None) -> bool:
         """Whether a partial save on top of this manifest would be right."""
         if self._tracker is not None:

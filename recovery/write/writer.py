@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -20,16 +19,10 @@ from recovery.storage.store import Store
 from recovery.write import consistent_read
 from recovery.write.section_pipeline import Buffers, PartResult, SectionPipeline
 
+Note = Callable[[int, int, RowIndices, np.ndarray, np.ndarray], None]
+"""Called with everything that was read: table, shard, indices, records float32 [n, W], counts uint32 [n].
 
-class Note(Protocol):
-    """Called with everything that was read: table, shard, indices, records float32 [n, W], counts uint32 [n].
-
-    The arrays are the writer's and will be overwritten.
-    """
-
-    def __call__(
-        self, table: int, shard: int, indices: RowIndices, records: np.ndarray, counts: np.ndarray
-    ) -> None: ...
+The arrays are the writer's and will be overwritten."""
 
 
 def save_rows(
@@ -66,16 +59,9 @@ def save_rows(
                     part = slice_indices(indices, start, min(n_indices(indices), start + len(records)))
                     records, counts = records[: n_indices(part)], counts[: n_indices(part)]
                     got = consistent_read.read(
-                        source,
-                        number,
-                        shard,
-                        part,
-                        records,
-                        counts,
-                        timeout_s=config.busy_timeout_s,
-                        clock=clock,
-                        pause=line.pause,
-                    )
+                        source, number, shard, part, records, counts,
+                        timeout_s=config.busy_timeout_s, clock=clock, pause=line.pause,
+                    )  # fmt: skip
                     part = slice_indices(part, 0, got.n_rows)
                     records, counts = records[: got.n_rows], counts[: got.n_rows]
                     if note is not None:

@@ -28,7 +28,7 @@ from gba_hvd.update_rules import make
 from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, NewValues, Received, Rule, Step
 from recovery.config import Config
 from recovery.restore import restore
-from recovery.selection.importance import extra_bytes, n_taken
+from recovery.selection.importance import n_taken
 from tests.recovery.holders import train, two_tables, values
 from tests.recovery.saving import SMALL, Saver
 from tests.recovery.stores import RamStore
@@ -252,11 +252,6 @@ class PolicyContract:
             as_of = np.array([(table == save[name]).all(axis=1) for save in seen])
             assert as_of.any(axis=0).all()
             assert as_of[-1].sum() > (as_of[0] & ~as_of[-1]).sum(), "the newest save has most rows"
-
-    def test_its_memory_is_a_number_of_bytes(self, policy: str) -> None:
-        table = two_tables(2).schema.tables[0]
-        needed = extra_bytes(policy, table, 1000, 0.1)
-        assert isinstance(needed, int) and 0 <= needed <= 2 * 1000 * table.record_bytes
 
     def test_after_a_save_that_failed_the_next_one_is_full_or_right(self, policy: str) -> None:
         rows = two_tables(2)

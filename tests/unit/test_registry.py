@@ -48,7 +48,7 @@ class Two:  # of every interface, but for its arguments
     @classmethod
     def start(cls, optimizer): pass
     n_bytes = encode = decode = refused = why_not = compensated = damping = act = stepped = shown = weight
-    extra_bytes = importance = saved = restored = state_dict = load_state_dict = put = get = names = delete = weight
+    importance = saved = restored = state_dict = load_state_dict = put = get = names = delete = weight
 
 class One(Two):
     def __init__(self, url): raise AssertionError("it was called")

@@ -211,7 +211,7 @@ def what_went_wrong(story: RunHistory) -> list[Fact]:
     if story.status in ("FAILED", "KILLED"):
         facts.append(Fact("end", story.reason or f"the job was {story.status.lower()}", "bad"))
     facts += [Fact("end", str(event.get("message", ""))) for event in story.events_of("stopped_early")]
-    n_warnings, n_open = len(_warnings(story)), len(open_warnings(story))
+    n_warnings, n_open = len(story.warnings), len(open_warnings(story))
     n_over = n_warnings - n_open
     words = f"{n_warnings:,}" + (f", {n_over:,} of them over" if n_over else "") if n_warnings else "none"
     facts.append(Fact("warnings", words, "bad" if n_open else ""))
@@ -277,10 +277,6 @@ def _recovered(story: RunHistory) -> list[Fact]:
     if words := superseded_words(story.resumes, story.applied):
         facts.append(Fact("superseded points, which curves in MLflow still have", words))
     return facts
-
-
-def _warnings(story: RunHistory) -> list[Record]:
-    return [event for event in story.events if event.get("level") == "warning"]
 
 
 def cost(story: RunHistory) -> list[Fact]:

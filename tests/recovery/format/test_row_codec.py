@@ -59,7 +59,7 @@ def test_rows_come_back_bit_for_bit(encoding: Encoding, places: list[int] | None
         assert found.tobytes() == records.tobytes()
         assert found_places.tolist() == (places or list(range(17, 57)))
         assert found_places.dtype == np.int64
-        assert encoded.worst_error == encoded.rms_error == 0
+        assert encoded.worst_error == 0
 
 
 @pytest.mark.parametrize("distance", [1, 200, 60_000, 3_000_000_000, 2**40])
@@ -115,7 +115,7 @@ def test_quantised_weights_are_within_half_a_step_of_their_row_and_slots_are_exa
     error = np.abs(found[:, :5] - records[:, :5])
     half_step = np.ptp(records[:, :5], axis=1, keepdims=True) / (2**bits - 1) / 2
     assert (error <= half_step * 1.001 + 1e-8).all()
-    assert error.max() == encoded.worst_error > encoded.rms_error > 0
+    assert error.max() == encoded.worst_error > 0
     assert (found[0] == records[0]).all()
     assert encoded.raw_bytes == pytest.approx(share * records.nbytes, rel=0.03)
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
-from recovery.policies import POLICIES
 from recovery.rows import Column, Schema, Table
 from recovery.selection import importance
 
@@ -82,22 +81,10 @@ def test_a_row_that_is_not_a_number_is_not_overlooked():
     assert importance.largest(np.array([1, -np.nan, 5], np.float32), 1).tolist() == [1]
 
 
-def test_each_policy_takes_memory_of_its_own():
-    table = Table("user", 1_000_000, (Column("weight", 16), Column("exp_avg", 16)))
-    extra = {policy: importance.extra_bytes(policy, table, 1_000_000, 0.125) for policy in POLICIES}
-    assert extra == {
-        "full": 0,
-        "delta": 4_000_000,
-        "mfu": 4_000_000,
-        "ssu": 16 + 2 * 500_000 + 125_000,
-        "scar": 64_000_000,
-    }
-
-
 @pytest.mark.parametrize(("policy", "r"), [("lru", 0.5), ("mfu", 0.0), ("mfu", 1.5)])
 def test_unknown_policies_and_impossible_shares_are_refused(policy, r):
     with pytest.raises(BadInput):
-        importance.extra_bytes(policy, Table("user", 10, (Column("weight", 2),)), 10, r)
+        importance.n_taken(policy, 10, r)
 
 
 def test_the_smallest_tables_under_a_hundredth_of_the_bytes_are_always_saved_whole():

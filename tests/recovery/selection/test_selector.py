@@ -10,9 +10,7 @@ import pytest
 from recovery.callback import CheckpointCallback
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.policies import POLICIES
 from recovery.rows import KEY, USES, Column, RowIndices, RowView, Schema, Table
-from recovery.selection.importance import extra_bytes
 from recovery.selection.scar import Scar
 from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
@@ -105,7 +103,6 @@ def test_scar_takes_a_row_that_another_key_has_now_and_looks_at_no_uses() -> Non
     records[:, :6] = 5.0
     scar.restored(0, 0)
     assert scar.importance(0, 0, everything).tolist() == [0] * 6
-    assert extra_bytes("scar", table, 6, 0.5) == 6 * (8 + 8), "a copy of weights and keys"
 
 
 @dataclass(frozen=True)
@@ -155,15 +152,6 @@ def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
     noted(selection, rows, "scar")
     selection.abandon()
     assert not selection.is_valid_for("base")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_it_says_how_much_memory_it_takes(policy: str) -> None:
-    rows = two_tables(1)
-    selection = Selection(rows, config_of(policy))
-    each = {"full": 0, "delta": 4 * 5011, "mfu": 4 * 5011, "scar": 5000 * 16 + 11 * 8}
-    assert selection.n_bytes == each.get(policy, selection.n_bytes)
-    assert (selection.n_bytes == 0) == (policy == "full")
 
 
 def test_ssu_needs_a_holder_that_samples_accesses() -> None:
