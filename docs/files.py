@@ -6,6 +6,7 @@ Needs nothing but Python: `python docs/files.py switching` prints the lines of t
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +39,14 @@ def tables() -> str:
         if parent != folder:
             lines += ["", f"## {parent}", "", "| file | about |", "|---|---|"]
             folder = parent
-        about = about.replace("|", r"\|").replace("<", r"\<").replace("[", r"\[")
-        lines.append(f"| {name} | {about} |")
+        lines.append(f"| {name} | {as_cell(about)} |")
     return "\n".join(lines)
+
+
+def as_cell(text: str) -> str:
+    """Code stays code; elsewhere no character opens a tag or a link."""
+    parts = re.split(r"(`[^`]+`)", text.replace("|", r"\|"))
+    return "".join(part if number % 2 else re.sub(r"([<\[])", r"\\\1", part) for number, part in enumerate(parts))
 
 
 if __name__ == "__main__":
