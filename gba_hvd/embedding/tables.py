@@ -165,6 +165,8 @@ class EmbeddingTables(FollowsModule):
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
         # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
+        # Returns when all workers of the host have applied their part of the newest step; set by allreduce mode.
+        self.await_steps: Callable[[], None] = _nothing_to_await
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
         # The features that `stacked` looked up on a device last; batches that were prepared since it used one.
@@ -626,11 +628,12 @@ class EmbeddingTables(FollowsModule):
         return rows, index
 
     def _made_memory(self) -> ShardMemory:
-        """Raises GbaError before it is made."""
+        """With all that this worker's steps changed. Raises GbaError before it is made."""
         if self.memory is None:
             raise GbaError(
                 "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
             )
+        self.await_steps()
         return self.memory
 
     def _frozen_rows(self, group_number: int, keys: np.ndarray) -> Tensor:
@@ -802,6 +805,8 @@ class EmbeddingTables(FollowsModule):
     def rows(self, table: str, ids: Any, what: str = "weights") -> np.ndarray:
         """A copy of some rows of this host's memory: float32 [n, dim], or [n] for a slot with one number per row.
 
+        They are as after the newest step of this worker, which waits for the others of its host to apply theirs.
+
         table: its name, or that of a feature. what: "weights" or the name of an optimizer slot. For tests, export and
         curiosity. Raises BadInput for an unknown name, other ids and a row that is not there; GbaError before
         `state.sync()`.
@@ -854,6 +859,10 @@ class EmbeddingTables(FollowsModule):
         found = self._made_memory().vocabulary(self.layout.groups[group])
         assert found is not None
         return found
+
+
+def _nothing_to_await() -> None:
+    """Servers apply what an asynchronous mode pushes, and a model apart from its job is not trained."""
 
 
 def _refuse_other_lengths(lengths: Sequence[int]) -> None:

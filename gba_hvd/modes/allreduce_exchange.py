@@ -139,6 +139,8 @@ class AllreduceExchange:
                 row_coder, world, self._alltoall, tables, self._server, list(outboxes), self._traffic
             )
         self.held: HeldRows | None = None
+        # The newest step whose rows this rank has applied, and the newest that all ranks of the host have.
+        self._applied = self._awaited = -1
         self.is_in_epoch = False  # a worker without a share of a step closes it as well, and does not leave the loop
         self.resume()
 
@@ -146,7 +148,7 @@ class AllreduceExchange:
         """Serve this rank's shards, from the start or after an asynchronous mode."""
         self._tables.local = self._is_local if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
-        self._tables.write_rows = self.write_rows
+        self._tables.write_rows, self._tables.await_steps = self.write_rows, self.await_applied
         self._tables.on_device.applies = self.keeps_on_device and can_apply(
             self._tables.layout, self._tables.optimizers
         )
@@ -189,6 +191,12 @@ class AllreduceExchange:
             self._memory.wait_finished(self._on_this_host, step, self._tables.config.timeout_s)
         except TimeoutError as error:
             raise worker_lost(str(error)) from error
+        self._awaited = max(self._awaited, step)
+
+    def await_applied(self) -> None:
+        """`await_rows` of the newest step that this rank has applied: before rows are read between two steps."""
+        if self._applied > self._awaited:
+            self.await_rows(self._applied)
 
     def pull(self, keys: Sequence[np.ndarray], whole: bool = False, bags: BagLookups | None = None) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host.
@@ -345,6 +353,7 @@ class AllreduceExchange:
         finally:
             if device is not None and is_by_device:
                 memory.written_by_device(device.wait)
+        self._applied = held.step
 
     def _not_by_device(self, group: int, n_due: int) -> None:
         """The CPU has changed rows of the group: copies of the device are outdated.
@@ -372,6 +381,7 @@ class AllreduceExchange:
         due = self._mine[self._memory.marks().begun[self._mine] < held.step]
         self._memory.begin(due, held.step)
         self._memory.finish(due, held.step)
+        self._applied = held.step
 
     def discard_held(self) -> None:
         """The step was not decided; it will be computed again."""
@@ -380,12 +390,14 @@ class AllreduceExchange:
     def release_waiters(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""
         self._memory.release(self._mine)
+        self._applied = self._awaited  # nor does this rank wait for theirs
         if self._host_sum is not None:
             self._host_sum.leave()
         self._leave_workers()
 
     def close(self) -> None:
         """Let go of the outboxes. May be called twice."""
+        self._applied = self._awaited
         if self._host_sum is not None:
             self._host_sum.close()
         self._leave_workers()

@@ -97,6 +97,7 @@ def live_rows(tables: Sequence[EmbeddingTables]) -> dict[str, LiveRows]:
                 "the tables have no rows yet: save the model inside the training function, after the first batch or "
                 "state.sync(); when it has returned, the memory is gone"
             )
+        whole.await_steps()
         if len(memory.ready()) < whole.layout.n_shards:
             raise BadInput(
                 f"this host has {len(memory.ready())} of the {whole.layout.n_shards} shards of the tables, the others "

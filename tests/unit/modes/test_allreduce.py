@@ -5,6 +5,7 @@ That workers die is for the tests of real processes.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import gba_hvd
 from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
 from gba_hvd.comm import groups
 from gba_hvd.errors import GbaError, WorldLost
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
+from gba_hvd.serving.row_sources import live_rows
+from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import CheckpointCallback
 from tests.unit.thread_world import EventLog, Workers, miss_a_result, rows_of
 
@@ -221,6 +225,47 @@ def test_every_worker_learns_of_one_workers_bad_number(workers: Workers, on_host
     for other in (0, 2):
         assert "micro-batch 5, on another worker" in str(results[other])
     assert {job.state.step for job in jobs} == {1}
+
+
+@pytest.mark.parametrize("reads", ["rows", "forward", "saved"])
+def test_who_reads_after_a_step_waits_for_the_rows_that_others_apply(
+    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    jobs, waits, last = [on_host("a"), on_host("a")], threading.Event(), 4
+    apply_held, wait_finished = AllreduceExchange.apply_held, ShardMemory.wait_finished
+
+    def apply_when_the_other_waits(self: AllreduceExchange, factor: float = 1.0) -> None:
+        assert self.held is not None
+        if workers.rank == 1 and self.held.step == last:
+            waits.wait(30)
+        apply_held(self, factor)
+
+    def noting(self: ShardMemory, shards: np.ndarray, step: int, timeout_s: float) -> None:
+        if workers.rank == 0 and step == last:
+            waits.set()
+        wait_finished(self, shards, step, timeout_s)
+
+    monkeypatch.setattr(AllreduceExchange, "apply_held", apply_when_the_other_waits)
+    monkeypatch.setattr(ShardMemory, "wait_finished", noting)
+
+    def what_it_reads(job: Any) -> np.ndarray:
+        if reads == "rows":
+            found: np.ndarray = job.tables.rows("item", np.arange(job.tables.tables["item"].n_rows))
+            return found
+        if reads == "saved":
+            source = live_rows([job.tables])["item"]
+            return np.asarray(source.numbered(0, source.n_rows))
+        with torch.no_grad():
+            return np.asarray(job.model(clicks(50).take(np.arange(50))))
+
+    def read_at_once(job: Any) -> np.ndarray | None:
+        train(job, clicks(50), 1)
+        assert job.state.step == last
+        return what_it_reads(job) if job is jobs[0] else None
+
+    at_once = workers.together(jobs, read_at_once)[0]
+    assert waits.is_set()
+    np.testing.assert_array_equal(at_once, workers.together(jobs[:1], what_it_reads)[0])
 
 
 def test_learning_rates_that_drift_apart_are_noticed(workers: Workers, on_host: Any, clicks: Any) -> None:
