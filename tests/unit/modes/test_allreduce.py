@@ -227,6 +227,18 @@ def test_every_worker_learns_of_one_workers_bad_number(workers: Workers, on_host
     assert {job.state.step for job in jobs} == {1}
 
 
+@pytest.mark.slow
+def test_the_same_workers_train_the_same_model_bit_for_bit(workers: Workers, on_host: Any, clicks: Any) -> None:
+    trained = []
+    for host in ("first", "second"):
+        jobs = [on_host(host) for _ in range(3)]
+        workers.together(jobs, lambda job: train(job, clicks(50), 2))
+        trained.append(rows_of(jobs) | jobs[2].all_dense())
+    first, second = trained
+    for name, values in first.items():
+        np.testing.assert_array_equal(values, second[name], err_msg=name)
+
+
 @pytest.mark.parametrize("reads", ["rows", "forward", "saved"])
 def test_who_reads_after_a_step_waits_for_the_rows_that_others_apply(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, reads: str
