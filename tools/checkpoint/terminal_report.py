@@ -167,7 +167,7 @@ def print_deletion(found: Mapping[str, Any]) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (), title: str | None = None
 ) -> None:
-    """left: columns of words, which may be wrapped; the others are figures."""
+    """left: columns of words, which may be wrapped, also within a word: nothing is cut off; the others are figures."""
     if title is not None:
         print(title)
     from rich import box
@@ -176,7 +176,8 @@ def print_table(
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number in left else "right", no_wrap=number not in left)
+        is_text = number in left
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240).print(table)
