@@ -33,7 +33,7 @@ import torch
 from gba_hvd import torch_optimizers
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.mode_names import BY_NAME
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
@@ -142,7 +142,7 @@ def start(
     parts = (session, engine.job.worker_id, rank, host, os.getpid(), model.tables, model.dense)
     patience_s = model.tables.config.server_timeout_s
     mode: ParameterServerMode
-    if session.mode in REPLICA_MODES:
+    if BY_NAME[session.mode].has_replicas:
         assert switching is not None
         replicas = ReplicaWorker(
             *parts, patience_s, averaging=switching.averaging(session.mode), world=engine.world,
@@ -174,7 +174,7 @@ def _slim_worker(engine: Engine, session: PsSession, sharers: int) -> SlimWorker
     parameters = engine.model.dense.parameters
     sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
     v: np.ndarray = np.zeros(engine.model.dense.n, np.float32)
-    by_step = session.mode in ("gba", "bsp")
+    by_step = BY_NAME[session.mode].step_of == "batch"
     # Of a step, by which the server divides.
     pushes = engine.model.global_batch // engine.model.micro_batch if by_step else 1
     if sharers:
