@@ -82,7 +82,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         except (GbaError, OSError) as error:
             failure, own = str(error), []
     generation = secrets.randbits(48) if world.rank == 0 else 0
-    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
+    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation, switching.wait_s)
     session = None
     if len(servers) == n * len(members.order):
         session = _session(engine, switching, here, mode, servers, generation)
@@ -226,7 +226,7 @@ def _refuse_another_wire(own: Sequence[Endpoint], wire: Wire, folder: Path) -> N
 
 
 def _gather_who_is_there(
-    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
+    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int, wait_s: float
 ) -> tuple[list[Endpoint], list[tuple[int, int, int, int]], int]:
     """The servers of all hosts, in the order of their lowest ranks; the workers (id, rank, host, pid); and the
     generation that rank 0 drew.
@@ -234,7 +234,8 @@ def _gather_who_is_there(
     row = [generation, engine.job.worker_id, host, os.getpid(), len(own)]
     for i in range(n):
         row += _as_numbers(own[i]) if own else [0] * _N_NUMBERS
-    everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
+    # Others see by the name why a leader may come late: `comm.collective_waits`.
+    everyone = engine.world.gather(f"servers.wait_s={wait_s:g}", np.array(row, dtype=np.int64))
     servers, workers = [], []
     for rank, reported in enumerate(everyone):
         _, worker, of_host, pid, n_own = map(int, reported[:5])
