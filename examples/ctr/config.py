@@ -27,7 +27,7 @@ from gba_hvd.data import SyntheticBehaviourLog
 from gba_hvd.epoch import micro_batches_together
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
-from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, any_of
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.reading.settings import ReadSettings
 from gba_hvd.switching.policy import Options
@@ -318,7 +318,7 @@ class Train:
 class Switching:
     """In which mode the job trains: see `gba_hvd.GBACallback`. A job without this section stays in allreduce."""
 
-    mode: str = setting("allreduce", "auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw")
+    mode: str = setting("allreduce", any_of(SETTINGS))
     switch_at: dict[int, str] = field(
         default_factory=dict, metadata=documented("global step: the mode to change to", off="{}")
     )

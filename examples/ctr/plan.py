@@ -17,6 +17,7 @@ from gba_hvd.config import Config
 from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.faults import Fault
 from gba_hvd.gradients.clipping import Clip
+from gba_hvd.mode_names import BY_NAME
 from gba_hvd.shm.layout import Layout
 from gba_hvd.torch_optimizers import spec_of
 from recovery.redaction import redacted
@@ -142,7 +143,8 @@ def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str
         yield "", f"gradients that come late in gba: {callback.rule_in('gba')}"
     elif callback.has_rule:
         yield "", f"gradients that come late: rule {callback.requested_rule}"
-    if visited & {"auto", "gba", "bsp"} and s.lookahead is not None:
+    options = {mode: BY_NAME[mode].options for mode in callback.modes_to_come}
+    if s.lookahead is not None and any("lookahead" in used for used in options.values()):
         yield "", f"micro-batches are handed out {s.lookahead} steps ahead at most"
     if "hop_bs" in visited:
         yield "", f"hop_bs: at most {s.slack} micro-batches ahead of the slowest worker"
@@ -151,7 +153,7 @@ def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str
     if "shadow" in visited:
         share = callback.averaging("shadow").elasticity
         yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {share:g}"
-    for mode in sorted(visited & {"easgd", "ma", "bmuf"}):
+    for mode in (mode for mode, used in options.items() if "every" in used):
         share = callback.averaging(mode).elasticity
         yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {share:g}"
 

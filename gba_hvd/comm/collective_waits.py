@@ -30,6 +30,11 @@ _BEHIND = (
     "A worker that is behind computes, loads data, or hangs: its log, or `py-spy dump --pid` on its host, shows where"
 )
 _CLAIMS = "It may wait until the lease of a job ends that did not release its claim there, as its log then says"
+_SERVERS = "servers.wait_s="  # and how long a host's leader may wait for its servers before it comes
+_AWAITS = (
+    "A worker that is behind may be waiting for the companion servers of its host (wait_s={:g}), as its own log then "
+    "says"
+)
 _ENDS = "The wait ends when all have come; Ctrl-C ends the job"
 _TRAINS = "Training continues; replicas are not synchronised until all have come"
 # What users know operations by. By name, or what comes before its first dot.
@@ -82,6 +87,15 @@ def who_is_behind(name: str, marks: Mapping[int, str]) -> str:
     return "; ".join(found)
 
 
+def why_behind(name: str, waited_s: float) -> str:
+    """Why a worker may not have come to this operation after so long."""
+    if purpose(name) == _CLAIM:
+        return _CLAIMS
+    if name.startswith(_SERVERS) and waited_s <= (wait_s := float(name.removeprefix(_SERVERS))):
+        return _AWAITS.format(wait_s)
+    return _BEHIND
+
+
 class LongWait:
     """One wait of this worker for others. For one thread; raises nothing where the launcher cannot be reached.
 
@@ -106,7 +120,7 @@ class LongWait:
         log.warning(
             "rank %d has waited for %.0f s in %s: %s. %s. %s",
             self._rank, waited_s, purpose(self._name), found or "not all workers have come to it",
-            _CLAIMS if purpose(self._name) == _CLAIM else _BEHIND, _TRAINS if self._in_background else _ENDS,
+            why_behind(self._name, waited_s), _TRAINS if self._in_background else _ENDS,
         )  # fmt: skip
 
     def end(self) -> None:

@@ -279,18 +279,20 @@ class WorkerSaves:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         if checkpoints is None or engine.world.rank != 0:
             self._keeper = None
-        elif self._keeper is None:  # this worker has become the chief
+            return
+        if self._keeper is None:  # this worker has become the chief
             self._keeper = StateRetainer(
                 engine.folder, engine.job.settings, checkpoints.callback.retain_state_share,
                 is_compressed=engine.model.compression is not None,
             )  # fmt: skip
-        if self._keeper is not None and (stopped := self._keeper.keep(engine.progress.step, generation, state)):
+        if stopped := self._keeper.keep(engine.progress.step, generation, state):
             level: Literal["info", "warning"] = "warning" if stopped.is_notable else "info"
             why = retained_state.absence(engine.folder)
             if why in self._not_kept_reported:
                 return
             self._not_kept_reported.add(why)
-            engine.emit(Event("memory_not_kept", engine.progress.step, stopped.reason, {}, level=level))
+            text = f"{stopped.reason}. {_restart(checkpoints.schedule.saved_step)}"
+            engine.emit(Event("memory_not_kept", engine.progress.step, text, {}, level=level))
 
     def retain_pause(self) -> None:
         """The job was interrupted in a pause: one that resumes from memory counts it. On the chief."""
@@ -455,3 +457,10 @@ class WorkerSaves:
                 return ""
             return why
         return schedule.why_not_saved(engine.progress.step)
+
+
+def _restart(saved_step: int) -> str:
+    """Where a job without its state in memory begins again. saved_step: of the newest checkpoint; -1: there is none."""
+    if saved_step >= 0:
+        return "A restart will begin at the newest checkpoint"
+    return "A restart will begin at the start: no checkpoint is complete so far"

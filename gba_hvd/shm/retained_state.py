@@ -80,7 +80,7 @@ def decide_retention(
     if took_s <= share * of_s:
         return RetentionDecision(True, f"{reported}, at most {share:.0%} are allowed")
     why = f"{reported}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
-    why += ": a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
+    why += "; a larger share keeps it, and costs that"
     return RetentionDecision(False, why, n_bytes >= _NOTABLE_BYTES)
 
 

@@ -17,7 +17,7 @@ from gba_hvd.averaging.algorithms import Averaging
 from gba_hvd.callbacks import Callback, StepRecord
 from gba_hvd.epoch import shares
 from gba_hvd.errors import BadInput
-from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, known_mode
+from gba_hvd.mode_names import BY_NAME, RECORDS, REPLICA_MODES, SETTINGS, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
 from gba_hvd.ps.messages import WIRES, Wire
 from gba_hvd.switching.decision_reports import DecisionReports
@@ -354,7 +354,8 @@ class GBACallback(Callback):
                 "staleness_of='values' has no effect with lookahead=0: in lock-step no values are old; leave one of "
                 "them out"
             )
-        is_in_lock_step = self._rules["lookahead"] == 0 and bool(modes) and modes <= {"gba", "bsp", *REPLICA_MODES}
+        follow = {mode.name for mode in RECORDS if mode.has_replicas or "lookahead" in mode.options}
+        is_in_lock_step = self._rules["lookahead"] == 0 and bool(modes) and modes <= follow
         if is_in_lock_step and self.requested_rule in ("dc", "look_ahead", "gap_aware", "staleness_lr"):
             raise BadInput(
                 f"rule {self.requested_rule!r} is of no use with lookahead=0: in lock-step no gradient comes late. "
@@ -550,7 +551,9 @@ class GBACallback(Callback):
         if self.curvature is None or self.lr <= 0 or self._checked_rate == mode or not seconds or min(seconds) <= 0:
             return ""
         self._checked_rate = mode
-        pushes = {"gba": n_micro, "bsp": n_micro, "hop_bw": max(1, len(seconds) - self._rules["backups"])}.get(mode, 1)
+        step_of = BY_NAME[mode].step_of
+        assert step_of is not None
+        pushes = {"batch": n_micro, "push": 1, "round": max(1, len(seconds) - self._rules["backups"])}[step_of]
         rates = Rates(tuple(seconds), tuple(shares(pushes, len(seconds))), pushes, 0.0, serve_s)
         return self._warning(rates, mode).removeprefix("; warning: ")
 

@@ -33,7 +33,7 @@ import torch
 from gba_hvd import torch_optimizers
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.mode_names import BY_NAME
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
@@ -82,7 +82,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         except (GbaError, OSError) as error:
             failure, own = str(error), []
     generation = secrets.randbits(48) if world.rank == 0 else 0
-    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
+    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation, switching.wait_s)
     session = None
     if len(servers) == n * len(members.order):
         session = _session(engine, switching, here, mode, servers, generation)
@@ -142,7 +142,7 @@ def start(
     parts = (session, engine.job.worker_id, rank, host, os.getpid(), model.tables, model.dense)
     patience_s = model.tables.config.server_timeout_s
     mode: ParameterServerMode
-    if session.mode in REPLICA_MODES:
+    if BY_NAME[session.mode].has_replicas:
         assert switching is not None
         replicas = ReplicaWorker(
             *parts, patience_s, averaging=switching.averaging(session.mode), world=engine.world,
@@ -174,7 +174,7 @@ def _slim_worker(engine: Engine, session: PsSession, sharers: int) -> SlimWorker
     parameters = engine.model.dense.parameters
     sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
     v: np.ndarray = np.zeros(engine.model.dense.n, np.float32)
-    by_step = session.mode in ("gba", "bsp")
+    by_step = BY_NAME[session.mode].step_of == "batch"
     # Of a step, by which the server divides.
     pushes = engine.model.global_batch // engine.model.micro_batch if by_step else 1
     if sharers:
@@ -226,7 +226,7 @@ def _refuse_another_wire(own: Sequence[Endpoint], wire: Wire, folder: Path) -> N
 
 
 def _gather_who_is_there(
-    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
+    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int, wait_s: float
 ) -> tuple[list[Endpoint], list[tuple[int, int, int, int]], int]:
     """The servers of all hosts, in the order of their lowest ranks; the workers (id, rank, host, pid); and the
     generation that rank 0 drew.
@@ -234,7 +234,8 @@ def _gather_who_is_there(
     row = [generation, engine.job.worker_id, host, os.getpid(), len(own)]
     for i in range(n):
         row += _as_numbers(own[i]) if own else [0] * _N_NUMBERS
-    everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
+    # Others see by the name why a leader may come late: `comm.collective_waits`.
+    everyone = engine.world.gather(f"servers.wait_s={wait_s:g}", np.array(row, dtype=np.int64))
     servers, workers = [], []
     for rank, reported in enumerate(everyone):
         _, worker, of_host, pid, n_own = map(int, reported[:5])

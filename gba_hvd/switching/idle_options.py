@@ -9,24 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gba_hvd.mode_names import SETTINGS
+from gba_hvd.mode_names import BY_NAME, RECORDS, SETTINGS
 
 _OF_AUTO = {"enter_gain", "leave_gain", "patience", "min_stay", "warm_up_steps", "trial_budget"}
-_OF_REPLICAS = {"elasticity", "mixing"}
-_OF_GBA = {"staleness", "tolerance", "staleness_of", "lookahead", "curvature"}
-_USED = {
-    "auto": _OF_AUTO | _OF_GBA,
-    "allreduce": set[str](),
-    "gba": _OF_GBA,
-    "bsp": {"lookahead", "curvature"},
-    "async": {"curvature"},
-    "hop_bs": {"slack", "curvature"},
-    "hop_bw": {"backups", "curvature"},
-    "shadow": {"sync", "pause_s", *_OF_REPLICAS},
-    "easgd": {"every", *_OF_REPLICAS},
-    "ma": {"every", *_OF_REPLICAS},
-    "bmuf": {"every", "block_rate", *_OF_REPLICAS},
-}
+_OF_ROUNDS = BY_NAME["shadow"].options - {"sync"}
+_USED = {mode.name: mode.options for mode in RECORDS} | {"auto": BY_NAME["gba"].options | _OF_AUTO}
 _OF_SERVERS = {"rule", "rule_reason", "rule_settings", "servers_per_host", "wire", "wait_s", "required"}
 _OF_A_MODE = set[str]().union(*_USED.values()) | _OF_SERVERS
 _NO_TOLERANCE = ("inverse", "none", "gap_aware")
@@ -38,7 +25,7 @@ def used_in(mode: str, options: Mapping[str, Any]) -> set[str]:
     if options["staleness"] in _NO_TOLERANCE:
         used.discard("tolerance")
     if mode == "shadow" and options["sync"] == "none":  # no rounds
-        used -= {"pause_s", *_OF_REPLICAS}
+        used -= _OF_ROUNDS
     if mode == "shadow" and options["sync"] == "bmuf":
         used.add("block_rate")
     return used
@@ -66,7 +53,7 @@ def _what_uses(name: str, options: Mapping[str, Any]) -> str:
         return f"staleness={options['staleness']!r} has no limit in steps; 'threshold' and 'linear' have"
     if name == "block_rate":
         return "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"
-    if options["sync"] == "none" and name in {"pause_s", *_OF_REPLICAS}:
+    if options["sync"] == "none" and name in _OF_ROUNDS:
         return "with sync='none' there are no rounds in mode 'shadow'"
     modes = [mode for mode in SETTINGS if name in _USED[mode] and (mode != "auto" or name in _OF_AUTO)]
     return f"it is of mode{'s' * (len(modes) > 1)} {', '.join(map(repr, modes))}"

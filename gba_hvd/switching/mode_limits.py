@@ -9,13 +9,11 @@ from __future__ import annotations
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput
-from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.mode_names import BY_NAME, RECORDS, REPLICA_MODES
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.update_rules import OWN
-
-_ONE_PUSH = ("async", "hop_bs", *REPLICA_MODES)  # modes in which a step is one push
 
 
 def check_mode(engine: Engine, mode: str, rule: str) -> None:
@@ -121,11 +119,12 @@ def row_average_idle(mode: str, row_average: str, step: int) -> Event | None:
 
     A step of one push has one contributor for each of its rows, so every average divides by 1.
     """
-    if row_average == "global" or mode not in _ONE_PUSH:
+    if row_average == "global" or BY_NAME[mode].step_of != "push":
         return None
+    used = [repr(other.name) for other in RECORDS if other.step_of != "push"]
     text = (
         f"row_average={row_average!r} has no effect in mode {mode!r}: a step there is one push, so each of its rows "
-        "has one contributor, and 'global' gives the same. It counts in 'gba', 'bsp', 'hop_bw' and 'allreduce'; for a "
+        f"has one contributor, and 'global' gives the same. It counts in {', '.join(used[1:])} and {used[0]}; for a "
         "job that is to be in this mode only, leave row_average out"
     )
     return Event("row_average_idle", step, text, {"row_average": row_average, "mode": mode}, level="warning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from recovery import Config, ProcessCheckpointer, open_store
 from recovery.format.manifest import from_json
 from recovery.storage.store import manifest_names
 from tests.distributions import install
-from tests.extending import Example, examples
+from tests.extending import ROOT, Example, examples
 from tests.recovery.holders import train, two_tables
 
 from .cluster import GRACE_S, cluster, wait_for
@@ -35,11 +36,27 @@ def test_a_change_of_the_package_works_in_a_copy_of_it(example: Example, tmp_pat
         "GBA_HVD_GRACE_S": str(GRACE_S),
     }
     script = example.script(tmp_path)
-    run = subprocess.run(
-        [sys.executable, script], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    succeeds([script], environ, tmp_path)
     wait_for(lambda: not list((tmp_path / "shm").glob("gba-hvd-*")), "the end of the job's memory")
+
+
+def succeeds(arguments: list[str | Path], environ: dict[str, str], folder: Path) -> None:
+    """Run Python in this folder."""
+    run = subprocess.run(
+        [sys.executable, *arguments], env=environ, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+
+
+def test_the_tests_of_modes_pass_with_the_mode_of_the_page_until_they_read_documents(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    examples()["An asynchronous mode"].edit_copy(copy)
+    shutil.copytree(ROOT / "tests", copy / "tests")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    environ = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    checked = "tests/unit/test_mode_names.py", "tests/unit/switching/test_callback.py"
+    chosen = "-m", "not slow", "-k", "not documents and not docstrings"
+    succeeds(["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *checked], environ, copy)
 
 
 # What the examples of the page do, and each process that does it leaves a file with its number.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gba_hvd.errors import BadInput
-from gba_hvd.mode_names import known_mode
+from gba_hvd.mode_names import SETTINGS, any_of, known_mode
 from gba_hvd.ps.coordinator.recent_pace import PACE_S
 from gba_hvd.shm import job_board
 from gba_hvd.shm.job_board import ENDING
@@ -65,9 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Without --job only the place where shards lie is searched; where other jobs run elsewhere, one must be "
         "named.",
     )
-    switch.add_argument(
-        "mode", metavar="MODE", help="allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs, hop_bw or auto"
-    )
+    switch.add_argument("mode", metavar="MODE", help=any_of(SETTINGS))
     switch.add_argument("--reason", default="", help="kept in the log and in MLflow")
     switch.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (60; 0: only ask)"

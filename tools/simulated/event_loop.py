@@ -5,8 +5,8 @@
 
 As a real worker, a simulated one asks for its next lease when nine tenths of its usual time for the current one have
 passed, and starts on it without waiting for its own push to arrive. A worker for whom there is nothing asks again after
-each step (with hop_bs and hop_bw after each push). Time is virtual: nothing here sleeps, and the order of events is the
-same in every run.
+each step (where a step is not of M pushes, after each push). Time is virtual: nothing here sleeps, and the order of
+events is the same in every run.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Loop:
         n = len(self._task.start)
         n_groups = len(self._setting.optimizer["groups"])
         sgd = Sgd.of(self._setting.optimizer, np.repeat(np.arange(n_groups), n // n_groups))
-        by_step = self._setting.discipline.name in ("gba", "bsp")
+        by_step = self._setting.discipline.step_of == "batch"
         return SlimWorker(sgd, np.zeros(n, np.float32), by_step)
 
     # --- what happens to a worker, in this order ---------------------------------------------------------------------
@@ -253,7 +253,7 @@ class _Loop:
         points = self._setting.points
         if self._n_done * points // self._n_total > (self._n_done - 1) * points // self._n_total:
             self._measure(now)
-        if self._waiting and (stepped or self._setting.discipline.name.startswith("hop")):
+        if self._waiting and (stepped or self._setting.discipline.step_of != "batch"):
             waiting, self._waiting = self._waiting, {}
             for worker in waiting:
                 self._ask(worker, now)

@@ -16,7 +16,7 @@ from gba_hvd import update_rules
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, refuse_unknown
-from gba_hvd.mode_names import REPLICA_MODES, SERVER_MODES
+from gba_hvd.mode_names import REPLICA_MODES, SHARED_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
@@ -26,8 +26,6 @@ from .service_times import SHAPE, Fleet
 from .tasks import Logistic, NoTables, Quadratic, SimulatedTask, no_rows
 
 TASKS = ("quadratic", "logistic", "clicks")
-# Those where all workers send gradients of one model to servers.
-MODES = tuple(name for name in SERVER_MODES if name not in REPLICA_MODES)
 MOMENTUM = 0.9
 _LOST = 1e3  # a loss of so many times the first one is not looked at again
 _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]] = {
@@ -143,7 +141,7 @@ def check_mode(mode: str) -> None:
     if mode in REPLICA_MODES:
         raise BadInput(
             f"mode {mode!r} cannot be simulated: its workers train replicas of their own, and the simulator has one "
-            f"model; choose one of {', '.join(MODES)}"
+            f"model; choose one of {', '.join(SHARED_MODES)}"
         )
 
 

@@ -627,7 +627,7 @@ def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline, row_averag
         for m, factor in zip(plan.members, damping, strict=True)
         if m.weight > 0
     ]
-    is_round = discipline.name == "hop_bw"  # a round is the gradients it waited for
+    is_round = discipline.step_of == "round"  # a round is the gradients it waited for
     all_of_it = kept if is_round and kept else plan.members
     n_samples = sum(m.n_samples for m in all_of_it)
     dropped: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Literal, get_args
 
 from gba_hvd.errors import BadInput
-from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.mode_names import BY_NAME, SERVER_MODES, StepOf
 from gba_hvd.ps.coordinator.staleness import weighting
 
 StalenessOf = Literal["token", "values"]
@@ -61,3 +61,10 @@ class Discipline:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 or_none = ", or None" if setting == "lookahead" else ""
                 raise BadInput(f"{setting} must be a whole number, 0 or more{or_none}, got {value!r}")
+
+    @property
+    def step_of(self) -> StepOf:
+        """What a step is made of, see `mode_names.Mode`."""
+        found = BY_NAME[self.name].step_of
+        assert found is not None
+        return found

@@ -139,7 +139,7 @@ class Ledger:
         self.age_histogram: dict[int, int] = {}  # of the dense values, where they are known
         self.reissued = self.repeated = self.rejected = 0
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
-        self._by_index = discipline.name in ("gba", "bsp")  # tokens; M pushes make a step
+        self._by_index = discipline.step_of == "batch"  # tokens; M pushes make a step
         self._first_step = step - steps_done
         self._n_total = -(-cut.n_samples // cut.micro_batch)
         self._next = self._n_resolved = min(steps_done * cut.n_micro, self._n_total)  # the first of the next row
@@ -483,7 +483,7 @@ class Ledger:
             ahead = self._clock.get(worker, 0) - min(self._clock.values(), default=0)
             if ahead > rules.slack:
                 return f"{ahead} micro-batches ahead of the slowest worker, the slack is {rules.slack}"
-        elif rules.name == "hop_bw":
+        elif rules.step_of == "round":
             if self._decided is not None:
                 return f"step {self._decided.step} is being applied"
             if any(self._is_fresh(work) and work.worker == worker for work in self._in_flight()):
@@ -496,7 +496,7 @@ class Ledger:
 
     def _pushes_of_step(self) -> list[_Work]:
         """Take the pushes of the next step from the accepted ones; none if it is not complete."""
-        if self.discipline.name == "hop_bw":
+        if self.discipline.step_of == "round":
             return self._pushes_of_round()
         complete = self.cut.n_micro if self._by_index else 1
         if len(self._accepted) < complete and (self._outstanding or not self._nothing_to_hand_out):
@@ -517,10 +517,10 @@ class Ledger:
 
     def _member(self, work: _Work) -> Member:
         staleness = max(0, self.step - work.token)
-        name, weight = self.discipline.name, 1.0
-        if work.rejected or (name == "hop_bw" and not self._is_fresh(work)):
+        weight = 1.0
+        if work.rejected or (self.discipline.step_of == "round" and not self._is_fresh(work)):
             weight = 0.0
-        elif name == "gba":
+        elif self.discipline.name == "gba":
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
         age = -1 if work.values_step < 0 else self._age(work)

@@ -60,6 +60,26 @@ def test_who_waits_for_the_claim_suggests_no_hang(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_who_waits_for_a_worker_that_may_wait_for_its_servers_suggests_no_hang_until_that_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reported_at(LongWait("servers.wait_s=60", 1, range(2), None), caplog, until_s=130)
+    at_30_s, at_60_s, at_120_s = caplog.messages
+    assert at_30_s == (
+        "rank 1 has waited for 30 s in a change of mode: not all workers have come to it. A worker that is behind may "
+        "be waiting for the companion servers of its host (wait_s=60), as its own log then says. The wait ends when "
+        "all have come; Ctrl-C ends the job"
+    )
+    assert "(wait_s=60)" in at_60_s and "py-spy" not in at_60_s
+    assert "(wait_s=60)" not in at_120_s and "py-spy" in at_120_s
+
+
+def test_where_no_servers_are_waited_for_they_are_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    LongWait("servers.wait_s=0", 1, range(2), None).report(30.0)
+    (reported,) = caplog.messages
+    assert "in a change of mode" in reported and "wait_s" not in reported and "py-spy" in reported
+
+
 def test_a_long_wait_is_reported_after_30_s_and_then_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
     assert reported_at(LongWait("epoch", 0, range(2), None), caplog) == [30, 60, 120, 240, 480]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -122,7 +142,7 @@ def names() -> set[str]:
 @pytest.mark.slow
 def test_every_operation_has_words_and_no_others_have() -> None:
     found = names()
-    assert len(found) > 40
+    assert len(found) > 40 and collective_waits._SERVERS in found
     firsts = {name.partition(".")[0] for name in found}
     assert not [name for name in found if purpose(name).startswith("the exchange '")]
     assert set(PURPOSES) <= found | firsts

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import worker_saves
 from gba_hvd.elastic.worker_saves import WorkerSaves
 from gba_hvd.ps.messages import SaveFacts, SaveStatus
@@ -105,4 +106,24 @@ def test_that_the_state_is_not_kept_is_reported_once_in_a_process(
         saves._keeper = None  # a world has formed
     monkeypatch.setattr(StateRetainer, "keep", lambda self, *_: (self._remove(Absence.NO_ROOM), stopped)[1])
     saves._keep(0, lambda: b"")
-    assert len(log.of("memory_not_kept")) == 2, "once for each cause"
+    reported = log.of("memory_not_kept")
+    assert len(reported) == 2, "once for each cause"
+    assert {event.message for event in reported} == {
+        f"{stopped.reason}. A restart will begin at the start: no checkpoint is complete so far"
+    }
+
+
+@pytest.mark.slow
+def test_a_restart_without_the_state_begins_at_the_newest_checkpoint_where_there_is_one(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, log = training(), EventLog()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved")), log])
+    job.state.sync()
+    checkpoints = checkpoints_of(job.state.engine)
+    assert checkpoints is not None
+    checkpoints.schedule.saved_step = 0
+    monkeypatch.setattr(StateRetainer, "keep", lambda *_: RetentionDecision(False, "it takes 1.4 ms"))
+    job.state.saving._keep(0, lambda: b"")
+    (reported,) = log.of("memory_not_kept")
+    assert reported.message == "it takes 1.4 ms. A restart will begin at the newest checkpoint"

@@ -16,7 +16,7 @@ import torch
 import gba_hvd
 from gba_hvd import BadInput, GBACallback
 from gba_hvd.callbacks import Event
-from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.mode_names import BY_NAME, RECORDS, SERVER_MODES
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
 from gba_hvd.switching import requests
@@ -270,6 +270,12 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
     assert callback.agreed["rule_settings.lambda"] == 0.5
 
 
+def modes_with(option: str) -> str:
+    """How a refusal of the option ends, by the records."""
+    names = [mode.name for mode in RECORDS if option in mode.options]
+    return f"is of mode{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -290,7 +296,10 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
         ({"rule": "dc", "mode": "shadow"}, "uses no rule"),
         ({"rule": "look_ahead", "rule_settings": {"steps": 0.0}}, "steps is a number above 0"),
         ({"rule": "look_ahead", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
-        ({"staleness_of": "values"}, "staleness_of='values' has no effect in mode 'async': it is of mode 'gba'"),
+        (
+            {"staleness_of": "values"},
+            f"staleness_of='values' has no effect in mode 'async': it {modes_with('staleness_of')}",
+        ),
         ({"staleness_of": "values", "mode": "gba", "lookahead": 0}, "in lock-step no values are old"),
         ({"warm_up_steps": 5}, "is of mode 'auto'"),
         ({"rule": "gap_aware", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
@@ -298,28 +307,28 @@ def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
         ({"rule": "staleness_lr", "mode": "bsp", "lookahead": 0}, "in lock-step no gradient comes late"),
         (
             {"mode": "gba", "backups": 2},
-            "backups=2 has no effect in mode 'gba': it is of mode 'hop_bw'. Leave backups out",
+            f"backups=2 has no effect in mode 'gba': it {modes_with('backups')}. Leave backups out",
         ),
-        ({"mode": "gba", "slack": 3}, "is of mode 'hop_bs'"),
-        ({"lookahead": 3}, "lookahead=3 has no effect in mode 'async': it is of modes 'gba', 'bsp'"),
+        ({"mode": "gba", "slack": 3}, modes_with("slack")),
+        ({"lookahead": 3}, f"lookahead=3 has no effect in mode 'async': it {modes_with('lookahead')}"),
         ({"mode": "gba", "tolerance": 2, "staleness": "inverse"}, "staleness='inverse' has no limit in steps"),
         ({"mode": "auto", "tolerance": 2, "staleness": "none"}, "'threshold' and 'linear' have"),
         ({"mode": "allreduce", "tolerance": 2, "staleness": "none"}, "'threshold' and 'linear' have"),
-        ({"staleness": "linear"}, "is of mode 'gba'"),
-        ({"mode": "bsp", "tolerance": 2}, "is of mode 'gba'"),
+        ({"staleness": "linear"}, modes_with("staleness")),
+        ({"mode": "bsp", "tolerance": 2}, modes_with("tolerance")),
         ({"mode": "gba", "enter_gain": 1.2}, "enter_gain=1.2 has no effect in mode 'gba': it is of mode 'auto'"),
         ({"mode": "allreduce", "switch_at": {9: "gba"}, "patience": 2}, "is of mode 'auto'"),
         ({"mode": "shadow", "min_stay": 2}, "is of mode 'auto'"),
-        ({"mode": "gba", "every": 5}, "is of modes 'easgd', 'ma', 'bmuf'"),
-        ({"mode": "gba", "elasticity": 0.5}, "is of modes 'shadow', 'easgd', 'ma', 'bmuf'"),
-        ({"mode": "auto", "mixing": "difference"}, "is of modes 'shadow'"),
+        ({"mode": "gba", "every": 5}, modes_with("every")),
+        ({"mode": "gba", "elasticity": 0.5}, modes_with("elasticity")),
+        ({"mode": "auto", "mixing": "difference"}, modes_with("mixing")),
         ({"mode": "easgd", "block_rate": 0.8}, "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"),
         ({"mode": "shadow", "block_rate": 0.8}, "it is of mode 'bmuf', and of 'shadow' with sync='bmuf'"),
-        ({"mode": "easgd", "pause_s": 0.5}, "is of mode 'shadow'"),
-        ({"mode": "easgd", "sync": "ma"}, "is of mode 'shadow'"),
-        ({"mode": "shadow", "every": 5}, "is of modes 'easgd'"),
+        ({"mode": "easgd", "pause_s": 0.5}, modes_with("pause_s")),
+        ({"mode": "easgd", "sync": "ma"}, modes_with("sync")),
+        ({"mode": "shadow", "every": 5}, modes_with("every")),
         ({"mode": "shadow", "sync": "none", "elasticity": 0.2}, "with sync='none' there are no rounds"),
-        ({"mode": "ma", "curvature": 2.0}, "is of modes 'gba', 'bsp', 'async', 'hop_bs', 'hop_bw'"),
+        ({"mode": "ma", "curvature": 2.0}, modes_with("curvature")),
         ({"mode": "allreduce", "switch_at": {9: "hop_bs"}, "backups": 2}, "in mode 'allreduce', 'hop_bs'"),
     ],
 )
@@ -390,7 +399,7 @@ def test_what_an_operators_mode_does_not_use_is_said_when_it_is_entered() -> Non
     event = options_idle(callback, "bsp", 9)
     assert event is not None and (event.kind, event.level) == ("options_idle", "warning")
     assert event.data == {"mode": "bsp", "options": ["tolerance"]}
-    assert "tolerance (it is of mode 'gba')" in event.message
+    assert f"tolerance (it {modes_with('tolerance')})" in event.message
     planned = GBACallback(mode="gba", switch_at={9: "bsp"}, tolerance=2)
     planned.pin("gba")
     assert options_idle(planned, "bsp", 9) is None
@@ -468,12 +477,14 @@ def test_staleness_that_goes_by_dense_values_is_refused_without_any(training: Ca
 def test_an_average_of_rows_is_reported_where_a_step_is_one_push(mode: str) -> None:
     assert row_average_idle(mode, "global", 3) is None
     event = row_average_idle(mode, "contributors", 3)
-    if mode in ("gba", "bsp", "hop_bw"):
+    if BY_NAME[mode].step_of != "push":
         assert event is None
         return
     assert event is not None and (event.kind, event.level, event.step) == ("row_average_idle", "warning", 3)
     assert f"row_average='contributors' has no effect in mode '{mode}'" in event.message
     assert "leave row_average out" in event.message
+    counts_in = [record.name for record in RECORDS if record.step_of != "push"]
+    assert all(repr(name) in event.message.partition("It counts in")[2] for name in counts_in)
 
 
 @pytest.mark.slow

@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.mode_names import SHARED_MODES
+
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
 from ..harness.measure import Row, Subparsers, Variant
 from ..harness.noise import Noise
 
-MODES = ("allreduce", "gba", "auto", "async", "bsp", "hop_bs", "hop_bw")
+MODES = ("allreduce", "auto", *SHARED_MODES)
 PEERS = {
     "horovod": "plain Horovod, dense gradient of one table for all fields, HOROVOD_CYCLE_TIME=3",
     "torch_rpc": "batch-update parameter server on torch.distributed.rpc, pulls and pushes of touched rows",

@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import SHARED_MODES, any_of
 
 from ...simulated.output import json_values, loss_text, settings_of, silent_servers, write
 
@@ -33,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--task", default="quadratic", help="quadratic, logistic or clicks (%(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64], metavar="N")
-    parser.add_argument("--mode", default="async", help="gba, bsp, async, hop_bs or hop_bw (%(default)s)")
+    parser.add_argument("--mode", default="async", help=f"{any_of(SHARED_MODES)} (%(default)s)")
     parser.add_argument("--rule", nargs="+", default=["none", "dana_zero", "staleness_lr"], metavar="RULE")
     parser.add_argument(
         "--rule-settings", nargs="+", default=[], metavar="NAME=VALUE", help="of the rules that have settings: lambda=2"
