@@ -119,7 +119,7 @@ def train(rows: TensorRows, steps: int, seed: int, n_touched: int = 50) -> None:
 
 
 def values(rows: TensorRows) -> dict[str, np.ndarray]:
-    """A copy of everything, as [n_rows, width] per table, whatever the number of shards."""
+    """A copy of everything, as [n_rows, width] per table, for any number of shards."""
     return {
         name: np.concatenate(
             [t.numpy().reshape(len(t), -1) for t in (parts.weight, *parts.slots.values())], axis=1, dtype=np.float32
