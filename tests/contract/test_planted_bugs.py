@@ -13,6 +13,7 @@ import pytest
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.shm.layout import Group, Layout, SlotSpec
 from gba_hvd.testing import RowOptimizerContract, RuleContract
+from gba_hvd.testing.rules import N
 from gba_hvd.update_rules.rule import DenseStart, Plain, Rule
 
 
@@ -71,7 +72,7 @@ class TestFtrl(RowOptimizerContract):
 class TestLateClip(RuleContract):
     @pytest.fixture
     def rule(self) -> Rule:
-        return LateClip.start({}, DenseStart(np.zeros(1, np.float32), 10, [1], [0], [{}]), [0, 1])
+        return LateClip.start({}, DenseStart(np.zeros(N, np.float32), 10, [N], [0], [{}]), [0, 1])
 
 
 def with_bug(right: type, old: str, new: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rows to save and restore in tests: small models whose numbers say where they belong."""
+"""Comparing rows bit for bit."""
 
 from __future__ import annotations
 

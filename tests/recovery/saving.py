@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, one after the other, for tests of restoring them; and a saving process that is a thread."""
+"""A saving process that is a thread, and the schema of other rows."""
 
 from __future__ import annotations
 
