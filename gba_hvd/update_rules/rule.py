@@ -160,7 +160,8 @@ class Rule(Protocol):
         """The gradients float32 [n] of a step's pushes that count, corrected; the arrays given are not written.
 
         pushes: (step of the values it was computed with, negative when not known; gradient float32 [n]).
-        values: float32 [n], the model before the step. Changes nothing that counts before `stepped`.
+        values: float32 [n], the model before the step. Changes nothing that counts before `stepped`. A gradient that
+        was computed with these values, or with unknown ones, stays as it is.
         """
 
     def damping(self, dense_step: int) -> Damping:

@@ -10,19 +10,31 @@ import gba_hvd
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.ps.coordinator import staleness
 from gba_hvd.ps.coordinator.staleness import Weighting
-from gba_hvd.update_rules import RULES
-from tests.contract.interfaces import (
+from gba_hvd.testing import (
     CoderContract,
     PolicyContract,
     RowOptimizerContract,
     RuleContract,
+    StoreContract,
     WeightingContract,
 )
-from tests.contract.stores import StoreContract
+from gba_hvd.update_rules import RULES
+from recovery.storage.fsspec_store import FsspecStore
+from recovery.storage.retry import RetryingStore
+from recovery.storage.store import Store
 
 
 class TestStores(StoreContract):
-    """The kinds of the fixture `store`."""
+    @pytest.fixture
+    def store(self, store: Store) -> Store:
+        return store
+
+    def second_view(self, store: Store) -> Store:
+        inner = store.store if isinstance(store, RetryingStore) else store
+        if isinstance(inner, FsspecStore) and inner.url.startswith("s3"):
+            options = inner._fs.storage_options
+            return FsspecStore(inner.url, {**options, "skip_instance_cache": True})
+        return store
 
 
 class TestWeightings(WeightingContract):

@@ -15,9 +15,9 @@ from gba_hvd.faults import FaultSchedule
 from recovery import Config, ProcessCheckpointer, open_store
 from recovery.format.manifest import from_json
 from recovery.storage.store import manifest_names
+from recovery.testing import train, two_tables
 from tests.distributions import install
 from tests.extending import ROOT, Example, examples
-from tests.recovery.holders import train, two_tables
 
 from .cluster import GRACE_S, cluster, wait_for
 

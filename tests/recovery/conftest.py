@@ -12,7 +12,7 @@ import pytest
 
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
-from tests.recovery.stores import RamStore
+from recovery.testing import RamStore
 
 BUCKET = "checkpoints"
 

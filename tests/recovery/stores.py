@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recovery.errors import NotFound, StoreError
-from recovery.storage.store import Store, Transient, checked
+from recovery.storage.store import Store, Transient
 
 
 class Crash(BaseException):
@@ -30,36 +29,6 @@ class Fault:
     operation: str
     at: int
     what: str
-
-
-class RamStore:
-    """The simplest store that is right: a dict. Writes each object whole, or not at all."""
-
-    def __init__(self) -> None:
-        self.url = "ram://test"
-        self.objects: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        data = b"".join(pieces)
-        with self._lock:
-            if self.objects.setdefault(checked(name), data) != data:
-                raise StoreError(f"{name}: another object of this name is there already")
-
-    def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
-        with self._lock:
-            if name not in self.objects:
-                raise NotFound(f"{self.url}: {name}: there is no such object")
-            return self.objects[name][start : None if n_bytes is None else start + n_bytes]
-
-    def names(self, prefix: str) -> dict[str, int]:
-        with self._lock:
-            return {name: len(data) for name, data in self.objects.items() if name.startswith(prefix)}
-
-    def delete(self, names: Sequence[str]) -> None:
-        with self._lock:
-            for name in names:
-                self.objects.pop(name, None)
 
 
 class FaultyStore:

@@ -19,10 +19,11 @@ from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
 from recovery.state_codec import decode
 from recovery.storage.store import Store
+from recovery.testing import RamStore, train, two_tables, values
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import assert_same, train, two_tables, values
+from tests.recovery.holders import assert_same
 from tests.recovery.saving import ThroughAPipe
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from tests.recovery.stores import Crash, FaultyStore
 
 POLICIES = ("full", "delta", "mfu", "ssu", "scar")
 # No lease renewal is due during a test: each is a put, and faults go by the number of a put.

@@ -24,10 +24,9 @@ from recovery.format.manifest import Manifest
 from recovery.restore import restore
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
+from recovery.testing import RamStore, Saver, train, two_tables, values
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import assert_same, train, two_tables, values
-from tests.recovery.saving import Saver
-from tests.recovery.stores import RamStore
+from tests.recovery.holders import assert_same
 
 KILLS = int(os.environ.get("RECOVERY_TEST_KILLS", "12"))
 FLIPS = int(os.environ.get("RECOVERY_TEST_FLIPS", "300"))

@@ -30,11 +30,11 @@ from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
+from recovery.testing import RamStore, train, two_tables, values
 from recovery.torch_rows.row_memory import SHARED, share_
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import assert_same, train, two_tables, values
+from tests.recovery.holders import assert_same
 from tests.recovery.saving import ThroughAPipe
-from tests.recovery.stores import RamStore
 
 CONFIG = Config(job="mine", section_bytes=8 << 10, blob_bytes=32 << 10, level=0, keep_last=100)
 SPAWN = multiprocessing.get_context("spawn")

@@ -18,11 +18,11 @@ from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
 from recovery.selection.selector import Selection
 from recovery.storage.store import Store, manifest_names
+from recovery.testing import RamStore, train, two_tables, values
 from recovery.torch_rows.tensor_rows import TensorRows
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
-from tests.recovery.holders import assert_same, train, two_tables, values
+from tests.recovery.holders import assert_same
 from tests.recovery.saving import ThroughAPipe
-from tests.recovery.stores import RamStore
 
 ONE = Config(job="mine", policy="full", keep_last=1, level=0, lease_s=600)
 Kind = Callable[..., Checkpointer | ProcessCheckpointer]

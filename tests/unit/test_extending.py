@@ -17,16 +17,16 @@ import pytest
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator import staleness
 from gba_hvd.ps.coordinator.staleness import Weighting
-from recovery.storage.open import open_store
-from recovery.storage.store import Store
-from tests.contract.interfaces import (
+from gba_hvd.testing import (
     CoderContract,
     PolicyContract,
     RowOptimizerContract,
     RuleContract,
+    StoreContract,
     WeightingContract,
 )
-from tests.contract.stores import NAME, StoreContract
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
 from tests.extending import examples
 
 EXAMPLES = examples()
@@ -107,9 +107,9 @@ class TestStore(StoreContract):
         return open_store(f"sqlite://{tmp_path}/checkpoints.db")
 
     def test_a_name_is_used_once(self, store: Store) -> None:
-        store.put(NAME, [b"one"])
+        store.put("blobs/000001-00000002/0003", [b"one"])
         with pytest.raises(OSError, match="names are used once"):
-            store.put(NAME, [b"other"])
+            store.put("blobs/000001-00000002/0003", [b"other"])
 
 
 class TestRowOptimizer(RowOptimizerContract):

@@ -43,6 +43,7 @@ LAYERS = {
             "convert",
         ],
         ["serving"],
+        ["testing"],
     ],
     "recovery": [
         [
@@ -67,6 +68,7 @@ LAYERS = {
         ["checkpointer"],
         ["child"],
         ["process_checkpointer"],
+        ["testing"],
     ],
     "gba_hvd_tools": [
         [

@@ -30,7 +30,8 @@ from recovery.format.manifest import Manifest, to_json
 from recovery.rows import Schema
 from recovery.storage.local_store import LocalStore
 from recovery.storage.store import Store
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from recovery.testing import RamStore
+from tests.recovery.stores import Crash, FaultyStore
 
 
 class VirtualTime:

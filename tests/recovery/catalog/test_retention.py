@@ -16,7 +16,8 @@ from recovery.catalog.retention import Expired, Keep, delete, expired, first_epo
 from recovery.errors import BadInput
 from recovery.format.manifest import Blob, Manifest, StateBlob, to_json
 from recovery.rows import Schema
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from recovery.testing import RamStore
+from tests.recovery.stores import Crash, FaultyStore
 
 
 def saved(number: int, parent: Manifest | None = None, *, epoch: int = 1, step: int | None = None) -> Manifest:

@@ -13,8 +13,9 @@ from recovery.catalog.rollback import ROLLED_BACK, plan_rollback, roll_back
 from recovery.errors import BadInput, Damaged, StoreError
 from recovery.format.manifest import Manifest, to_json
 from recovery.storage.store import Store, manifest_names
+from recovery.testing import RamStore
 from tests.recovery.catalog.test_retention import chain, saved
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from tests.recovery.stores import Crash, FaultyStore
 
 
 def stored(manifests: list[Manifest]) -> RamStore:

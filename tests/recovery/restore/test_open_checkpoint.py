@@ -20,9 +20,8 @@ from recovery.restore.open_checkpoint import dense_of_state
 from recovery.state_codec import encode
 from recovery.storage.local_store import LocalStore
 from recovery.storage.store import Store
-from tests.recovery.holders import train, two_tables
-from tests.recovery.saving import SMALL, Saver
-from tests.recovery.stores import FaultyStore, RamStore
+from recovery.testing import SMALL, RamStore, Saver, train, two_tables
+from tests.recovery.stores import FaultyStore
 
 
 def saved(store: Store, n: int = 3, n_shards: int = 3, policy: str = "delta") -> Saver:

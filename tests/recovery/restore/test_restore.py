@@ -20,10 +20,10 @@ from recovery.format.manifest import _TWO_HASHES, to_json
 from recovery.restore import TrainingPoint, restore
 from recovery.restore.row_loader import spread
 from recovery.storage.store import Store
+from recovery.testing import SMALL, RamStore, Saver, train, two_tables, values
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows
-from tests.recovery.holders import assert_same, shard_values, train, two_tables, values
-from tests.recovery.saving import SMALL, Saver
-from tests.recovery.stores import FaultyStore, RamStore
+from tests.recovery.holders import assert_same, shard_values
+from tests.recovery.stores import FaultyStore
 
 SHARDS = (1, 2, 3, 4, 6)
 Expected = dict[str, np.ndarray]

@@ -13,8 +13,8 @@ from recovery.errors import BadInput
 from recovery.rows import KEY, USES, Column, RowIndices, RowView, Schema, Table
 from recovery.selection.scar import Scar
 from recovery.selection.selector import Selection
+from recovery.testing import train, two_tables
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import train, two_tables
 
 
 def config_of(policy: str) -> Config:

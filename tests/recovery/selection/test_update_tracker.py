@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recovery.selection.update_tracker import Tracker
+from recovery.testing import two_tables
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import two_tables
 
 MANIFEST = "manifests/000001-00000001.json"
 NEXT = "manifests/000001-00000002.json"

@@ -1,4 +1,4 @@
-"""Stores say what to do when they cannot be used. What all of them promise is in `tests/contract/stores.py`."""
+"""Stores say what to do when they cannot be used. What all of them promise is in `gba_hvd/testing/stores.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from recovery.storage.fsspec_store import FsspecStore
 from recovery.storage.open import open_store
 from recovery.storage.retry import MOST_HUNG, RetryingStore, RetryPolicy
 from recovery.storage.store import Store, Transient, check, is_name
+from recovery.testing import RamStore
 from tests.recovery.conftest import BUCKET
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from tests.recovery.stores import Crash, FaultyStore
 
 NAME = "blobs/000001-00000002/0003"
 

@@ -11,10 +11,9 @@ from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.state_codec import decode, encode
+from recovery.testing import RamStore, two_tables
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows, dense_state, load_dense_state, of_optimizer
 from recovery.write.consistent_read import Busy, read
-from tests.recovery.holders import two_tables
-from tests.recovery.stores import RamStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad asks for them
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from recovery.rows import Column, RowView, Schema, Table, copy_rows
+from recovery.testing import two_tables, values
 from recovery.write.consistent_read import PIECE_BYTES, Busy, read
-from tests.recovery.holders import two_tables, values
 
 WIDTH = 16
 

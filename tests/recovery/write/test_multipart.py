@@ -13,12 +13,12 @@ from recovery.errors import BadInput, Damaged, Fenced, StoreError
 from recovery.restore import restore
 from recovery.selection.selector import Selection
 from recovery.storage.store import Store
+from recovery.testing import SMALL, RamStore, train, two_tables, values
 from recovery.torch_rows.tensor_rows import TensorRows
 from recovery.write.multipart import SaveTarget, await_part, commit_parts, list_name, save_part
 from recovery.write.section_pipeline import PartResult
-from tests.recovery.holders import assert_same, train, two_tables, values
-from tests.recovery.saving import SMALL
-from tests.recovery.stores import FaultyStore, RamStore
+from tests.recovery.holders import assert_same
+from tests.recovery.stores import FaultyStore
 
 LARGE = replace(SMALL, blob_bytes=16 << 20)  # one blob a part
 N_PUTS = 5  # two parts' rows, a list, the state, the manifest

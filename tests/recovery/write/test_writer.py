@@ -18,14 +18,14 @@ from recovery.format.row_codec import EXACT, decode_rows
 from recovery.rows import Choice, RowIndices, everything
 from recovery.selection.selector import Selection
 from recovery.storage.store import blob_prefix
+from recovery.testing import RamStore, train, two_tables, values
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 from recovery.write import writer
 from recovery.write.consistent_read import ReadResult
 from recovery.write.multipart import SaveTarget, commit_parts
 from recovery.write.section_pipeline import Buffers, Cancelled, PartResult, SectionPipeline
 from recovery.write.writer import save_rows
-from tests.recovery.holders import train, two_tables, values
-from tests.recovery.stores import FaultyStore, RamStore
+from tests.recovery.stores import FaultyStore
 
 SMALL = Config(section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
 PREFIX = blob_prefix(1, 1)

@@ -18,9 +18,8 @@ from recovery.config import Config
 from recovery.errors import Damaged
 from recovery.restore.inspect import read_rows, verify
 from recovery.storage.open import open_store
+from recovery.testing import Saver, train, two_tables, values
 from recovery.torch_rows.tensor_rows import TensorRows
-from tests.recovery.holders import train, two_tables, values
-from tests.recovery.saving import Saver
 
 STATE = {
     "model": {"mlp.weight": torch.arange(6.0).reshape(2, 3), "mlp.bias": torch.ones(2)},

@@ -14,7 +14,7 @@ from gba_hvd_tools.commands.plan import pace_in_words
 from gba_hvd.ps.messages import SaveAbout, SavePace
 from recovery import CheckpointCallback, Checkpointer, Config
 from recovery.schedule.adaptive import Goals, JobMeasurements
-from tests.recovery.holders import two_tables
+from recovery.testing import two_tables
 
 FIGURES = ["--save-s", "360", "--load-s", "60", "--mtbf-hours", "28"]
 FEW = ["simulate", "recovery", "--save-s", "60", "--servers", "4", "--repeats", "2", "--sampled-servers", "2"]

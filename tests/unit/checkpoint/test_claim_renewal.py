@@ -15,7 +15,7 @@ from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from recovery import CheckpointCallback
 from recovery.catalog import claims
 from recovery.errors import StoreError
-from tests.recovery.stores import RamStore
+from recovery.testing import RamStore
 
 
 class WatchedStore(RamStore):

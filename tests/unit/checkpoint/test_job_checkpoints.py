@@ -23,8 +23,8 @@ from recovery.format.manifest import Manifest
 from recovery.restore import Report, TrainingPoint
 from recovery.restore.row_loader import Age
 from recovery.storage.open import open_store
+from recovery.testing import Saver
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows
-from tests.recovery.saving import Saver
 
 DCT, INT8 = Compression.dct(0.1), Compression.dct(0.1).then(Compression.int8)
 

@@ -29,8 +29,8 @@ from recovery.errors import BadInput, NotFound
 from recovery.format.manifest import Manifest
 from recovery.restore import TrainingPoint
 from recovery.storage.open import open_store
+from recovery.testing import SMALL, Saver
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows
-from tests.recovery.saving import SMALL, Saver
 
 OLD = RankState(True, 12, -1, host=1, settings=1, pid=1)
 AGREED = replace(OLD, rollbacks_agreed=1)  # has the decision, and its state is from before

@@ -26,9 +26,10 @@ from gba_hvd.serving.row_shards import ShardWriter
 from recovery.errors import Damaged, StoreError
 from recovery.storage.open import open_store
 from recovery.storage.retry import RetryingStore, RetryPolicy
+from recovery.testing import RamStore
 from tests.recovery.conftest import BUCKET
 from tests.recovery.conftest import s3_options as s3_options
-from tests.recovery.stores import FaultyStore, RamStore
+from tests.recovery.stores import FaultyStore
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
 from tests.unit.serving.test_save_and_load import raw_users
 

@@ -25,7 +25,8 @@ from gba_hvd.serving.withdrawal import plan_withdrawal, withdraw
 from recovery.errors import StoreError
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
-from tests.recovery.stores import Crash, FaultyStore, RamStore
+from recovery.testing import RamStore
+from tests.recovery.stores import Crash, FaultyStore
 from tests.unit.serving.conftest import CODE, batch, evaluated
 
 pytestmark = pytest.mark.slow  # three versions are saved for each

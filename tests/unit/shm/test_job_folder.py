@@ -29,7 +29,7 @@ from gba_hvd.shm.host_identity import Host
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory, remove_orphaned_memory
 from recovery.checkpointer import Checkpointer
-from tests.recovery.holders import two_tables
+from recovery.testing import two_tables
 from tests.unit.conftest import Training
 from tests.unit.shm.test_shard_memory import a_layout, until
 
@@ -298,7 +298,7 @@ from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.selection.update_tracker import NoRoom, Tracker
 from tests.unit.shm.test_shard_memory import a_layout
-from tests.recovery.holders import two_tables
+from recovery.testing import two_tables
 
 base = Path("/mnt")
 
