@@ -92,6 +92,11 @@ class Engine:
         self._world = world
         self._lay_out()
 
+    def parameters_changed(self) -> None:
+        """The model has taken other dense parameters. Before the world forms."""
+        self.fields = CommitFields(self.model.dense)
+        self._lay_out()
+
     def _lay_out(self) -> None:
         size, model = self._world.size, self.model
         self.fields.lay_out({
