@@ -99,7 +99,8 @@ def test_weights_of_bags_train_beside_frozen_rows(make_tables: Any) -> None:
     tables.drop_gradients()
     tables.requires_grad_(False)
     weighted(tables, weights).backward()
-    assert expected.abs().min() > 0
+    assert expected is not None and expected.abs().min() > 0
+    assert weights.grad is not None
     assert torch.equal(weights.grad, expected)
     with pytest.raises(BadInput, match=r"requires_grad_\(False\), under torch\.compile"):
         tables.compiled_pass({"user": torch.tensor([1])}, train=False, weights_train=True)
