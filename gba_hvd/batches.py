@@ -124,6 +124,7 @@ def batches(
     checked_state(state, "batches()").ensure_synced()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
+    state.check_parameters()
     engine = state.engine
     keys = BatchKeys(engine.model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
     how = _How(seed, shuffle, settings, keys, n_samples)

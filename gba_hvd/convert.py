@@ -149,6 +149,16 @@ class _Converted(FollowsModule):
         self.tables.device = self.device
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raises BadInput for False: rows of all converted modules are frozen together."""
+        if not requires_grad:
+            raise BadInput(
+                f"{self.feature}: a converted module cannot be frozen by itself. Freeze all with "
+                "tables.requires_grad_(False) on what gba_hvd.convert returned, or one table with "
+                "optimizers={name: gba_hvd.SGD(lr=0.0)} in gba_hvd.convert"
+            )
+        return super().requires_grad_()
+
     @property
     def weight(self) -> Tensor:
         _moved(self.feature)

@@ -72,6 +72,29 @@ class _Distributed(torch.optim.Optimizer):
             raise
         return hook
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters; before the first `state.sync()` and the first batch. The tables' group stays the last.
+
+        Raises BadInput later: workers have agreed on what they exchange; one that joins later runs the script alone.
+        """
+        engine = self.engine
+        if engine.model.tables.memory is not None:
+            raise BadInput(
+                "add_param_group: training has begun, and workers exchange the gradients of the parameters that the "
+                "optimizer had by then. Add parameters before state.sync() and the first batch. To train on with "
+                "another model, close the state and make new tables, optimizer and state, as "
+                'docs/YOUR_MODEL.md, "Fine-tune", shows'
+            )
+        super().add_param_group(param_group)
+        groups = self.param_groups
+        groups[-2:] = groups[-1], groups[-2]
+        try:
+            engine.model.take_parameters()
+        except BadInput:
+            del groups[-2]
+            raise
+        engine.lay_out()
+
     # Torch wraps the step of a class so that step hooks run, also when state is loaded. They belong to the global step,
     # whose own `step` is wrapped; this marks that there is nothing to wrap here.
     step.hooked = True  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.tracking.epochs import is_quality
 from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.parameter_watch import untrained
+from gba_hvd.training.parameter_watch import refuse_not_exchanged, untrained
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
 from recovery.redaction import redacted
@@ -202,6 +202,17 @@ class TorchState:
             self.sync()
         job_events.training_begins(self.engine, self.training_state.take_replaced_rates())
 
+    def check_parameters(self) -> None:
+        """As an epoch begins: the model may have got other modules, and the optimizer's groups other parameters.
+
+        Raises BadInput for one in a group whose gradient workers do not exchange.
+        """
+        trained = self.engine.model
+        refuse_not_exchanged(self.model, trained.grouped, trained.dense.parameters)
+        known, trained.untrained = trained.untrained, untrained(self.model, trained.dense.parameters)
+        if new := [name for name in trained.untrained if name not in known]:
+            job_events.parameters_changed(self.engine, new)
+
     def close(self, status: str = "FINISHED", error: BaseException | None = None) -> None:
         """Report to the callbacks how it ended, and release the memory. May be called twice."""
         if self._closed:
@@ -357,6 +368,8 @@ class TorchState:
 
     def _sync(self) -> None:
         engine = self.engine
+        if not self._has_state:
+            self.training_state.note_script_rates()
         show_log_lines()
         launch_file.remove()
         endings.show_ends_briefly(self._end_is_shown)

@@ -19,7 +19,7 @@ from torch import nn
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
-from gba_hvd.elastic.learning_rates import ReplacedRates, of_wire, rates_of, to_wire
+from gba_hvd.elastic.learning_rates import Rates, ReplacedRates, of_wire, rates_of, to_wire
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
@@ -57,9 +57,13 @@ class TrainingState:
         self.snapshot = b""
         self.residuals_missing = 0
         self.restored: Restored | None = None
-        self._script_rates = rates_of(engine.model.optimizer)
+        self._script_rates: Rates = {}
         self._pauses_in_snapshot: dict[str, Any] | None = None  # None: another worker took it
         self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
+
+    def note_script_rates(self) -> None:
+        """Learning rates as the script has them: before the world forms, and the saved ones come."""
+        self._script_rates = rates_of(self._engine.model.optimizer)
 
     # --- given -------------------------------------------------------------------------------------------------------
 

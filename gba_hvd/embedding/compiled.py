@@ -92,10 +92,10 @@ def _backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...]) -> dict[str, Tensor]:
+def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...], train: bool) -> dict[str, Tensor]:
     """The forward pass of the tables `handle`, as the compiler traces it. Raises GbaError when it exports.
 
-    not_pooled: the features that give a row for every id
+    not_pooled: the features that give a row for every id. train: gradients of rows will follow
     """
     if torch.compiler.is_exporting():
         raise GbaError(
@@ -124,9 +124,7 @@ def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...]) 
         else:
             forms.append(_TENSOR)
             values.append(value)
-    found = torch.ops.gba_hvd.look_up(
-        handle, "\n".join(ids), "".join(forms), anchor, values, offsets, weights, torch.is_grad_enabled()
-    )
+    found = torch.ops.gba_hvd.look_up(handle, "\n".join(ids), "".join(forms), anchor, values, offsets, weights, train)
     results: dict[str, Tensor] = {}
     n_cut = 0
     for i, name in enumerate(ids):

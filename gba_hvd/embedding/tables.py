@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -168,6 +168,7 @@ class EmbeddingTables(FollowsModule):
         # Returns when all workers of the host have applied their part of the newest step; set by allreduce mode.
         self.await_steps: Callable[[], None] = _nothing_to_await
         self.notes_samples = False  # forward passes note which sample each id belongs to
+        self._wants_grad = True  # see `requires_grad_`
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
         # The features that `stacked` looked up on a device last; batches that were prepared since it used one.
         self._stacked_names: tuple[str, ...] | None = None
@@ -283,21 +284,44 @@ class EmbeddingTables(FollowsModule):
         out: dict[str, Tensor]
         if self.part_of:
             self._refuse_unknown(ids)
-            out = self._whole()(ids)
-        elif torch.compiler.is_compiling() and ids:
-            out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
+            out = self._whole().looked_up_rows(ids, self._trains)
         else:
-            _refuse_tracing()
-            self._fetch_remote(ids)
-            out = self._frozen_rows_of(ids) if self.is_frozen else self._looked_up_on_device(ids)
-            rest = {name: ids[name] for name in ids if name not in out} if out else ids
-            for some in self._fetched(rest, torch.is_grad_enabled()):
-                for (one, _), rows in zip(some, pool([pooling for _, pooling in some], self._row_buffers), strict=True):
-                    out[one.source.feature] = one.result(rows)
+            out = self.looked_up_rows(ids, self._trains)
         return {name: out[name].to(self.device, self.dtype) for name in ids}
+
+    def looked_up_rows(self, ids: Ids, train: bool) -> dict[str, Tensor]:
+        """As `forward`, where the rows are. train: their gradient will be taken"""
+        if torch.compiler.is_compiling() and ids:
+            return compiled.look_up(self._handle, self._anchor, ids, self._not_pooled, train)
+        _refuse_tracing()
+        self._fetch_remote(ids)
+        out = self._frozen_rows_of(ids) if self.is_frozen else self._looked_up_on_device(ids, train)
+        rest = {name: ids[name] for name in ids if name not in out} if out else ids
+        for some in self._fetched(rest, train):
+            for (one, _), rows in zip(some, pool([pooling for _, pooling in some], self._row_buffers), strict=True):
+                out[one.source.feature] = one.result(rows)
+        return out
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """False: forward passes from here on leave the rows as they are. At any time, the same on every worker.
+
+        They get no gradient, no weight decay, and no room in a hashed table; weights of bags are trained all the same.
+        (`requires_grad_` of a model that has these tables in it does not come here: rows are none of its parameters.)
+        """
+        self._wants_grad = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def _trains(self) -> bool:
+        return self._wants_grad and torch.is_grad_enabled()
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
+        if weights_train and not train:
+            raise BadInput(
+                "weights of bags that ask for a gradient, of tables with requires_grad_(False), under torch.compile: "
+                "detach the weights, let the tables train, or leave the lookup out of what is compiled"
+            )
         if self.memory is not None:
             self.on_device.rows(self.memory, self.device, "the model is compiled")
         found, results = {}, {}
@@ -364,7 +388,7 @@ class EmbeddingTables(FollowsModule):
             obstacle = "sync_micro_batch with rows averaged over contributors counts the samples of each row"
         return self.on_device.rows(self.memory, self.device, obstacle)
 
-    def _looked_up_on_device(self, ids: Ids) -> dict[str, Tensor]:
+    def _looked_up_on_device(self, ids: Ids, train: bool) -> dict[str, Tensor]:
         """By feature, of those whose rows the device looks up."""
         device, out = self._device_rows(), dict[str, Tensor]()
         if device is None:
@@ -375,13 +399,19 @@ class EmbeddingTables(FollowsModule):
         for number, some in self._lookups_by_group(here, None):
             keys = to_device(np.concatenate([one.keys for one in some]), device.device)
             by_key = not on_device.takes_maximum(some)
-            rows, index, is_sparse = self._fetch_on_device(device, number, keys, by_key)
+            rows, index, is_sparse = self._fetch_on_device(device, number, keys, train, by_key)
             for one, pooled in zip(some, on_device.pool(rows, index, some, is_sparse), strict=True):
                 out[one.source.feature] = one.result(pooled, cuts)
         return out
 
     def _fetch_on_device(
-        self, device: DeviceRows, group: int, keys: Tensor, by_key: bool = True, order: SortedKeys | None = None
+        self,
+        device: DeviceRows,
+        group: int,
+        keys: Tensor,
+        train: bool,
+        by_key: bool = True,
+        order: SortedKeys | None = None,
     ) -> tuple[Tensor, Tensor, bool]:
         """(rows [d, dim], int64 [n] of each key its row, whether these are to get a sparse gradient), on the device.
 
@@ -390,16 +420,18 @@ class EmbeddingTables(FollowsModule):
         found, index, rows = None, keys, device.weights(group) if by_key else None
         if rows is None:
             found, index, rows = device.look_up(group, keys)
-        if torch.is_grad_enabled():
+        if not train:
+            rows = rows.detach()  # (the device's copies ask for a gradient once they were trained)
+        else:
             rows.requires_grad_()
             self._passes.captured.append(CapturedOnDevice(group, found, rows, index, self.counts_accesses, order))
         return rows, index, found is None
 
     def _stacked_on_device(
-        self, device: DeviceRows, group: int, keys: Tensor, order: SortedKeys | None = None
+        self, device: DeviceRows, group: int, keys: Tensor, train: bool, order: SortedKeys | None = None
     ) -> Tensor:
         """keys: int64 [B, F]"""
-        rows, index, is_sparse = self._fetch_on_device(device, group, keys.reshape(-1), order=order)
+        rows, index, is_sparse = self._fetch_on_device(device, group, keys.reshape(-1), train, order=order)
         return on_device.stack(rows, index.view(keys.shape), is_sparse).to(self.dtype)
 
     def prepare(self, batch: Any) -> Any:
@@ -413,7 +445,7 @@ class EmbeddingTables(FollowsModule):
         self._n_unused += 1  # of a model that makes ids of its own, all are
         return replace(batch, ids=ids)
 
-    def _stacked_prepared(self, ids: Ids) -> Tensor | None:
+    def _stacked_prepared(self, ids: Ids, train: bool) -> Tensor | None:
         """`stacked` of ids whose keys are on the device; None: they are not."""
         if not isinstance(ids, PreparedIds) or (device := self._device_rows()) is None:
             return None
@@ -421,7 +453,7 @@ class EmbeddingTables(FollowsModule):
             return None
         self._n_unused = 0
         self.looked_up.update(self._sources[name].table for name in ids)
-        return self._stacked_on_device(device, found.group, found.keys, found.order)
+        return self._stacked_on_device(device, found.group, found.keys, train, found.order)
 
     def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
@@ -431,13 +463,17 @@ class EmbeddingTables(FollowsModule):
         ids = by_feature(ids)
         if self.part_of:
             self._refuse_unknown(ids)
-            return self._whole().stacked(ids).to(self.device, self.dtype)
+            return self._whole().stacked_rows(ids, self._trains).to(self.device, self.dtype)
+        return self.stacked_rows(ids, self._trains)
+
+    def stacked_rows(self, ids: Ids, train: bool) -> Tensor:
+        """As `stacked`. train: the rows' gradient will be taken"""
         if torch.compiler.is_compiling():
-            return self._stacked_pooled(ids)
+            return self._stacked_pooled(ids, train)
         _refuse_tracing()
         if self.is_frozen and (rows := self._stacked_frozen(ids)) is not None:
             return rows.to(self.device, self.dtype)
-        if (prepared := self._stacked_prepared(ids)) is not None:
+        if (prepared := self._stacked_prepared(ids, train)) is not None:
             return prepared
         self._refuse_unknown(ids)
         sources = [self._sources[name] for name in ids]
@@ -451,7 +487,7 @@ class EmbeddingTables(FollowsModule):
             raise BadInput(f"stacked(): all fields need {len(columns[0])} ids, got {[len(c) for c in columns]}")
         has_padding = any(source.padding_key is not None for source in sources)
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
-            return self._stacked_pooled(ids)
+            return self._stacked_pooled(ids, train)
         device, group, batch = self._device_rows(), sources[0].group, len(columns[0])
         is_there = device is not None and device.has(group)
         keys = pinned(self.device if is_there else torch.device("cpu"), batch * len(columns)).numpy()
@@ -464,10 +500,11 @@ class EmbeddingTables(FollowsModule):
         self.looked_up.update(dims)
         if device is not None and is_there:
             self._stacked_names = tuple(ids)
-            return self._stacked_on_device(device, group, to_device(keys, device.device).view(len(columns), batch).t())
+            on_its_way = to_device(keys, device.device).view(len(columns), batch).t()
+            return self._stacked_on_device(device, group, on_its_way, train)
         cuts = [np.arange(batch + 1)] * len(columns)
         ends = ends_of_tables(sources, [batch] * len(sources))
-        rows, index = self._fetch(group, keys, ends, cuts, torch.is_grad_enabled())
+        rows, index = self._fetch(group, keys, ends, cuts, train)
         return stack(rows, index, len(columns), batch, self._row_buffers).to(self.device, self.dtype)
 
     def _whole(self) -> EmbeddingTables:
@@ -524,17 +561,17 @@ class EmbeddingTables(FollowsModule):
         dim = self.layout.groups[plain.group].dim
         return self._frozen_rows(plain.group, keys.reshape(-1)).view(*keys.shape, dim)
 
-    def _stacked_pooled(self, ids: Ids) -> Tensor:
+    def _stacked_pooled(self, ids: Ids, train: bool) -> Tensor:
         sources = [self._sources[name] for name in ids]
         is_one_group = len({source.group for source in sources}) == 1
         device = self._device_rows()
         by_cpu = not torch.compiler.is_compiling() and (device is None or not device.has(sources[0].group))
         if is_one_group and all(source.pooling for source in sources) and by_cpu:
-            (some,) = self._fetched(ids, torch.is_grad_enabled())
+            (some,) = self._fetched(ids, train)
             features = {one.source.feature: pooling for one, pooling in some}
             _refuse_other_lengths([features[name].n_bags for name in ids])
             return pool_stacked([features[name] for name in ids], self._row_buffers).to(self.device, self.dtype)
-        found = self(ids)
+        found = {name: rows.to(self.device, self.dtype) for name, rows in self.looked_up_rows(ids, train).items()}
         for name, rows in found.items():
             if rows.is_nested or rows.ndim != 2:
                 raise BadInput(

@@ -14,7 +14,7 @@ made once for each world:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -81,9 +81,9 @@ class StepParticipant(ABC):
 
 
 class CommitFields:
-    """Views of the numbers by name. `lay_out` empties them all."""
+    """Views of the numbers by name, behind the dense gradients. `lay_out` empties them all."""
 
-    def __init__(self, dense: DenseGradients) -> None:
+    def __init__(self, dense: Callable[[], DenseGradients]) -> None:
         self._dense = dense
         self._at: dict[str, slice] = {}
         self.lay_out({})
@@ -94,18 +94,18 @@ class CommitFields:
         for name, size in {**dict.fromkeys(STEP, 1), **sizes}.items():
             self._at[name] = slice(start, start + size)
             start += size
-        self._dense.resize_extra(start)
+        self._dense().resize_extra(start)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._dense.extra[self._at[name]]
+        return self._dense().extra[self._at[name]]
 
     def __setitem__(self, name: str, value: float) -> None:
-        self._dense.extra[self._at[name]] = value
+        self._dense().extra[self._at[name]] = value
 
     def add(self, name: str, value: float) -> None:
-        self._dense.extra[self._at[name]] += value
+        self._dense().extra[self._at[name]] += value
 
     def read(self) -> dict[str, list[float]]:
         """All of them as plain values."""
-        values = self._dense.extra.tolist()
+        values = self._dense().extra.tolist()
         return {name: values[at] for name, at in self._at.items()}

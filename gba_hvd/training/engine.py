@@ -53,7 +53,7 @@ class Engine:
         self.signals, self.host, self.rollback = Signals(), LocalHost(), Rollback()
         self._world: World = SoloWorld()
         self.mode: Mode | None = None
-        self.fields = CommitFields(model.dense)
+        self.fields = CommitFields(lambda: model.dense)
         self._participants: dict[type, StepParticipant] = {}
         self.traffic, self.forming = Traffic(), Forming()
         self._participants[TrafficAccount] = TrafficAccount(self.traffic, self.progress)
@@ -64,7 +64,7 @@ class Engine:
         self.n_begun, self.n_threads = 0, 1
         self.loop_time = LoopTime()
         self._micro: MicroBatch | None = None
-        self._lay_out()
+        self.lay_out()
 
     def identify(self, **changes: Any) -> None:
         """Replace fields of the job's identity, as the workers have agreed on them."""
@@ -90,9 +90,9 @@ class Engine:
     @world.setter
     def world(self, world: World) -> None:
         self._world = world
-        self._lay_out()
+        self.lay_out()
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         size, model = self._world.size, self.model
         self.fields.lay_out({
             **{one.name: one.n_fields() for one in self._participants.values()},
@@ -109,7 +109,7 @@ class Engine:
         ordered = sorted(self._participants.items(), key=lambda item: item[1].order)
         self._participants.clear()
         self._participants.update(ordered)  # in place: reports look at them, too
-        self._lay_out()
+        self.lay_out()
 
     def participant(self, kind: type[_Participant]) -> _Participant | None:
         """The one of this kind, if the job has one."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.dense_exchange import DenseExchange
@@ -60,17 +61,29 @@ class TrainedModel:
         self.optimizer, self.tables = optimizer, tables
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
-        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
-        self.dense = DenseGradients(parameters, 0)
-        self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
+        self._given_names, self._compression = names, compression
+        self.take_parameters()
         self.row_compression = row_compression
         dims = [group.dim for group in tables.layout.groups]
         tables.pools_bags = row_compression.pools
         self.row_coder = None if row_compression.is_none else RowCoder(row_compression, dims)
         self.step_dense: Callable[[], None] = lambda: None
-        self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
         self.untrained: list[str] = []
+
+    def take_parameters(self) -> None:
+        """Train those that the optimizer's groups have now and that want a gradient. Before the world forms."""
+        parameters = [p for p in self.grouped if p.requires_grad]
+        given, compression = self._given_names, self._compression
+        self.dense = DenseGradients(parameters, 0)
+        self.names = [given.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
+        self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
+
+    @property
+    def grouped(self) -> list[Tensor]:
+        """Dense parameters that the optimizer's groups have, whether they want a gradient or not."""
+        groups = self.optimizer.param_groups
+        return [p for group in groups if group.get("gba_hvd") != "tables" for p in group["params"]]
 
     @property
     def row_lr(self) -> float:

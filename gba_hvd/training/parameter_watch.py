@@ -1,8 +1,8 @@
 """Parameters that the distributed optimizer does not train, and values that other code writes between its steps.
 
-Decided here: who is named. Torch counts the in-place changes of every tensor, so nothing is read. A change is no alarm
-by itself: weights are loaded. Only a parameter that changes between our steps several times in a row has another
-writer, such as a second optimizer.
+Decided here: who is named, and that our optimizer trains nothing on each worker by itself. Torch counts the in-place
+changes of every tensor, so nothing is read. A change is no alarm by itself: weights are loaded. Only a parameter that
+changes between our steps several times in a row has another writer, such as a second optimizer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
+
+from gba_hvd.errors import BadInput
 
 _IN_A_ROW = 3
 _NAMED = 5
@@ -19,6 +21,23 @@ def untrained(model: nn.Module, trained: Iterable[Tensor]) -> list[str]:
     """Parameters of the model that want a gradient and are not among those that are trained; each tensor once."""
     known = {id(p) for p in trained}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+
+
+def refuse_not_exchanged(model: nn.Module, grouped: Iterable[Tensor], exchanged: Iterable[Tensor]) -> None:
+    """Raises BadInput for a parameter that the optimizer would step, and whose gradient workers do not exchange.
+
+    grouped: parameters of the optimizer's groups
+    """
+    known, names = {id(p) for p in exchanged}, {id(p): name for name, p in model.named_parameters()}
+    others = [p for p in grouped if p.requires_grad and id(p) not in known]
+    if others:
+        of_others = [names.get(id(p), f"a parameter {tuple(p.shape)}") for p in others]
+        raise BadInput(
+            f"{names_in_words(of_others)}: in a group of the optimizer, and workers do not exchange the gradient, "
+            "since it came there by no add_param_group, or wants a gradient only since then: their models would "
+            "drift apart. Give it to a group, and requires_grad, before the first batch, and freeze it for a while by "
+            "lr 0 of the group"
+        )
 
 
 def names_in_words(names: Sequence[str]) -> str:

@@ -41,6 +41,21 @@ def training_begins(engine: Engine, replaced: ReplacedRates | None) -> None:
         engine.emit(event)
 
 
+def parameters_changed(engine: Engine, untrained: list[str]) -> None:
+    """Report parameters that nothing trains, and that the model did not have when training began."""
+    engine.emit(_untrained(engine, untrained))
+
+
+def _untrained(engine: Engine, names: list[str]) -> Event:
+    text = (
+        f"{names_in_words(names)}: parameters of the model with requires_grad that are in no group of the "
+        "DistributedOptimizer. Nothing trains them, or an optimizer that workers do not share: then their models drift "
+        "apart, as they do where a module is replaced with random values of each worker. Complete the model and give "
+        "all to the optimizer before the first batch, or say requires_grad_(False)"
+    )
+    return Event("parameters_untrained", engine.progress.step, text, {"parameters": names}, level="warning")
+
+
 def of_a_start(
     engine: Engine, joined: JoinResult, residuals_missing: int, restored: Restored | None
 ) -> Iterator[Event]:
@@ -57,13 +72,7 @@ def of_a_start(
         text = f"on purpose, as the FaultSchedule says: {'; '.join(fault.words for fault in lasting)}"
         yield Event("faults_lasting", step, text, {"faults": [fault.entry() for fault in lasting]})
     if engine.model.untrained:
-        text = (
-            f"{names_in_words(engine.model.untrained)}: parameters of the model with requires_grad that are in no "
-            "group of the DistributedOptimizer. Nothing trains them, or an optimizer that workers do not share: then "
-            "their models drift apart. Give them to the optimizer before it goes to DistributedOptimizer, or say "
-            "requires_grad_(False)"
-        )
-        yield Event("parameters_untrained", step, text, {"parameters": engine.model.untrained}, level="warning")
+        yield _untrained(engine, engine.model.untrained)
     if engine.model.row_coder is not None and joined.n_hosts == 1:
         text = (
             f"row_compression={engine.model.row_compression.exactly} changes nothing on one host: its workers share "

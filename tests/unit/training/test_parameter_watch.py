@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gba_hvd
+from gba_hvd.errors import BadInput
 from gba_hvd.training.parameter_watch import names_in_words, untrained
 
 
@@ -52,6 +53,7 @@ def job(folder: Path, forget: str = "") -> Iterator[tuple[Model, Any, gba_hvd.el
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GBA_HVD_SHARD_DIR", str(folder))
         patch.setenv("GBA_HVD_GRACE_S", "0")
+        torch.manual_seed(1)
         tables = gba_hvd.EmbeddingTables({"user": (10, 4)}, optimizer=gba_hvd.Adagrad(lr=0.1), n_shards=2)
         model = Model(tables)
         mine = [p for name, p in model.named_parameters() if not (forget and name.startswith(forget))]
@@ -103,6 +105,64 @@ def test_no_false_alarm(tmp_path: Path) -> None:
 
         train(model, optimizer, state, beside)
         assert received.reported == {}
+
+
+def test_a_group_that_is_added_before_the_first_batch_trains_as_one_from_the_start(tmp_path: Path) -> None:
+    with job(tmp_path / "all") as (model, optimizer, state, _):
+        train(model, optimizer, state)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with job(tmp_path / "added", forget="head") as (model, optimizer, state, received):
+        state.register_callbacks([gba_hvd.GBACallback()])
+        optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.1})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 1]
+        assert optimizer.param_groups[-1]["gba_hvd"] == "tables"
+        train(model, optimizer, state)
+        assert received.reported == {}
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+        assert list(state.training_state.state_dict()["script_rates"]) == ["dense group 0", "dense group 1", "rows"]
+
+
+def test_a_group_that_cannot_be_trained_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    with job(tmp_path, forget="head") as (model, optimizer, state, received):
+        with pytest.raises(BadInput, match="must share one dtype"):
+            optimizer.add_param_group({"params": nn.Linear(3, 1).double().parameters()})
+        optimizer.add_param_group({"params": model.head.parameters()})
+        train(model, optimizer, state)
+        assert received.reported == {}
+
+
+def test_a_group_that_is_added_later_is_refused(tmp_path: Path) -> None:
+    with job(tmp_path, forget="head") as (model, optimizer, state, _):
+        train(model, optimizer, state)
+        with pytest.raises(BadInput, match=r"add_param_group: training has begun.*\bAdd parameters before state.sync"):
+            optimizer.add_param_group({"params": model.head.parameters()})
+        assert len(optimizer.param_groups) == 2
+
+
+def test_a_module_that_is_replaced_between_epochs_is_named(tmp_path: Path) -> None:
+    with job(tmp_path) as (model, optimizer, state, received):
+        train(model, optimizer, state)
+        assert received.reported == {}
+        model.head = nn.Linear(3, 1)
+        for state.epoch in (1, 2):
+            train(model, optimizer, state)
+        assert received.reported == {"parameters_untrained": ["head.weight", "head.bias"]}
+
+
+@pytest.mark.parametrize("how", ["put into the list", "unfrozen"])
+def test_a_parameter_in_a_group_that_workers_do_not_exchange_is_refused(tmp_path: Path, how: str) -> None:
+    with job(tmp_path, forget="head") as (model, optimizer, state, _):
+        if how == "unfrozen":
+            model.head.requires_grad_(False)
+            optimizer.add_param_group({"params": model.head.parameters()})
+        train(model, optimizer, state)
+        if how == "unfrozen":
+            model.head.requires_grad_(True)
+        else:
+            optimizer.param_groups[0]["params"] += list(model.head.parameters())
+        state.epoch = 1
+        with pytest.raises(BadInput, match=r"^head\.weight, head\.bias: in a group of the optimizer, and workers do"):
+            train(model, optimizer, state)
 
 
 def test_names() -> None:
