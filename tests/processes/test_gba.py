@@ -23,7 +23,7 @@ from gba_hvd.ps import launch
 from gba_hvd.ps.messages import WIRES, PushDone
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.state_files import StateFiles, path_of
-from gba_hvd.ps.worker.push_window import PushWindow
+from gba_hvd.ps.worker.push_window import PushOnTheWay, PushWindow
 
 from .alone import train_alone
 from .cluster import NAMES, PATIENCE_S, Cluster, assert_identical, cluster, wait_for
@@ -190,13 +190,13 @@ def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
     """The server said it has the push; its successor learns that the push is done, but has it no more."""
     report, killed = PushWindow.report, []
 
-    def kill_then_report(self: PushWindow, done: PushDone) -> None:
+    def kill_then_report(self: PushWindow, push: PushOnTheWay, done: PushDone) -> None:
         if done.micro == 8 and not killed:
             pid = launch.pid_of(self._client._folder, 0)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
-        report(self, done)
+        report(self, push, done)
 
     monkeypatch.setattr(PushWindow, "report", kill_then_report)
     plan = {"epochs": 1}
