@@ -334,8 +334,11 @@ class PsWorker:
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
         """Every dense tensor by its number in the model, bit-exact.
 
-        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave
+        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave; else this one alone
+        has left the epoch's loop, and returns its leases
         """
+        if not ended:
+            request(self.client, 0, messages.ReturnLeases(self.worker, self.session.generation))
         return self._exported(messages.Export(self.session.generation, leaving))
 
     def _exported(self, request: messages.Export) -> dict[int, DenseState]:
