@@ -445,7 +445,7 @@ class ReplicaSubmitted(Struct, tag="HandedIn"):
 
 
 class ReturnLeases(Struct):
-    """To the coordinator: this worker left its loop before the epoch's end. Its leases are for others, or for itself."""
+    """To the coordinator: this worker left its loop before the epoch's end. What it had leased is leased again."""
 
     worker: int
     generation: int

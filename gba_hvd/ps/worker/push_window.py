@@ -1,21 +1,21 @@
 """Pushes on the way to the servers, in a bounded in-flight window: at most `MAX_IN_FLIGHT` at a time.
 
-    enter    take a place in the window, or wait for one         (a training thread)
+    enter    take a slot in the window, or wait for one         (a training thread)
     sent     to every server
     answers  each server has its part, or refused it             (the client's thread)
     report   the coordinator receives it, once all servers have it, or once one refused it as not finite
-    leave    the coordinator has acknowledged it: the place is free
+    leave    the coordinator has acknowledged it: the slot is free
     abort    instead, by the training thread: an exception, such as Ctrl-C, came while it was being sent
 
-A push that fails on its way frees its place, too. The failure is stored, and raised at the worker's next call.
+A push that fails on its way frees its slot, too. The failure is stored, and raised at the worker's next call.
 
-An exception at any point of a push leaves it reported, or as if it had never begun, and its place is freed:
+An exception at any point of a push leaves it reported, or as if it had never begun, and its slot is freed:
 
 - The thread that trains touches nothing that the client's thread waits for: what is called with a server's answer is
   known before the request is queued, and the locks here are held for a few instructions in a `with` statement.
 - Whether it is reported is decided once, by the first of `_answered` and `abort` that settles it. Aborted, it is never
   reported: the servers ignore the parts that they have, and its micro-batch stays leased, to be computed again.
-- A place belongs to its push, so freeing it twice changes nothing, nor does freeing one that was never taken.
+- A slot belongs to its push, so freeing it twice changes nothing, nor does freeing one that was never taken.
 
 What an encoder has taken from the residuals of compression counts as sent, as in a push that is lost.
 """
@@ -51,11 +51,11 @@ class PushOnTheWay:
         return self._undecided.acquire(blocking=False)
 
     def left(self) -> None:
-        """Its place is free."""
+        """Its slot is free."""
         self._has_left.release()
 
     def wait(self, timeout_s: float) -> None:
-        """Until its place is free, or for a while."""
+        """Until its slot is free, or for a while."""
         if self._has_left.acquire(timeout=timeout_s):
             self._has_left.release()
 
@@ -66,11 +66,11 @@ class PushWindow:
     def __init__(self, client: Client, timeout_s: float, on_position: Callable[[JobPosition], None]) -> None:
         self._client, self._timeout_s, self._on_position = client, timeout_s, on_position
         self._lock = threading.Lock()
-        self._places: dict[PushOnTheWay, None] = {}  # taken, the oldest first
+        self._slots: dict[PushOnTheWay, None] = {}  # taken, the oldest first
         self.failure: Exception | None = None
 
     def enter(self, push: PushOnTheWay) -> bool:
-        """Take a place; False when none was free in time."""
+        """Take a slot; False when none was free in time."""
         return self._wait(MAX_IN_FLIGHT - 1, push)
 
     def drain(self) -> bool:
@@ -82,11 +82,11 @@ class PushWindow:
         waited_for, deadline, notices = None, 0.0, Patience()
         while True:
             with self._lock:
-                if len(self._places) <= most:
+                if len(self._slots) <= most:
                     if push is not None:
-                        self._places[push] = None
+                        self._slots[push] = None
                     return True
-                oldest = next(iter(self._places))
+                oldest = next(iter(self._slots))
             now = time.monotonic()
             if oldest is not waited_for:
                 waited_for, deadline = oldest, now + self._timeout_s
@@ -100,7 +100,7 @@ class PushWindow:
             oldest.wait(min(_LOOK_S, deadline - now))
 
     def abort(self, push: PushOnTheWay) -> None:
-        """It is not reported any more, unless it has been; its place is free."""
+        """It is not reported any more, unless it has been; its slot is free."""
         if push.settle():
             self._leave(push)
 
@@ -130,7 +130,7 @@ class PushWindow:
             self.report(push, done)
 
     def report(self, push: PushOnTheWay, done: PushDone) -> None:
-        """Report to the coordinator; the place is free when it has answered, or cannot."""
+        """Report to the coordinator; the slot is free when it has answered, or cannot."""
 
         def reported(reply: Future[Reply]) -> None:
             try:
@@ -154,6 +154,6 @@ class PushWindow:
 
     def _leave(self, push: PushOnTheWay) -> None:
         with self._lock:
-            if push in self._places:
-                del self._places[push]
+            if push in self._slots:
+                del self._slots[push]
                 push.left()
