@@ -27,7 +27,11 @@ def ready_engine(state: TorchState, caller: str) -> Engine:
     """
     checked_state(state, caller).ensure_synced()
     if state.engine.is_within_step:
-        raise GbaError(f"{caller} only between steps: workers with uneven shares would wait for each other")
+        raise GbaError(
+            f"{caller} only between steps: workers with uneven shares would wait for each other. To evaluate before "
+            "the epoch's end, leave the loop over batches() at a step's end: `break` after an optimizer.step() that "
+            "changed state.step. After an interruption within a step, continue the loop to such a point"
+        )
     return state.engine
 
 

@@ -19,6 +19,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.comm.world_formation import still_forms
 from gba_hvd.embedding.passes import PulledRows
 from gba_hvd.epoch import run_number
+from gba_hvd.errors import GbaError
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.ps.messages import LeaseGrant, LeaseReply
@@ -46,14 +47,18 @@ class ParameterServerMode:
         self._engine, self.servers, self.idle = engine, servers, idle
         self.name = servers.name
         self.rejoin: Rejoin | None = None
-        self._leases: LeasePrefetcher[Any] | None = None
+        self._leases: LeasePrefetcher[Any] | None = None  # of the loop over batches, until it is over or left
         self._hanging: dict[int, int] = {}  # of workers that live and do nothing: the rank, by process
         self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
 
     def micro_batches(self, epoch: EpochRun) -> Generator[Any, None, bool]:
-        """See `Mode.micro_batches`. A loop that the user leaves brings the model to what the servers have."""
+        """See `Mode.micro_batches`.
+
+        A loop that is left early returns its leases and brings the model to what the servers have: when it is closed or
+        interrupted, else, as after an error in here or where a traceback keeps it, when the next one begins.
+        """
         engine, servers = self._engine, self.servers
 
         def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None] | None]:
@@ -74,6 +79,9 @@ class ParameterServerMode:
             rows = servers.fetch_rows(epoch.keys([batch]), bags=epoch.bags([batch]))
             return given, batch, rows
 
+        if self._leases is not None:
+            self._leave_early(self._leases)
+        engine.model.dense.zero_()  # what a backward pass left that was cut off
         epoch.leases_begin()
         self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
@@ -100,14 +108,13 @@ class ParameterServerMode:
                     participant.before_micro_batch(servers, waited_s)
                 yield batch
                 engine.check_stepped()
-        except GeneratorExit:
-            ahead.close()
-            with contextlib.suppress(Exception):  # a failure here is raised where the servers are asked next
-                self.take_dense_state(leaving=False, ended=False)
+        except (GeneratorExit, KeyboardInterrupt):
+            if self._leases is ahead:
+                self._leave_early(ahead)
             raise
         finally:
-            self._leases = None
             ahead.close()
+        self._leases = None
         if given.status == "finished":
             epoch.leases_end()
             self.take_dense_state(leaving=False)
@@ -115,6 +122,15 @@ class ParameterServerMode:
             return True
         epoch.leave_mode(given.position)
         return False
+
+    def _leave_early(self, loop: LeasePrefetcher[Any]) -> None:
+        """End a loop before its epoch's end. A failure here is raised where the servers are asked next."""
+        loop.fail(GbaError("this loop over batches() has no more batches: it was left, or another one has begun"))
+        loop.close()
+        self._engine.forget_micro_batch()
+        with contextlib.suppress(Exception):
+            self.take_dense_state(leaving=False, ended=False)
+            self._leases = None
 
     def _report_hanging(self) -> None:
         """Rank 0 reports workers that live and do nothing, each once for each time, and that they work again."""

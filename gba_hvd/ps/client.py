@@ -140,10 +140,12 @@ class Client:
         *,
         pull: bool = False,
         timeout_s: float | None = None,
+        on_reply: Callable[[Future[Reply]], None] | None = None,
     ) -> Future[Reply]:
         """Send a request; the future holds its reply, or ServerLost. Frames must not change until then.
 
-        What is called when the future is done runs on the client's thread.
+        on_reply: called with the future when it is done, on the client's thread; also where an exception such as Ctrl-C
+        ends this call after the request was queued.
         """
         number = next(self._numbers)
         message = [wire.encode(self._job, number, body), *frames]
@@ -152,6 +154,8 @@ class Client:
         is_local = self.servers[server].host == self._here
         pieces = transport.in_pieces(message, transport.PIECE_BYTES if is_local else transport.TCP_PIECE_BYTES)
         pending = _Pending(server, pull, message, pieces, what, Future(), deadline)
+        if on_reply is not None:
+            pending.future.add_done_callback(on_reply)
         with self._door:
             over = self._over or ("the client is closed" if self._closing else "")
             if not over:

@@ -7,6 +7,7 @@ Numbered by sender:
     1. a host leader                   Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
                                        Export, Leave
+                                       ReturnLeases    where it left its loop over an epoch's batches
                                        Sources         where a worker was refused for other samples
                                        Residual        where checkpoints are made of compressed gradients
                                        Blend, Publish, SubmitReplica, ReplicaSubmitted      where workers have replicas
@@ -443,6 +444,13 @@ class ReplicaSubmitted(Struct, tag="HandedIn"):
     early: bool = False
 
 
+class ReturnLeases(Struct):
+    """To the coordinator: this worker left its loop before the epoch's end. What it had leased is leased again."""
+
+    worker: int
+    generation: int
+
+
 class Leave(Struct, tag="Bye"):
     """The worker leaves. finished: training is over; otherwise a replacement is wanted."""
 
@@ -629,6 +637,7 @@ Request = (
     | Publish
     | SubmitReplica
     | ReplicaSubmitted
+    | ReturnLeases
     | Leave
     | Measure
     | Apply

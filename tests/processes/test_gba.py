@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +19,17 @@ import numpy as np
 import pytest
 
 import gba_hvd
+from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import WIRES, PushDone
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.state_files import StateFiles, path_of
-from gba_hvd.ps.worker.push_window import PushWindow
+from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
+from gba_hvd.ps.worker.push_window import PushOnTheWay, PushWindow
+from gba_hvd.ps.worker.worker import PsWorker
 
-from .alone import train_alone
+from .alone import job_alone, outcome_of, train_alone
 from .cluster import NAMES, PATIENCE_S, Cluster, assert_identical, cluster, wait_for
 from .workload import digest_of_dense
 
@@ -184,19 +188,91 @@ def test_pushes_that_wait_in_a_killed_server_are_computed_again(
         assert_identical(job.arrays(), reference)
 
 
+class Interruption:
+    """Ctrl-C once in each place, as the 30th micro-batch of a job is trained."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+        self._place, self._n, self.kept = place, 0, list[Any]()
+        if place == "in a push":
+            write = os.eventfd_write
+
+            def interrupted_write(fd: int, value: int) -> None:
+                if sys._getframe(2).f_code is PsWorker._send_push.__code__:
+                    self._count()
+                write(fd, value)
+
+            monkeypatch.setattr(os, "eventfd_write", interrupted_write)
+        elif place == "while a lease is awaited":
+            await_item = LeasePrefetcher.next
+
+            def interrupted_next(self_: LeasePrefetcher[Any]) -> Any:
+                self._count()
+                return await_item(self_)
+
+            monkeypatch.setattr(LeasePrefetcher, "next", interrupted_next)
+
+    def _count(self) -> None:
+        self._n += 1
+        if self._n == 30:
+            raise KeyboardInterrupt
+
+    def before_step(self, loop: Any) -> None:
+        if self._place == "in the loop, which a traceback keeps" and not self.kept and self._n == 29:
+            self.kept.append(loop)
+        if self._place.startswith("in the loop"):
+            self._count()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "place", ["in the loop", "in the loop, which a traceback keeps", "in a push", "while a lease is awaited"]
+)
+def test_training_continues_at_once_after_ctrl_c_and_every_sample_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """In lock-step no step could be made without the lease that was held, which nobody takes away here."""
+    plan: dict[str, Any] = {}
+    reference = train_alone(tmp_path / "allreduce", plan)
+    monkeypatch.setenv("GBA_HVD_LEASE_S", "1000")
+    with job_alone(tmp_path / "gba", plan, **LOCK_STEP) as (training, watch):
+        state, interruption, interrupted = training.state, Interruption(monkeypatch, place), []
+        for state.epoch in range(2):
+            while state.finished_epoch != state.epoch:
+                loop = gba_hvd.batches(training.dataset, state, seed=1)
+                try:
+                    for batch in loop:
+                        training.optimizer.zero_grad()
+                        loss = training.loss(batch)
+                        training.backward(loss)
+                        interruption.before_step(loop)
+                        training.step(loss)
+                except KeyboardInterrupt:
+                    interrupted.append(state.step)
+                del loop
+        if interruption.kept:
+            with pytest.raises(GbaError, match="this loop over batches"):
+                next(interruption.kept[0])
+        result = outcome_of(training, watch)
+        state.close()
+    assert len(interrupted) == 1 and 0 < interrupted[0] < result.step
+    assert result.samples == reference.samples and result.modes == {"gba"}
+    assert_identical(result.arrays, reference.arrays)
+    assert_identical(result.optimizer_arrays, reference.optimizer_arrays)
+
+
 def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server said it has the push; its successor learns that the push is done, but has it no more."""
     report, killed = PushWindow.report, []
 
-    def kill_then_report(self: PushWindow, done: PushDone) -> None:
+    def kill_then_report(self: PushWindow, push: PushOnTheWay, done: PushDone) -> None:
         if done.micro == 8 and not killed:
             pid = launch.pid_of(self._client._folder, 0)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
-        report(self, done)
+        report(self, push, done)
 
     monkeypatch.setattr(PushWindow, "report", kill_then_report)
     plan = {"epochs": 1}

@@ -205,7 +205,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     progress = SimpleNamespace(step=0, n_steps=0)
     watched = SimpleNamespace(note=lambda: None)
     model = SimpleNamespace(dense_lrs=[], row_lr=0.1, tables=SimpleNamespace(**says("drop_gradients")))
-    model.parameter_watch = watched
+    model.parameter_watch, model.dense = watched, SimpleNamespace(**says("zero_"))
     engine: Any = SimpleNamespace(
         model=model, progress=progress, reports=SimpleNamespace(**says("other_writers")),
         world=SimpleNamespace(rank=0),
@@ -225,7 +225,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     run.n_samples, run._state = 4, state
     monkeypatch.setattr(run, "read", lambda index: "batch")
     assert list(mode.micro_batches(run)) == ["batch"]
-    at = [said.index(name) for name in ("paused", "observe", *saves, "begin_micro_batch")]
+    at = [said.index(name) for name in ("zero_", "paused", "observe", *saves, "begin_micro_batch")]
     assert at == sorted(at)
 
 

@@ -251,7 +251,7 @@ class Coordinator:
         phase, now = request.phase, self._clock()
         self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
         if request.early:
-            self.ledger.leave(request.worker)
+            self.give_back(request.worker)
         if phase <= self.gathered or request.early:
             return True
         since_s = self._awaited_s.setdefault(phase, now)
@@ -261,6 +261,12 @@ class Coordinator:
         self.gathered = phase
         self._awaited_s.clear()
         return True
+
+    def give_back(self, worker: int) -> None:
+        """This worker left its loop early, and computes none of what it has leased. It may come back at any time."""
+        self.works(worker)
+        for micro in self.ledger.leave(worker):
+            self._given.pop(micro, None)
 
     def lost_push(self, request: PushDone) -> None:
         """The push of a lease that is still out is gone: its micro-batch is computed again."""

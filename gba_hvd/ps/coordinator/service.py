@@ -33,6 +33,7 @@ from gba_hvd.ps.messages import (
     PushDone,
     Refused,
     ReplicaSubmitted,
+    ReturnLeases,
     Score,
     Sources,
     SwitchTo,
@@ -126,6 +127,12 @@ class CoordinatorService:
         if request.early:
             self.advance()  # others may have its leases
         return Ok()
+
+    def returned(self, request: ReturnLeases) -> Ok:
+        self.coordinator.give_back(request.worker)
+        self.save_ledger()
+        self.advance()  # others may have its leases
+        return Ok(self.coordinator.position())
 
     # --- who goes ----------------------------------------------------------------------------------------------------
 

@@ -204,6 +204,8 @@ class Server:
                 return mode.coordinated(request.generation).done(request), ()
             case messages.ReplicaSubmitted():
                 return self._on_handed_in(request), ()
+            case messages.ReturnLeases():
+                return mode.coordinated(request.generation).returned(request), ()
             case messages.Evaluate():
                 return mode.coordinated(request.generation).evaluate(request, frames)
             case messages.Score():

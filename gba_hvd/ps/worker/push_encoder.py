@@ -29,7 +29,7 @@ from gba_hvd.update_rules.dana_slim import SlimWorker
 
 
 class PushEncoder:
-    """One worker's. Belongs to the training thread, all but `rows` and `was_sent`, which threads that share a replica
+    """One worker's. Belongs to the training thread, all but `rows` and `timed`, which threads that share a replica
     call at once.
 
     slim: what rule "dana_slim" does to gradients before they are sent.
@@ -108,14 +108,17 @@ class PushEncoder:
                 coder.settle()  # as with dense gradients: what is sent is final, even if the push is lost
         return [coded[s] if s in coded else (packed.message(s), False) for s in range(len(packed.words))]
 
-    def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:
-        """A dense frame, just now: from its answer is learned how long it takes until the server has it."""
+    def timed(
+        self, server: int, frame: Frame, on_reply: Callable[[Future[Reply]], None]
+    ) -> Callable[[Future[Reply]], None]:
+        """What to call with the answer to a dense frame that is sent now: it also shows how long the server took."""
         coded, sent_s = self._coded, time.perf_counter()
         if coded is None:
-            return
+            return on_reply
 
         def answered(reply: Future[Reply]) -> None:
             if reply.exception() is None and isinstance(reply.result().body, Ok):
                 coded.answered(server, frame, time.perf_counter() - sent_s)
+            on_reply(reply)
 
-        future.add_done_callback(answered)
+        return answered

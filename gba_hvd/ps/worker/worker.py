@@ -31,7 +31,7 @@ from gba_hvd.ps.worker import dense_export
 from gba_hvd.ps.worker.dense_values import DenseValues
 from gba_hvd.ps.worker.heartbeat import Heartbeat
 from gba_hvd.ps.worker.push_encoder import PushEncoder
-from gba_hvd.ps.worker.push_window import PushWindow
+from gba_hvd.ps.worker.push_window import PushOnTheWay, PushWindow
 from gba_hvd.ps.worker.remote_rows import RemoteRows
 from gba_hvd.ps.worker.replies import Disagreement, request, wait_reply
 from gba_hvd.ps.worker.session import DenseParts, DenseState, PsSession
@@ -214,48 +214,54 @@ class PsWorker:
         Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
         Returns what is not finite with the residual added, and still to be reported, or nothing. Raises
-        NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
+        NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused. After this
+        or any other exception, such as Ctrl-C, the push is on its way, or as if it had never begun: see `push_window`.
         """
         self._raise_failure()
-        if not self._push_window.acquire():
-            self._raise_failure()
-            raise self._took_nothing()
-        if drop:
-            self._push_window.release()
-            return ""
-        step, lrs = self.rates
-        done = messages.PushDone(
-            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, rejected, lrs, step,
-            min(self._values.steps),
-        )  # fmt: skip
-        if rejected:
-            self._push_window.report(done)
-            return ""
+        push = PushOnTheWay()
+        try:
+            if not self._push_window.enter(push):
+                self._raise_failure()
+                raise self._took_nothing()
+            if drop:
+                self._push_window.abort(push)
+                return ""
+            step, lrs = self.rates
+            done = messages.PushDone(
+                self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, rejected, lrs, step,
+                min(self._values.steps),
+            )  # fmt: skip
+            if rejected:
+                self._push_window.report(push, done)
+                return ""
+            return self._send_push(push, rows, done)
+        except BaseException:
+            self._push_window.abort(push)
+            raise
+
+    def _send_push(self, push: PushOnTheWay, rows: Sequence[Sequence[RowGrad]], done: messages.PushDone) -> str:
+        """Returns and raises as `push`."""
         try:
             dense = self._dense_frames()
             row_messages = self.outgoing.rows(rows, self._tables.remote)
             frames = [[d.data, message] for d, (message, _) in zip(dense, row_messages, strict=True)]
         except NonFiniteGradient as error:  # with its residual, which stays
-            why = f"worker of rank {self.contact.rank}, micro-batch {lease.micro}: {error}"
+            why = f"worker of rank {self.contact.rank}, micro-batch {done.micro}: {error}"
             if isinstance(error, NonFiniteResidual):
-                self._push_window.release()
                 raise NonFiniteResidual(why) from error
             log.warning("%s; nothing of it is sent, and the residual stays", why)
             what = str(error).removesuffix(" is not finite")
-            done = msgspec.structs.replace(done, rejected=what)
-            self._push_window.report(done)
+            self._push_window.report(push, msgspec.structs.replace(done, rejected=what))
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
             frames[self.own_server].append(self.saved_residual.residual.copy())
-        answered = self._push_window.answers(len(frames), done)
+        answered = self._push_window.answers(push, len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             body = messages.Push(
                 self.worker, done.generation, done.micro, done.serial, self._values.steps[s], sent.coded,
                 row_messages[s][1], sent.whole, row_messages[s][1] and self._rows_are_masked,
             )  # fmt: skip
-            future = self.client.send(s, body, part)
-            self.outgoing.was_sent(future, s, sent)
-            future.add_done_callback(answered)
+            self.client.send(s, body, part, on_reply=self.outgoing.timed(s, sent, answered))
         return ""
 
     def _dense_frames(self) -> list[Frame]:
@@ -328,8 +334,11 @@ class PsWorker:
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
         """Every dense tensor by its number in the model, bit-exact.
 
-        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave
+        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave; else this one alone
+        has left the epoch's loop, and returns its leases
         """
+        if not ended:
+            request(self.client, 0, messages.ReturnLeases(self.worker, self.session.generation))
         return self._exported(messages.Export(self.session.generation, leaving))
 
     def _exported(self, request: messages.Export) -> dict[int, DenseState]:

@@ -99,6 +99,36 @@ def finish_epoch(coordinator: Coordinator, epoch: int, worker: int = 1) -> list[
             coordinator.applied(step.step, set(), 0)
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_a_worker_gives_back_is_for_the_next_that_asks_and_nothing_of_it_is_late(comes_back: bool) -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    held = [lease(coordinator, 1, request) for request in (1, 2)]
+    coordinator.give_back(1)
+    again = [lease(coordinator, 1 if comes_back else 2, request) for request in (3, 4)]
+    assert [given.micro for given in again] == [given.micro for given in held]
+    assert [given.token for given in again] == [given.token for given in held]
+    assert done(coordinator, 1, held[0]) == "revoked"
+    clock.now += LEASE_S / 2  # less than a lease may take, since the second time it was given
+    coordinator.beat(beat(1)), coordinator.beat(beat(2))
+    coordinator.fall_silent()
+    assert [done(coordinator, 1 if comes_back else 2, given) for given in again] == ["accepted", "accepted"]
+    assert not any(seen.lost_lease for seen in coordinator.workers.values())
+
+
+def test_a_lease_that_was_given_back_takes_too_long_for_nobody() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    lease(coordinator, 1, 1)
+    coordinator.give_back(1)
+    clock.now += LEASE_S + 1
+    coordinator.beat(beat(1))
+    assert coordinator.fall_silent() == [] and not coordinator.workers[1].lost_lease
+
+
 def test_an_epoch_is_every_micro_batch_once_and_serials_go_on() -> None:
     coordinator = a_coordinator(Clock())
     first, second = finish_epoch(coordinator, 0), finish_epoch(coordinator, 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -19,9 +22,11 @@ from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import GbaError
 from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.ps import wire
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Endpoint, JobPosition, LeaseGrant, LeaseReply, Ok, Push, PushDone
 from gba_hvd.ps.worker.push_encoder import PushEncoder
+from gba_hvd.ps.worker.push_window import PushWindow
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import DenseParts, PsSession
 from gba_hvd.ps.worker.worker import PsWorker
@@ -50,12 +55,15 @@ class Worker:
         else:
             self.exchange = DenseExchange(Compression.topk(0.1).always(), ["w"], self.dense)
             self.mode = PsWorker(*parts, self.exchange)
+        self.client_send = self.mode.client.send
         self.mode.client.send = self._send  # type: ignore[method-assign]
 
-    def _send(self, server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
+    def _send(self, server: int, body: Any, frames: Any = (), on_reply: Any = None, **_: Any) -> Future[Reply]:
         self.reported.append(body)
         future: Future[Reply] = Future()
         future.set_result(Reply(Ok(), []))
+        if on_reply is not None:
+            on_reply(future)
         return future
 
     def push(self, first: float, **how: Any) -> str:
@@ -176,3 +184,89 @@ def test_whoever_waits_for_a_lease_learns_that_the_mode_is_given_up(worker: Call
     one.mode.client.send = wait  # type: ignore[method-assign]
     with pytest.raises((GbaError, RuntimeError), match="without the shards"):
         one.mode.ask(0, 0, 0, 64, [0.1], 0, lambda: False)
+
+
+# --- an exception within a push ---------------------------------------------------------------------------------------
+
+
+class _Servers:
+    """Answers what a client that was not started has queued; on a thread of its own, or when asked to."""
+
+    def __init__(self, one: Worker, at_once: bool) -> None:
+        one.mode.client.send = one.client_send  # type: ignore[method-assign]
+        self._queue, self._at_once, self.asked = one.mode.client._new, at_once, list[tuple[int, Any]]()
+        self._nothing: Any = None
+        self._thread, self._reached = threading.Thread(target=self._run), threading.Semaphore(0)
+
+    def _answer(self, pending: Any) -> None:
+        body = wire.decode_request(wire.open_envelope(pending.message[0], "job"))
+        self.asked.append((pending.server, body))
+        pending.answer(Reply(Ok(), []))
+
+    def _run(self) -> None:
+        while (number := (taken := self._queue.get())[0]) >= 0:
+            if number:
+                self._answer(taken[1])
+            else:
+                self._reached.release()
+
+    def __enter__(self) -> _Servers:
+        if self._at_once:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._at_once:
+            self._queue.put((-1, self._nothing))
+            self._thread.join()
+
+    def since_last(self, window: PushWindow) -> list[tuple[int, Any]]:
+        """What they were asked, when all of it is answered."""
+        while not self._at_once and not self._queue.empty():
+            self._answer(self._queue.get()[1])
+        assert window.drain()
+        if self._at_once:  # parts of a push that was aborted do not count for the window
+            self._queue.put((0, self._nothing))
+            self._reached.acquire()
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def _interrupted(act: Callable[[], object], at: int) -> bool:
+    """Raise KeyboardInterrupt where a signal can do it: as the n-th call begins, or when it returns from C."""
+    left = at
+
+    def count(frame: object, event: str, of: object) -> None:
+        nonlocal left
+        left -= event in ("call", "c_return")
+        if not left:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(count)
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [False, True], ids=["answered afterwards", "answered meanwhile"])
+def test_a_push_that_is_interrupted_anywhere_is_reported_once_or_never_and_frees_its_place(
+    worker: Callable[..., Worker], at_once: bool
+) -> None:
+    one, found = worker(), set[tuple[str, ...]]()
+    with _Servers(one, at_once) as servers:
+        for at in itertools.count(1):
+            interrupted = _interrupted(lambda: one.push(2.0), at)
+            asked = [type(body).__name__ for _, body in servers.since_last(one.mode._push_window)]
+            if not interrupted:
+                break
+            found.add(tuple(asked))
+    assert asked == ["Push", "Push", "PushDone"] and at > 100
+    assert found - {("Push", "Push", "PushDone")} <= {(), ("Push",), ("Push", "Push")}
+    assert found >= {(), ("Push",)}, "before the first request, and between the two"
+    assert one.mode._push_window.failure is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +12,7 @@ from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Reply, ServerLost
 from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
-from gba_hvd.ps.worker.push_window import MAX_IN_FLIGHT, PushWindow
+from gba_hvd.ps.worker.push_window import MAX_IN_FLIGHT, PushOnTheWay, PushWindow
 
 DONE = PushDone(1, 2, 3, 4, 0.5, 0.25)
 NOT_FINITE = Refused("gradient of w", kind="NotFinite")
@@ -26,10 +26,10 @@ class Coordinator:
         self.answer, self.traffic = answer, traffic
         self.reported: list[PushDone] = []
 
-    def send(self, server: int, body: PushDone) -> Future[Reply]:
+    def send(self, server: int, body: PushDone, *, on_reply: Callable[[Future[Reply]], None]) -> None:
         assert server == 0
         self.reported.append(body)
-        return answered(self.answer)
+        on_reply(answered(self.answer))
 
 
 def answered(answer: Any) -> Future[Reply]:
@@ -43,10 +43,11 @@ def answered(answer: Any) -> Future[Reply]:
 
 def push(push_window: PushWindow, answers: Sequence[Any]) -> None:
     """One push, and the servers' answers to it in the order in which they come."""
-    assert push_window.acquire()
-    reported = push_window.answers(len(answers), DONE)
+    one = PushOnTheWay()
+    assert push_window.enter(one)
+    reported = push_window.answers(one, len(answers), DONE)
     for answer in answers:
-        answered(answer).add_done_callback(reported)
+        reported(answered(answer))
 
 
 def of(client: Any) -> tuple[PushWindow, list[JobPosition]]:
@@ -78,8 +79,8 @@ def test_what_the_servers_answer(answers: list[Any], refused: str | None, failur
     assert client.reported == expected
     assert failure == (None if push_window.failure is None else str(push_window.failure))
     assert push_window.drain()  # the place is free,
-    with pytest.raises(ValueError, match="released too many times"):
-        push_window.release()  # and was freed once: no more than there are
+    assert all(push_window.enter(PushOnTheWay()) for _ in range(MAX_IN_FLIGHT))
+    assert not push_window.enter(PushOnTheWay())  # and there are no more places than before
 
 
 def test_what_the_coordinator_answers_is_received() -> None:
@@ -101,12 +102,31 @@ def test_a_coordinator_that_does_not_take_the_report_is_reported_later(answer: A
 @pytest.mark.slow
 def test_a_push_waits_for_a_place_and_gives_up() -> None:
     push_window, _ = of(Coordinator(Ok()))
-    for _ in range(MAX_IN_FLIGHT):
-        assert push_window.acquire()
-    assert not push_window.acquire()
-    push_window.release()
-    assert push_window.acquire()
+    first, *others = [PushOnTheWay() for _ in range(MAX_IN_FLIGHT)]
+    for one in (first, *others):
+        assert push_window.enter(one)
+    late = PushOnTheWay()
+    assert not push_window.enter(late)
+    push_window.abort(first)
+    assert push_window.enter(late)
     assert not push_window.drain()
+    for one in (late, *others):
+        push_window.abort(one)
+    assert push_window.drain()
+
+
+def test_a_push_that_was_aborted_is_not_reported_and_one_that_was_reported_is_not_aborted() -> None:
+    client = Coordinator(Ok())
+    push_window, _ = of(client)
+    first, second = PushOnTheWay(), PushOnTheWay()
+    assert push_window.enter(first) and push_window.enter(second)
+    push_window.abort(first)
+    for answer in (Ok(), LOST, NOT_FINITE):
+        push_window.answers(first, 1, DONE)(answered(answer))
+    assert not client.reported and push_window.failure is None
+    push_window.answers(second, 1, DONE)(answered(Ok()))
+    push_window.abort(second)
+    assert client.reported == [DONE] and push_window.drain()
 
 
 def test_the_report_has_this_workers_bytes_since_it_came_into_the_mode() -> None:
