@@ -78,6 +78,7 @@ class TorchState:
         engine = getattr(optimizer, "engine", None)
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
+        engine.model.refuse_if_replaced()
         self.model, self.optimizer, self.engine = model, optimizer, engine
         engine.identify(
             id=engine.model.tables.config.job_id or secrets.token_hex(4),
@@ -357,6 +358,7 @@ class TorchState:
 
     def _sync(self) -> None:
         engine = self.engine
+        engine.model.refuse_if_replaced()
         show_log_lines()
         launch_file.remove()
         endings.show_ends_briefly(self._end_is_shown)
