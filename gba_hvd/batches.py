@@ -21,7 +21,7 @@ from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.way_back import way_back
 from gba_hvd.comm.collectives import agree_on
-from gba_hvd.elastic import TorchState
+from gba_hvd.elastic import TorchState, job_events
 from gba_hvd.elastic.torch_state import checked_state
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.lookups import IdOutside
@@ -54,6 +54,7 @@ from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.left_epoch import LeftEpoch
 from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
@@ -133,13 +134,18 @@ def batches(
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress = engine.progress
     _warn_of_skipped_epochs(engine, epoch)
+    job_events.left_early(engine, epoch)
     progress.epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, False
     engine.reports.loop_begins()
-    if isinstance(dataset, SegmentedDataset):
-        yield from _segments(dataset, state, how, epoch)
-    else:
-        assert read is not None
-        yield from _run(dataset, read, state, how, epoch)
+    try:
+        if isinstance(dataset, SegmentedDataset):
+            yield from _segments(dataset, state, how, epoch)
+        else:
+            assert read is not None
+            yield from _run(dataset, read, state, how, epoch)
+    except GeneratorExit:
+        progress.left.newest = _left_of(engine)
+        raise
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
     engine.reports.vocabularies(now=True)
@@ -547,6 +553,23 @@ def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
     )
     facts = {"before": before, "first": first, "last": last, "epoch": epoch}
     engine.reports.once(Event("epoch_skipped", progress.step, text, facts, level="warning"))
+
+
+def _left_of(engine: Engine) -> LeftEpoch | None:
+    """Of the newest epoch, whose loop is left; None: no step of it was to come, or other workers may train the rest."""
+    progress, model, order = engine.progress, engine.model, engine.progress.order
+    if order is None or engine.mode is None or not engine.mode.steps_together:
+        return None
+    plan = EpochPlan(order.n_samples, model.global_batch, model.micro_batch)
+    done = progress.cursor.steps_done if progress.cursor.is_in(order.epoch, order.segment) else 0
+    n_segments = -(-order.n_shards // order.in_segment) if order.n_shards else 1
+    if done >= plan.n_steps and order.segment + 1 >= n_segments:
+        return None
+    return LeftEpoch(
+        order.epoch, order.segment if order.n_shards else None, progress.step, done, plan.n_steps,
+        min(done * model.global_batch, order.n_samples), order.n_samples,
+        engine.mode.computed_in_step, engine.world.size,
+    )  # fmt: skip
 
 
 def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:

@@ -38,11 +38,14 @@ class Saver:
         self.selection = Selection(self.rows, self.config, rng=np.random.default_rng(0))
 
     def save(
-        self, kind: str | None = None, state: bytes | None = None, about: dict[str, Any] | None = None
+        self, kind: str | None = None, state: bytes | None = None, about: dict[str, Any] | None = None, ahead: int = 0
     ) -> Manifest:
-        """The first one is full, the others are of the configured policy; the state says the step by default."""
+        """The first one is full, the others are of the configured policy; the state says the step by default.
+
+        ahead: steps that the rows have and the state has not
+        """
         kind = kind or (self.config.policy if self.made else "full")
-        number, step = len(self.made) + 1, self.rows.last_step
+        number, step = len(self.made) + 1, self.rows.last_step - ahead
         parent = None if kind == "full" else self.made[-1].name
         target = SaveTarget(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema, about or {})
         written = save_part(self.rows, self.selection, self.store, target, self.config)

@@ -80,6 +80,8 @@ def is_elastic() -> bool:
 
 def explained(engine: Engine, error: BaseException) -> BaseException:
     """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
+    if isinstance(error, KeyError) and (why := engine.model.tables.why_missing(next(iter(error.args), None))):
+        error.add_note(why)
     memory = engine.model.tables.memory  # None before the world has formed: no worker has left a note
     is_own_end = isinstance(error, SystemExit | KeyboardInterrupt | WorldLost)
     if memory is not None and not is_own_end and (trouble := memory.trouble()) and str(error) != trouble:
@@ -193,6 +195,12 @@ def _note_of(engine: Engine, pid: int) -> dict[str, Any] | None:
     return note
 
 
+def leave_note_of_left_epoch(engine: Engine) -> None:
+    """As `leave_note`, of a worker whose training function returns within an epoch that others may still train."""
+    if engine.progress.left.newest is not None:
+        leave_note(engine, "FINISHED", SystemExit(0))
+
+
 def leave_note(engine: Engine, status: str, error: BaseException) -> None:
     """For the other workers of the host, which end because this one does, or continue without it and report why.
 
@@ -201,7 +209,10 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
     memory = engine.model.tables.memory
     if memory is None or memory.is_closed or not engine.host.neighbours:
         return
-    cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
+    if status == "FINISHED" and engine.progress.left.newest is not None:
+        cause = f"it {engine.progress.left.newest.words_alone}"
+    else:
+        cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the folder is gone, or full: then the others know less
         path = memory.folder / f"ended-{os.getpid()}.json"
         replace_file(path, json.dumps({"status": status, "why": cause[:2000], "to_repair": is_to_repair(error)}))

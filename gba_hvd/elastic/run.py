@@ -42,6 +42,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
             result = _elastic(function, state)(state, *args, **kwargs)
+            endings.leave_note_of_left_epoch(state.engine)
             state.saving.end()
             ends.set()
         except BaseException as error:

@@ -78,6 +78,7 @@ class TorchState:
         engine = getattr(optimizer, "engine", None)
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
+        engine.model.refuse_if_replaced()
         self.model, self.optimizer, self.engine = model, optimizer, engine
         engine.identify(
             id=engine.model.tables.config.job_id or secrets.token_hex(4),
@@ -368,6 +369,7 @@ class TorchState:
 
     def _sync(self) -> None:
         engine = self.engine
+        engine.model.refuse_if_replaced()
         if not self._has_state:
             self.training_state.note_script_rates()
         show_log_lines()

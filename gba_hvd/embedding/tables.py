@@ -711,6 +711,17 @@ class EmbeddingTables(FollowsModule):
             what = "table" if list(self.features) == list(self.tables) else "feature"
             raise BadInput(f"no {what} named {unknown[0]!r}; the {what}s are {', '.join(self.features)}")
 
+    def why_missing(self, name: object) -> str:
+        """Of a key that a model did not find: that it is a feature which no forward pass has looked up; else empty."""
+        source = self._sources.get(name) if isinstance(name, str) else None
+        if source is None or source.table in self.looked_up or not self.looked_up:
+            return ""
+        found = [one.feature for one in self._sources.values() if one.table in self.looked_up]
+        return (
+            f"{name!r} is a feature of the EmbeddingTables, which give rows for the features that their ids have: "
+            f"{', '.join(found)} so far, of {', '.join(self.features)}. Is it missing in the batch's ids?"
+        )
+
     # --- backward --------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> list[list[RowGrad]]:

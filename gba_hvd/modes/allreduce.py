@@ -193,6 +193,13 @@ class AllreduceMode:
     def batches_in_step(self) -> int:
         return len(self._cut.batches_of_step(self._step_of_epoch, self.together))
 
+    @property
+    def computed_in_step(self) -> int:
+        if not self.is_within_step:
+            return 0
+        n_samples = len(self._seconds) * self._engine.world.size * self._cut.micro_batch
+        return min(n_samples, self._cut.samples_of_step(self._step_of_epoch))
+
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         self._engine.reports.reported_by_some()
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)

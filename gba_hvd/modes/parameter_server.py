@@ -205,6 +205,10 @@ class ParameterServerMode:
     def batches_in_step(self) -> int:
         return 0
 
+    @property
+    def computed_in_step(self) -> int:
+        return 0
+
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:
             self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers

@@ -1,8 +1,8 @@
 """Which warnings still hold: one that named a state, such as a server that is not up, is over when an event shows so.
 
-Warnings of what has happened, such as rows that were lost, are never over, unless nothing can be done about it: row
-updates of one step that a worker died in. Pure functions over plain values; events and records of events are asked for
-alike.
+Warnings of what has happened, such as rows that were lost, are never over, unless nothing can be done about it any
+more: row updates of one step that a worker died in, or that are made twice. Pure functions over plain values; events
+and records of events are asked for alike.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
 
 def is_over_at_once(kind: str, data: Mapping[str, Any]) -> bool:
     """Whether a warning reports a state that has ended already."""
-    return kind == "shard_steps_missed" or (kind == "world_late" and bool(data.get("stands")))
+    return kind in ("shard_steps_missed", "rows_of_other_steps") or (kind == "world_late" and bool(data.get("stands")))
 
 
 def over_since(events: Sequence[Record]) -> list[int | None]:

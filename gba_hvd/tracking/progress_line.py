@@ -34,7 +34,7 @@ _COUNTERS = ("bytes_sent_", "bytes_received_", gauges.BYTES_SENT, gauges.BYTES_R
 _NO_LINES = ("finished", "interrupted", "failed", "decision", "auto_stayed", "memory_not_kept", ENDED)
 # Of level "info", and the summary has them: they matter once the job has ended, the second where it is to be resumed.
 _NOTED = ("auto_stayed", "memory_not_kept")
-_BESIDE_ACCOUNT = ("restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s", "warnings")
+_BESIDE_ACCOUNT = ("left_early", "restarts", "dropped_for", "staleness", "lags", "pauses", "lasted_s", "warnings")
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -219,6 +219,8 @@ class ProgressLine(Callback):
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped{why} + {lost:,} lost = {total:,}")
         elif self._record is not None:
             lines.append(f"samples: {self._record.samples_applied:,} applied")
+        if left_early := self._account.get("left_early"):
+            lines.append(str(left_early))
         if self._switches:
             lines.append(f"switches: {', '.join(self._switches)}")
         if self._newest_saved:
@@ -410,7 +412,7 @@ def failure_lines(error: BaseException, job: Job | None, record: StepRecord | No
     root = error
     while root.__cause__ is not None and not isinstance(root, BadInput):
         root = root.__cause__
-    lines = [f"error: {type(root).__name__}: {root}"]
+    lines = [f"error: {type(root).__name__}: {root}", *(f"  {note}" for note in getattr(root, "__notes__", ()))]
     frames = traceback.extract_tb(root.__traceback__)
     if frames:
         lines.append(f"  in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")

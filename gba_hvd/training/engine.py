@@ -199,6 +199,7 @@ class Engine:
     def abandon_step(self) -> None:
         """Discard the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
         self.forget_micro_batch()
+        self.progress.left.forget()
         self.model.dense.zero_()
         self.model.dense.clear_total_()
         self.model.tables.drop_gradients()

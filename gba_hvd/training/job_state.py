@@ -16,6 +16,7 @@ from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.reading.datasets import source_names
 from gba_hvd.shm.job_board import Board
+from gba_hvd.training.left_epoch import LeftEpochs
 from gba_hvd.training.step_hooks import StepHooks
 
 
@@ -158,6 +159,7 @@ class Progress:
         self.n_steps = 1
         self.epoch: int | None = None
         self.n_evaluated, self.epoch_over = 0, False
+        self.left = LeftEpochs()
         self.launched_at: int | None = None
         self.launched_unix_s: float | None = None
         self.complete_before: list[int] = []

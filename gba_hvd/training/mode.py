@@ -268,6 +268,13 @@ class Mode(Protocol):
     def batches_in_step(self) -> int:
         """Batches in the step at hand, over all workers, which agree on it; 0 where servers lease micro-batches."""
 
+    @property
+    def computed_in_step(self) -> int:
+        """Samples of a step that is not applied yet: if each worker took in as many batches of it as this one did.
+
+        0 where servers make the steps.
+        """
+
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         """The result of each part (`accumulators.combined`) over all samples; the same on all workers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
 from gba_hvd.torch_optimizers import put_state
 from gba_hvd.training.parameter_watch import ParameterWatch
+
+# By tables, the optimizer that was made for them last.
+_NEWEST: weakref.WeakKeyDictionary[EmbeddingTables, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
 
 
 class TrainedModel:
@@ -59,6 +63,7 @@ class TrainedModel:
                 "row_average='global'"
             )
         self.optimizer, self.tables = optimizer, tables
+        _NEWEST[tables] = weakref.ref(optimizer)
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
         self._given_names, self._compression = names, compression
@@ -84,6 +89,17 @@ class TrainedModel:
         """Dense parameters that the optimizer's groups have, whether they want a gradient or not."""
         groups = self.optimizer.param_groups
         return [p for group in groups if group.get("gba_hvd") != "tables" for p in group["params"]]
+
+    def refuse_if_replaced(self) -> None:
+        """Raises BadInput where another optimizer was made for the tables after this one, and both are there."""
+        newest = _NEWEST[self.tables]()
+        if newest is not None and newest is not self.optimizer:
+            raise BadInput(
+                "two optimizers of gba_hvd.DistributedOptimizer are there for the same EmbeddingTables, and this is "
+                f"the older one; the newer one, a {type(newest).__name__}, would never step. One optimizer trains a "
+                "model and its tables: give it all dense parameters, in parameter groups where they differ. Where the "
+                "newer one is to be used (a cell of a notebook that ran again), make the TorchState again with that"
+            )
 
     @property
     def row_lr(self) -> float:

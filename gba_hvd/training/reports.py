@@ -30,7 +30,7 @@ log = logging.getLogger("gba_hvd")
 _LOGGED = frozenset({
     "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
     "faults_lasting", "checkpoint_unchanged", "checkpoint_awaited", "server_restarted", "auto_stayed",
-    "training_continues", "learning_rates_set", "switch", "decision",
+    "training_continues", "learning_rates_set", "switch",
 })  # fmt: skip
 
 

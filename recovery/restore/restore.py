@@ -45,6 +45,7 @@ class Report:
     skipped: newer checkpoints that could not be used, and why.
     without_room: by keyed table, keys that found no room among the rows for keys in these shards, and those rows.
     without_filter: keyed tables that count lookups of keys without a row, and start over with that.
+    of_other_steps: rows by their step, where it is not that of the state; see `Filling.of_other_steps`.
     """
 
     chain: Chain
@@ -60,6 +61,7 @@ class Report:
     skipped: tuple[Skipped, ...]
     without_room: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     without_filter: tuple[str, ...] = ()
+    of_other_steps: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def manifest(self) -> Manifest:
@@ -130,7 +132,7 @@ def restore(
         seconds, saved = clock() - started, filling.saved_samples
         return Report(
             chain, n_rows, filling.n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped),
-            filling.without_room, filling.without_filter,
+            filling.without_room, filling.without_filter, filling.of_other_steps,
         )  # fmt: skip
     if skipped:
         flaws = "; ".join(one.words for one in skipped)

@@ -164,6 +164,17 @@ class Filling:
             total += n * (save.samples + later * save.samples / max(1, save.step))
         return total / max(1, self.n_rows)
 
+    @property
+    def of_other_steps(self) -> dict[int, int]:
+        """Rows by the step that they are of, where it is not the state's: later ones, and of the newest save also
+        earlier ones. Rows of older saves were not saved again since, which is no matter of this.
+        """
+        newest, found = len(self._chain.manifests) - 1, dict[int, int]()
+        for (number, step), n in sorted(self._restored.items()):
+            if step > self._chain.newest.step or (number == newest and step != self._chain.newest.step):
+                found[step] = found.get(step, 0) + n
+        return found
+
     def age(self, now: int) -> Age:
         steps: dict[int, int] = {}
         for (_, step), n in self._restored.items():

@@ -60,9 +60,9 @@ def test_a_world_that_was_late_and_stands_is_over_at_once() -> None:
     assert ends(forming.kind, forming.data, late.kind, late.data)
 
 
-def test_row_updates_of_a_step_that_a_worker_died_in_ask_for_nothing() -> None:
-    missed = {"event": "shard_steps_missed", "step": 5, "level": "warning", "data": {"shard_steps_missed": 2}}
-    assert over_since([missed]) == [5]
+@pytest.mark.parametrize("kind", ["shard_steps_missed", "rows_of_other_steps"])
+def test_row_updates_of_a_step_that_a_worker_died_in_ask_for_nothing(kind: str) -> None:
+    assert over_since([{"event": kind, "step": 5, "level": "warning", "data": {}}]) == [5]
 
 
 def test_records_are_asked_in_their_order() -> None:

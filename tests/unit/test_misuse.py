@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import io
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,49 @@ def test_an_epoch_asked_for_again_has_no_batches_and_it_is_said(job: Any) -> Non
     assert train(*job) == 4
     with pytest.warns(UserWarning, match=r"epoch 0 is done.*advance state\.epoch"):
         assert train(*job) == 0
+
+
+def test_of_two_optimizers_for_the_same_tables_the_older_one_is_refused(job: Any) -> None:
+    """The newer one replaces it, as where a cell of a notebook runs again; so does one whose successor is gone."""
+    model, optimizer, state = job
+
+    def another() -> Any:
+        dense = torch.optim.SGD(model.parameters(), lr=0.1)
+        return gba_hvd.DistributedOptimizer(dense, model.tables, global_batch=16, micro_batch=8)
+
+    newer = another()
+    refused = "two optimizers .* for the same EmbeddingTables, and this is the older one; the newer one, a SGD,"
+    for act in (lambda: gba_hvd.elastic.TorchState(model, optimizer, epoch=0), lambda: train(model, optimizer, state)):
+        with pytest.raises(BadInput, match=refused):
+            act()
+    gba_hvd.elastic.TorchState(model, newer, epoch=0)
+    del newer
+    gc.collect()
+    assert train(model, optimizer, state) == 4
+
+
+def test_a_feature_that_is_missing_in_the_ids_is_named_beside_the_key_error(tmp_path: Any) -> None:
+    tables = gba_hvd.EmbeddingTables({"a": (32, 4), "b": (8, 4)}, optimizer=gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
+
+    class Reads(Bias):
+        def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
+            rows: torch.Tensor = self.tables(batch.ids)["b"]
+            return rows.sum(1)
+
+    model, out = Reads(tables), io.StringIO()
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), tables, global_batch=16, micro_batch=8
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    state.register_callbacks([gba_hvd.ProgressLine(stream=out)])
+    with pytest.raises(KeyError) as refused:
+        gba_hvd.elastic.run(lambda state: train(model, optimizer, state))(state)
+    (note,) = refused.value.__notes__
+    assert note == (
+        "'b' is a feature of the EmbeddingTables, which give rows for the features that their ids have: a so far, of "
+        "a, b. Is it missing in the batch's ids?"
+    )
+    assert f"error: KeyError: 'b'\n  {note}\n" in out.getvalue()
 
 
 def test_a_loop_that_swallows_a_bad_step_is_stopped(job: Any) -> None:

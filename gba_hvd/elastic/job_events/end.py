@@ -56,6 +56,10 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
     if to_repair:
         facts["to_repair"] = True
+    if status == "FINISHED":
+        left_early(engine)
+    if engine.progress.left.words:
+        facts["left_early"] = engine.progress.left.words
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
         engine.emit(idle)
     switching = switching_of(engine)
@@ -79,6 +83,23 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
             callback.on_end(status, error)
         except KeyboardInterrupt:  # SIGTERM again: the others are called all the same
             log.warning("interrupted while %s was processing the end", type(callback).__name__)
+
+
+def left_early(engine: Engine, epoch: int | None = None) -> None:
+    """Report an epoch that was left with steps to come. epoch: the one that begins; None: the training function ends,
+    as it may between two steps.
+
+    Workers other than rank 0 cannot know whether they left alone: the log of one that did is to say so.
+    """
+    if (left := engine.progress.left.settle(epoch)) is None:
+        return
+    rank, at_end = engine.world.rank, epoch is None
+    if rank and not left.is_within_step:
+        log.info("rank %d %s", rank, left.words_alone)
+    elif left.is_within_step or not at_end:
+        text = f"rank {rank} {left.words_alone}" if rank else left.words(at_end=at_end)
+        event = Event("epoch_unfinished", engine.progress.step, text, left.facts, level="warning")
+        engine.reports.once(event, only_here=True)
 
 
 def _nothing_trained(engine: Engine) -> Event | None:

@@ -1,4 +1,6 @@
-"""What no recovery brings back: newer checkpoints that cannot be used, gradients that waited in residuals."""
+"""What no recovery brings back: newer checkpoints that cannot be used, the step of some rows, gradients that waited in
+residuals.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic.job_events.words import count
 from gba_hvd.training.engine import Engine
 from recovery.redaction import redacted
+from recovery.restore import Report
 
 
 def passed_over(engine: Engine, skipped: Sequence[str], so: str, steps_lost: int | None = None) -> Iterator[Event]:
@@ -25,6 +28,33 @@ def passed_over(engine: Engine, skipped: Sequence[str], so: str, steps_lost: int
     )
     data = {"skipped": list(skipped), "steps_lost": steps_lost}
     yield Event("checkpoint_damaged", engine.progress.step, text, data, level="warning")
+
+
+def rows_of_other_steps(engine: Engine, report: Report, n_hosts: int) -> Iterator[Event]:
+    """A warning of rows that were saved at another step than the dense part. Not of asynchronous modes, where rows
+    and dense values never are of one step.
+    """
+    step, by_step, about = report.step, report.of_other_steps, report.manifest.about
+    if about.get("mode") != "allreduce" or not by_step:
+        return
+    n_ahead = sum(n for at, n in by_step.items() if at > step)
+    n_behind = sum(by_step.values()) - n_ahead
+    parts, here = list[str](), " of this host" * (n_hosts > 1)
+    if n_ahead:
+        steps = f"step {step + 1:,}" if max(by_step) == step + 1 else f"steps {step + 1:,} to {max(by_step):,}"
+        parts.append(f"{n_ahead:,} rows{here} are as of {steps}: what was trained of them there is trained twice")
+    if n_behind:
+        parts.append(f"{n_behind:,} rows{here} are as of step {min(by_step):,}, and miss what was trained since")
+    if about.get("last_gasp"):
+        way = (
+            "The servers made this checkpoint when the workers had died within a step. preemption_s= saves between two "
+            "steps before workers leave; a restart while memory is kept continues without this"
+        )
+    else:
+        way = "They were read while training continued: CheckpointCallback(strict=True) avoids it"
+    text = f"the dense part of {report.manifest.name} is of step {step:,}, and {'; '.join(parts)}. {way}"
+    data = {"rows_ahead": n_ahead, "rows_behind": n_behind, "manifest": report.manifest.name}
+    yield Event("rows_of_other_steps", engine.progress.step, text, data, level="warning")
 
 
 def residuals_that_no_checkpoint_has(engine: Engine, missing: int) -> Iterator[Event]:

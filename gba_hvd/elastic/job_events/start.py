@@ -8,7 +8,11 @@ from typing import Any
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import learning_rates
-from gba_hvd.elastic.job_events.not_restored import passed_over, residuals_that_no_checkpoint_has
+from gba_hvd.elastic.job_events.not_restored import (
+    passed_over,
+    residuals_that_no_checkpoint_has,
+    rows_of_other_steps,
+)
 from gba_hvd.elastic.job_events.settings import settings_of
 from gba_hvd.elastic.job_events.vocabularies import changed_vocabularies
 from gba_hvd.elastic.job_events.words import count, mode_of, place_of
@@ -97,6 +101,7 @@ def of_a_start(
         steps_lost, so = _steps_lost(engine, report)
         yield from passed_over(engine, skipped, so, steps_lost)
         yield from changed_vocabularies(engine, report)
+        yield from rows_of_other_steps(engine, report, joined.n_hosts)
     if joined.resumed is not None or joined.taken is not None:
         yield from residuals_that_no_checkpoint_has(engine, residuals_missing)
     if joined.taken is not None:

@@ -158,6 +158,19 @@ def test_the_report_says_how_old_each_row_is_and_what_was_lost(ram: RamStore) ->
     assert report.pls == pytest.approx(50 / 1000 * report.n_rows / 5011)
 
 
+def test_rows_of_another_step_than_the_state_are_counted_by_step(ram: RamStore) -> None:
+    """Also where a save follows: rows that it has not were of another step than their own save, which is long past."""
+    saver, found = Saver(two_tables(2), ram), []
+    saver.save()
+    for ahead in (2, -1, 0):
+        train(saver.rows, 3, seed=1)
+        n = sum(section.n_rows for blob in saver.save(ahead=ahead).blobs for section in blob.sections)
+        report = restore(ram, empty(2))
+        assert report is not None
+        found.append(report.of_other_steps == ({saver.rows.last_step: n} if ahead else {}))
+    assert found == [True, True, True]
+
+
 def test_a_row_that_a_save_left_out_lost_what_came_since_its_own_last_save(ram: RamStore) -> None:
     saver = Saver(two_tables(2), ram, config=replace(SMALL, policy="mfu", row_fraction=0.002))
     saver.save()

@@ -15,6 +15,7 @@ from gba_hvd import BadInput, GBACallback
 from gba_hvd.elastic import endings
 from gba_hvd.errors import LastCheckpointFailed, NonFiniteGradient, ShardMemoryError, StateMismatch, WorldLost
 from gba_hvd.training.job_state import LocalHost
+from gba_hvd.training.left_epoch import LeftEpoch, LeftEpochs
 from recovery.errors import StoreError
 
 
@@ -222,6 +223,17 @@ def test_a_neighbour_that_left_a_note_is_the_cause(engine: Any) -> None:
     reported = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
     assert endings.status_of(reported) == "FAILED"
     assert "ended first (ValueError: bad row)" in str(reported)
+
+
+def test_a_neighbour_whose_function_returned_within_an_epoch_is_the_cause(engine: Any) -> None:
+    left = engine.progress.left = LeftEpochs()
+    endings.leave_note_of_left_epoch(engine)
+    assert endings.cause_elsewhere(engine) is None
+    left.newest = LeftEpoch(0, None, 3, 3, 18, 360, 2050, 40, 2)
+    endings.leave_note_of_left_epoch(engine)
+    reported = endings.cause_elsewhere(engine)
+    assert isinstance(reported, WorldLost) and endings.status_of(reported) == "FAILED"
+    assert "ended first (it left the loop over batches of epoch 0 within step 4, with steps to come: " in str(reported)
 
 
 def test_workers_that_are_interrupted_together_are_all_interrupted(engine: Any) -> None:

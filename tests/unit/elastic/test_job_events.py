@@ -27,6 +27,7 @@ from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback
+from gba_hvd.training.left_epoch import LeftEpoch, LeftEpochs
 from gba_hvd.training.step_hooks import StepHooks
 from recovery.callback import CheckpointCallback
 from recovery.catalog.chains import Skipped
@@ -37,7 +38,7 @@ STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
     manifest=SimpleNamespace(name="m-3", about={}, schema=Schema((), 3)), n_rows=2000, n_lost=0, without_room={},
-    without_filter=(), seconds=1.5,
+    without_filter=(), seconds=1.5, step=7, of_other_steps={},
     age=SimpleNamespace(mean=0.5),
     skipped=[],
 )  # fmt: skip
@@ -259,6 +260,57 @@ def test_ids_that_found_no_room_are_named_by_table() -> None:
     assert event.message.count("were taken; more capacity helps") == 2
     _, (_, event) = reported(replace(STARTED, resumed=resumed, n_hosts=2))
     assert "among its 512 rows of this host: " in event.message
+
+
+@pytest.mark.parametrize(
+    ("of_other_steps", "about", "said", "ahead", "behind"),
+    [
+        (
+            {8: 397}, {"mode": "allreduce", "last_gasp": True},
+            "the dense part of m-3 is of step 7, and 397 rows are as of step 8: what was trained of them there is "
+            "trained twice. The servers made this checkpoint when the workers had died within a step. preemption_s= ",
+            397, 0,
+        ),
+        (
+            {8: 5, 9: 1000}, {"mode": "allreduce"},
+            "1,005 rows are as of steps 8 to 9: what was trained of them there is trained twice. They were read while "
+            "training continued: CheckpointCallback(strict=True) avoids it",
+            1005, 0,
+        ),
+        ({6: 4}, {"mode": "allreduce"}, "and 4 rows are as of step 6, and miss what was trained since. ", 0, 4),
+    ],
+)  # fmt: skip
+def test_rows_of_another_step_than_the_dense_part_are_warned_of(
+    of_other_steps: dict[int, int], about: dict[str, Any], said: str, ahead: int, behind: int
+) -> None:
+    manifest = SimpleNamespace(name="m-3", about=about, schema=Schema((), 3))
+    resumed: Any = SimpleNamespace(**vars(RESUMED) | {"of_other_steps": of_other_steps, "manifest": manifest})
+    _, (*_, event) = reported(replace(STARTED, resumed=resumed))
+    assert (event.kind, event.level) == ("rows_of_other_steps", "warning") and said in event.message
+    assert event.data == {"rows_ahead": ahead, "rows_behind": behind, "manifest": "m-3"}
+    manifest.about = about | {"mode": "gba"}  # where no row is of one step with the dense values
+    assert [event.kind for event in reported(replace(STARTED, resumed=resumed))[1]] == ["started", "resumed"]
+
+
+@pytest.mark.parametrize("n_computed", [0, 40])
+def test_a_worker_that_ends_within_an_epoch_has_it_in_its_log(
+    n_computed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 warns where samples are in no count; the others do not know whether they are alone in leaving."""
+    events, left = list[Event](), LeftEpochs()
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=1), progress=SimpleNamespace(step=3, left=left),
+        reports=SimpleNamespace(once=lambda event, only_here: events.append(event)),
+    )  # fmt: skip
+    left.newest = LeftEpoch(0, None, 3, 3, 18, 360, 2050, n_computed, 2)
+    with caplog.at_level("INFO", "gba_hvd"):
+        end.left_early(engine)
+    (text,) = [event.message for event in events] + caplog.messages
+    where = "within step 4" if n_computed else "after step 3"
+    assert text.startswith(f"rank 1 left the loop over batches of epoch 0 {where}, with steps to come: ")
+    engine.world.rank, left.newest, events[:] = 0, LeftEpoch(0, None, 3, 3, 18, 360, 2050, n_computed, 2), []
+    end.left_early(engine)
+    assert len(events) == bool(n_computed)
 
 
 def test_a_hashed_table_is_described_by_rows_of_ids_and_shared_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -277,6 +278,58 @@ def test_the_rest_of_an_epoch_that_a_later_launch_leaves_out_is_reported(
     (left,) = launch([5])
     assert "epoch 5 begins, and the launches before left epoch 4, 2 of 4 steps" in left
     assert launch([6, 7]) == []
+
+
+def launch_that_leaves_early(training: Any, clicks: Any, n_batches: int, *, epochs: int = 1) -> tuple[list[str], str]:
+    """What is warned of, and the account's line, when the loop is left after so many batches of each epoch."""
+    job, found, out = training(global_batch=12, micro_batch=4, epoch=0), list[str](), io.StringIO()
+
+    class Reads(gba_hvd.Callback):
+        def on_event(self, event: gba_hvd.Event) -> None:
+            found.extend([event.message] * (event.kind == "epoch_unfinished"))
+
+    job.state.register_callbacks([Reads(), gba_hvd.ProgressLine(stream=out)])
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.epoch in range(epochs):
+            for number, batch in enumerate(gba_hvd.batches(clicks(40), state), 1):
+                job.micro_step(batch)
+                if number == n_batches:
+                    break
+
+    train(job.state)
+    return found, next((line for line in out.getvalue().splitlines() if line.startswith("left early")), "")
+
+
+@pytest.mark.slow
+def test_samples_of_a_step_that_the_loop_is_left_within_are_named(training: Any, clicks: Any) -> None:
+    found, line = launch_that_leaves_early(training, clicks, 5, epochs=2)
+    (text,) = found  # once, of the first of two epochs
+    assert text.startswith("epoch 0 was left after 1 of 4 steps: 12 of 40 samples were trained, and 8 were computed ")
+    assert "for step 2, which was not applied: they are in no count. A `break` belongs where" in text
+    assert text.endswith("The rest of the epoch is not trained")
+    assert line == (
+        "left early: epoch 0 (12 of 40 samples trained), epoch 1 (12 of 40 samples trained); 16 samples were computed "
+        "for steps that were not applied, and are in no count"
+    )
+    (text,), line = launch_that_leaves_early(training, clicks, 2)  # before the first step, and in the last epoch
+    assert text.startswith("epoch 0 was left after 0 of 4 steps: 0 of 40 samples were trained, and 8 were computed ")
+    assert text.endswith("is trained by a launch that asks for this epoch")
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_left_between_two_steps_is_warned_of_where_the_next_one_begins(
+    training: Any, clicks: Any
+) -> None:
+    found, line = launch_that_leaves_early(training, clicks, 6)  # as a job that makes so many steps
+    assert (found, line) == ([], "left early: epoch 0 (24 of 40 samples trained)")
+    (text,), _ = launch_that_leaves_early(training, clicks, 6, epochs=2)
+    assert (
+        text
+        == "epoch 0 was left after 2 of 4 steps: 24 of 40 samples were trained. The rest of the epoch is not trained"
+    )
+    assert launch_that_leaves_early(training, clicks, 10, epochs=2) == ([], "")  # that was the last batch
 
 
 @pytest.mark.slow
