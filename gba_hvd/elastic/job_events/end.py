@@ -53,7 +53,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         _what_continues(engine, to_repair) if kind == "interrupted" or (ends_alone and not is_refused) else ""
     )
     if continued_by:
-        facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
+        facts["goes_on"] = continued_by + _steps_not_saved(engine, kind)
     if to_repair:
         facts["to_repair"] = True
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
@@ -151,6 +151,8 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
     if engine.world.rank != 0:
         return ""
     step, checkpoints = engine.progress.step, checkpoints_of(engine)
+    if endings.is_interactive():
+        return f"a further call in this process continues at step {step:,}, with the rows that it has" if step else ""
     if why := endings.why_at_step_0(engine):
         found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
     else:
@@ -167,9 +169,11 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
     return f"{when}, the same command {', else '.join(found)}" if found else ""
 
 
-def _steps_not_saved(engine: Engine) -> str:
+def _steps_not_saved(engine: Engine, kind: str) -> str:
     """How an interruption would cost no step, where it does. On the chief."""
     checkpoints = checkpoints_of(engine)
+    if kind != "interrupted" or endings.is_interactive():
+        return ""
     if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
         return ""
     n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
