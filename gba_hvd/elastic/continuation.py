@@ -12,7 +12,6 @@ import time
 
 from gba_hvd.elastic import endings
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.training.engine import Engine
 
 
@@ -30,10 +29,10 @@ def refuse_in_elastic_job() -> None:
 def keep_state_of_servers(engine: Engine) -> None:
     """At the end, in a mode with servers, which end with the job: take over where they stand."""
     mode = engine.mode
-    if not isinstance(mode, ParameterServerMode) or engine.world.size > 1 or endings.is_elastic():
+    if mode is None or engine.world.size > 1 or endings.is_elastic():
         return
     with contextlib.suppress(GbaError, OSError):  # the end is reported all the same
-        mode.rescue_dense_state()
+        mode.take_over_from_servers()
 
 
 def begin(engine: Engine, ended_unix_s: float) -> None:

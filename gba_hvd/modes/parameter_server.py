@@ -223,7 +223,7 @@ class ParameterServerMode:
         self._engine.model.put_dense(self.servers.export(leaving, ended))
         self._has_model = True
 
-    def rescue_dense_state(self) -> None:
+    def _rescue_dense_state(self) -> None:
         """This worker was evicted from the mode. Export the reachable dense state; report what is missing."""
         engine, n_tensors = self._engine, len(self._engine.model.dense.parameters)
         found = self.servers.rescue(_RESCUE_TIMEOUT_S)
@@ -266,9 +266,12 @@ class ParameterServerMode:
 
     def recover(self) -> None:
         self.end_rejoin()
-        self.rescue_dense_state()
+        self._rescue_dense_state()
         self.close(finished=False)
         self._engine.mode = None
+
+    def take_over_from_servers(self) -> None:
+        self._rescue_dense_state()
 
     def leave_together(self, patience_s: float) -> None:
         self.servers.leave_together(patience_s)

@@ -283,7 +283,7 @@ def test_what_a_silent_server_of_this_host_has_published_is_taken_from_its_file(
             server = job.server()
             os.kill(server, signal.SIGSTOP)
             try:
-                mode.rescue_dense_state()
+                mode._rescue_dense_state()
                 found.update(got=servers.rescue(0.5), expected=expected, position=servers.position)
             finally:
                 os.kill(server, signal.SIGCONT)

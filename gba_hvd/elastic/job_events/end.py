@@ -53,7 +53,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         _what_continues(engine, to_repair) if kind == "interrupted" or (ends_alone and not is_refused) else ""
     )
     if continued_by:
-        facts["goes_on"] = continued_by + _steps_not_saved(engine, kind)
+        facts["goes_on"] = continued_by + (_steps_not_saved(engine) if kind == "interrupted" else "")
     if to_repair:
         facts["to_repair"] = True
     if status == "FINISHED" and engine.world.rank == 0 and (idle := _nothing_trained(engine)):
@@ -169,12 +169,15 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
     return f"{when}, the same command {', else '.join(found)}" if found else ""
 
 
-def _steps_not_saved(engine: Engine, kind: str) -> str:
+def _steps_not_saved(engine: Engine) -> str:
     """How an interruption would cost no step, where it does. On the chief."""
     checkpoints = checkpoints_of(engine)
-    if kind != "interrupted" or endings.is_interactive():
-        return ""
-    if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
+    if (
+        endings.is_interactive()
+        or checkpoints is None
+        or checkpoints.callback.preemption_s is not None
+        or not checkpoints.callback.resume
+    ):
         return ""
     n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
     if n_steps < 1:
