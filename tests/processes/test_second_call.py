@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import gba_hvd
+
+from .alone import job_alone
+
 SCRIPT = """
 import hashlib, sys
 import numpy as np, torch, gba_hvd
@@ -69,3 +73,28 @@ def test_calls_one_after_the_other_are_one_training(tmp_path: Path) -> None:
     stopped, log = trained(tmp_path, 3, 5, 17)
     assert stopped == whole
     assert "stopped at 17" in log and "[continued] step 17" in log and "WARNING" not in log
+
+
+@pytest.mark.processes
+def test_a_mode_with_servers_is_entered_again_where_it_was_left(tmp_path: Path) -> None:
+    with job_alone(tmp_path / "job", {}, mode="gba") as (training, watch):
+
+        @gba_hvd.elastic.run
+        def train(state: gba_hvd.elastic.TorchState, stop: int) -> None:
+            for state.epoch in range(state.epoch, 2):
+                for batch in gba_hvd.batches(training.dataset, state, seed=1):
+                    if state.step == stop:
+                        raise KeyboardInterrupt
+                    training.optimizer.zero_grad()
+                    loss = training.loss(batch)
+                    loss.backward()
+                    training.step(loss)
+
+        with pytest.raises(KeyboardInterrupt):
+            train(training.state, 3)
+        account = training.state.samples
+        assert account.total == account.applied > 0
+        train(training.state, -1)
+        account = training.state.samples
+        assert account.total == account.applied == 2 * len(training.dataset)
+        assert watch.modes == {"gba"} and len(watch.switches) == 2
