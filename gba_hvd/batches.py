@@ -122,7 +122,7 @@ def batches(
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
-    checked_state(state, "batches()").ensure_synced()
+    checked_state(state, "batches()").ensure_trains()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     state.check_parameters()

@@ -86,7 +86,7 @@ class Callback:
     """Override what you need. Called on every worker, in the training thread: be quick, never raise for remote trouble.
 
     Order: `on_model`, then `on_job` (again after each change of membership), then any of `on_step`, `on_epoch`,
-    `on_metrics`, `on_event`, then `on_end` once.
+    `on_metrics`, `on_event`, then `on_end` once. A job that continues in its process begins with `on_job` again.
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     shows_events: a person reads events of level "info" in what rank 0's callback prints, so the log need not have them.

@@ -78,6 +78,11 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def is_interactive() -> bool:
+    """Whether a person works in this process: a notebook, or an interactive Python. It outlives the job."""
+    return hasattr(sys, "ps1") and "HOROVOD_RANK" not in os.environ
+
+
 def explained(engine: Engine, error: BaseException) -> BaseException:
     """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
     if isinstance(error, KeyError) and (why := engine.model.tables.why_missing(next(iter(error.args), None))):

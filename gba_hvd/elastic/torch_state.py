@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from gba_hvd.comm.collectives import all_or_none, current_world, hosts_updated, 
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
-from gba_hvd.elastic import endings, job_events, launch_file, rollback
+from gba_hvd.elastic import continuation, endings, job_events, launch_file, rollback
 from gba_hvd.elastic.job_health import JobHealth, health_of
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.log_lines import show_log_lines
@@ -93,6 +94,7 @@ class TorchState:
         self.saving.report_worlds = self.late_joiners.report
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
+        self._closed_unix_s = 0.0
         self._memory_trouble = ""  # what happened to the tables' file, if training continues all the same
         self._exit_watch = endings.ExitWatch()
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
@@ -201,6 +203,15 @@ class TorchState:
         """Sync now if the loop has not (a loop without `elastic.run`). A collective."""
         if not self._synced:
             self.sync()
+        self._training_begins()
+
+    def ensure_trains(self) -> None:
+        """As `ensure_synced`, before training: after the end of the job it continues. A collective."""
+        if self._ended or not self._synced:
+            self.sync()
+        self._training_begins()
+
+    def _training_begins(self) -> None:
         job_events.training_begins(self.engine, self.training_state.take_replaced_rates())
 
     def check_parameters(self) -> None:
@@ -215,10 +226,13 @@ class TorchState:
             job_events.parameters_changed(self.engine, new)
 
     def close(self, status: str = "FINISHED", error: BaseException | None = None) -> None:
-        """Report to the callbacks how it ended, and release the memory. May be called twice."""
+        """Report to the callbacks how it ended, and release the memory. May be called twice.
+
+        The process still has all values. `batches`, or a function with `elastic.run`, continues the job with them.
+        """
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._closed_unix_s = True, time.time()
         atexit.unregister(self._close_at_exit)
         self._exit_watch.leave()
         engine = self.engine
@@ -230,6 +244,7 @@ class TorchState:
         try:
             self.saving.release_claim()  # first: a launcher that was interrupted may kill this process while it reports
             self._report_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
+            continuation.keep_state_of_servers(engine)
             job_events.ended(engine, status, error)
             if status == "KILLED" and engine.model.tables.memory is not None:
                 self.saving.retain_pause()
@@ -245,8 +260,16 @@ class TorchState:
             memory = engine.model.tables.memory
             engine.model.tables.on_device.close()
             if memory is not None:  # what a restart could resume from is left to the reaper
-                is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
-                memory.close(remove=status == "FINISHED" or is_of_no_use)
+                memory.close(remove=status == "FINISHED" or self._is_of_no_use)
+
+    @property
+    def _is_of_no_use(self) -> bool:
+        """What this process leaves in memory."""
+        return self.engine.world.size == 1 and checkpoints_of(self.engine) is None
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed and self._has_state
 
     def _report_unformed_world(self, patience_s: float) -> None:
         """Callbacks receive nothing after the end: what this process may wait for then is reported before it."""
@@ -365,13 +388,25 @@ class TorchState:
         except BaseException:
             if not self._has_state:  # nothing ends it later where a loop has no `elastic.run`
                 self.saving.stop_renewing()
+            if self._ended:
+                self._end_again()
             raise
 
+    def _end_again(self) -> None:
+        """The job could not continue. The process still has the rows."""
+        self.saving.close()
+        memory = self.engine.model.tables.memory
+        if memory is not None:
+            memory.close(remove=self._is_of_no_use)
+
     def _sync(self) -> None:
-        engine = self.engine
+        engine, continues = self.engine, self._ended
         engine.model.refuse_if_replaced()
         if not self._has_state:
             self.training_state.note_script_rates()
+        if continues:
+            continuation.refuse_in_elastic_job()
+            continuation.begin(engine, self._closed_unix_s)
         show_log_lines()
         launch_file.remove()
         endings.show_ends_briefly(self._end_is_shown)
@@ -396,12 +431,12 @@ class TorchState:
             job_events.world_formed(engine, joined, None)
             job_events.world_was_late(engine, wait, _STOOD_STILL)
             return
-        engine.reports.world_forms(before)
+        engine.reports.world_forms(None if continues else before)
         self._come_to_one_state(joined)
         self._note_synced()
         engine.reports.after_world_forms(before)
         state = self.training_state
-        job_events.world_formed(engine, joined, before, state.residuals_missing, state.restored)
+        job_events.world_formed(engine, joined, before, state.residuals_missing, state.restored, after_end=continues)
         job_events.world_was_late(engine, engine.forming.end(), _STOOD_STILL)
         for event in endings.failed_neighbours(engine, neighbours):
             engine.emit(event, only_here=True)
@@ -418,7 +453,7 @@ class TorchState:
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
-        engine.progress.restarts += joined.is_restart
+        engine.progress.restarts += joined.is_restart and not self._ended
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             checkpoints.schedule.host_was_lost(
                 joined.load_s if joined.rows_restored else None,
@@ -446,7 +481,7 @@ class TorchState:
         self.training_state.resume(state_codec.decode(left.state), where)
 
     def _note_synced(self) -> None:
-        if not self._has_state:
+        if not self._has_state or self._closed:
             atexit.register(self._close_at_exit)
             self._exit_watch.enter()
         self._has_state, self._synced, self._closed = True, True, False

@@ -95,6 +95,7 @@ class WorkerSaves:
         """At the end of the job. May be called twice."""
         if self._host_server is not None:
             self._host_server.close()
+        self._server_restarts = None
         self.release_claim()
         self.stop_renewing()
 

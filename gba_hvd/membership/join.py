@@ -115,7 +115,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     engine.identify(settings=digest(settings))
     job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
-        world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
+        world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key, is_leader)
     )
     holdings = shard_transfer.gather_holdings(world, members, memory)
     if taken is None:

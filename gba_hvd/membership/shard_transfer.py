@@ -26,22 +26,38 @@ _MOST_NUMBERS = 1 << 16  # that travel with the dense gradients
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
-def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
-    """key: the job's, which another job of the same name does not have; empty: no process may live in it yet."""
+def open_memory(engine: Engine, job_id: str, key: bytes, is_leader: bool = False) -> ShardMemory:
+    """key: the job's, which another job of the same name does not have; empty: no process may live in it yet.
+
+    A job that this process has closed, and trains on, keeps its rows: its host's leader carries them over.
+    """
     tables = engine.model.tables
     folder = job_folder(tables.config.shard_dir, job_id)
-    if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):
+    if tables.memory is not None and tables.memory.folder != folder:
         tables.on_device.close()
         tables.memory.close()
         tables.memory = None
-    if tables.memory is None:
-        tables.memory = ShardMemory.create_or_open(
+    if tables.memory is None or tables.memory.is_closed:
+        memory = ShardMemory.create_or_open(
             tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s, owner_of(key)
         )
+        if tables.memory is not None:
+            tables.on_device.close()
+            if is_leader:
+                _carry_over(memory, tables.memory)
+        tables.memory = memory
     elif trouble := tables.memory.trouble():  # late joiners would find another file, or none
         raise ShardMemoryError(trouble)
     tables.memory.initial = tables.initial_rows
     return tables.memory
+
+
+def _carry_over(memory: ShardMemory, closed: ShardMemory) -> None:
+    try:
+        memory.carry_over(closed)
+    except BaseException:
+        memory.close(remove=not memory.ready())
+        raise
 
 
 def owner_of(key: bytes) -> str:

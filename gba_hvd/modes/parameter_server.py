@@ -290,6 +290,9 @@ class ParameterServerMode:
         self.close(finished=False)
         self._engine.mode = None
 
+    def take_over_from_servers(self) -> None:
+        self._rescue_dense_state()
+
     def leave_together(self, patience_s: float) -> None:
         self.servers.leave_together(patience_s)
 

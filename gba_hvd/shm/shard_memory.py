@@ -202,13 +202,18 @@ class ShardMemory:
         return self._map.size() < self.layout.n_bytes
 
     def trouble(self) -> str:
-        """What has been done to the file behind the mapped pages, in words; empty when it is as it was."""
+        """What others have done to the file behind the mapped pages, in words; empty: nothing.
+
+        A file that this process has closed may be removed.
+        """
         path = self.folder / "shards"
         try:
             found = os.stat(path)
         except FileNotFoundError:
             found = None
         if found is None or found.st_ino != self._inode:
+            if self.is_closed:
+                return ""
             return (
                 f"{self.folder} was removed while the job was using it: by hand, by a cleaner of temporary files, or, "
                 "in /dev/shm, by systemd-logind when the user's last session ended (RemoveIPC=yes). No worker or "
@@ -379,6 +384,25 @@ class ShardMemory:
                     self.flat[places[:, None] + np.arange(group.dim)] = rows
         if ready:
             self.set_ready(shard, step)
+
+    def carry_over(self, closed: ShardMemory) -> None:
+        """Have the shards, marks included, of a memory that this process has closed and still has mapped.
+
+        Raises ShardMemoryError where there is no room, or where the file has rows of another job. What is mapped stays.
+        """
+        if self._inode == closed._inode:
+            return
+        if self.ready():
+            raise ShardMemoryError(
+                f"{self.folder} has rows of another job of this name, while those of this one are only in this process:"
+                f" remove it (rm -r {self.folder}) when that job has ended, and train again"
+            )
+        shards = closed.ready()
+        self.reserve(shards)
+        for shard in shards:
+            to, words = shard * self.layout.region_words, closed.layout.region_words
+            self.words[to + 2 : to + words] = closed.words[to + 2 : to + words]
+            self._ready[shard] = _READY  # the first two words, last
 
     def set_ready(self, shard: int, step: int) -> None:
         self._begun[shard] = self._finished[shard] = step

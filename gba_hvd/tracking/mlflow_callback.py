@@ -202,7 +202,9 @@ class MLflowCallback(Callback):
     def on_job(self, job: Job) -> None:
         if self._log_model is not None:
             self._log_model.check_job(job.settings)
-        was_chief = self._job is not None and self._job.is_chief
+        was_chief = self._job is not None and self._job.is_chief and not self._ended
+        if self._ended:
+            self._open_again()
         self._job = job
         self._leave_run_of_another()
         self._since = _Interval()
@@ -253,6 +255,11 @@ class MLflowCallback(Callback):
             self._write(*self._unreported_metrics)  # the sender leaves out those that the run has
         self._forget_unreported()
         self._look_after_sender()
+
+    def _open_again(self) -> None:
+        """The job continues in this process: with another spool, whose sender writes to the same run."""
+        self._run_id = self._known_run_id()
+        self._ended, self._writer, self._sender, self._restarts = False, None, None, 0
 
     def _leave_run_of_another(self) -> None:
         """Where the checkpoint is of a job with another id: this one gets a run of its own."""

@@ -94,8 +94,11 @@ class ProgressLine(Callback):
     def on_job(self, job: Job) -> None:
         if self._job is None:  # where the time in the report begins, too
             self._started_s = self._clock()
+        if self._ended:  # the job continues in this process
+            self._ended, self._interrupted, self._stopped_early, self._continued_by = False, "", "", ""
+        else:
+            self._memberships += 1
         self._job = job
-        self._memberships += 1
         self._rate = Rate()
 
     def on_step(self, record: StepRecord) -> None:

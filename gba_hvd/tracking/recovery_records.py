@@ -300,12 +300,12 @@ def _newest_of_the_launch_before(events: Sequence[Record], resumed: Record, poin
 
 
 def without_survived(events: Sequence[Record]) -> list[Record]:
-    """Without failures of a worker after which the others continued: in the same launch a new world formed."""
+    """Without failures after which the job continued in the same launch: a new world formed."""
     kept, has_formed = list[Record](), False
     for event in reversed(events):
         kind = event.get("event")
-        if kind in ("membership", "started"):
-            has_formed = kind == "membership"
+        if kind in ("membership", "continued", "started"):
+            has_formed = kind != "started"
         if kind != "failed" or not has_formed:
             kept.append(event)
     return kept[::-1]

@@ -305,6 +305,9 @@ class Mode(Protocol):
     def recover(self) -> None:
         """After a failure: leave the step in flight; or export the dense state and be the engine's mode no more."""
 
+    def take_over_from_servers(self) -> None:
+        """They end with the job: have the dense state and the position here that they stand at."""
+
     def leave_together(self, patience_s: float) -> None:
         """Training is over for this worker: return when it is for all, or after a while."""
 

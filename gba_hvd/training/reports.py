@@ -28,7 +28,8 @@ log = logging.getLogger("gba_hvd")
 # Of level "info", and logged on rank 0 where no callback shows them: what a person looks for when a job is slow to
 # start, or is started again.
 _LOGGED = frozenset({
-    "started", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited", "device_rows",
+    "started", "continued", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited",
+    "device_rows",
     "faults_lasting", "checkpoint_unchanged", "checkpoint_awaited", "server_restarted", "auto_stayed",
     "training_continues", "learning_rates_set", "switch",
 })  # fmt: skip

@@ -105,6 +105,19 @@ def test_a_run_ends_as_the_job_ended(
     assert not (tmp_path / "spool").exists()
 
 
+def test_a_job_that_continues_after_its_end_reports_to_the_same_run(database: str, tmp_path: Path) -> None:
+    callback = patient(tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+    for status, steps in (("KILLED", (1, 2)), ("FINISHED", (3, 4))):
+        callback.on_job(job("continues"))
+        for k in steps:
+            callback.on_step(step(k, loss=1 / k))
+        callback.on_end(status, KeyboardInterrupt() if status == "KILLED" else None)
+    run = only_run(database, "continues")
+    assert run.info.status == "FINISHED"
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4]
+    assert not (tmp_path / "spool").exists()
+
+
 def test_a_job_that_switched_modes_is_read_back_as_it_was(
     database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

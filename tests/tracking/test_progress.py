@@ -447,3 +447,18 @@ def test_the_summary_counts_the_warnings_of_the_job_and_has_those_of_an_earlier_
     assert summary(2, 0, [of_another, own]) == shown
     *first, last = summary(43, 41, [of_another, own])
     assert first == shown and last.startswith("warnings: 43 in the job so far, 41 of them over; ")
+
+
+def test_a_job_that_continues_after_its_end_has_another_summary() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [job("j")], [step(1)])
+    progress.on_event(Event("interrupted", 1, "by Ctrl-C", {"goes_on": "a further call continues at step 1"}))
+    progress.on_end("KILLED", None)
+    n_before = len(lines_of(stream))
+    run(progress, [job("j")], [step(2)])
+    progress.on_end("FINISHED", None)
+    after = lines_of(stream)[n_before:]
+    (summary,) = (line for line in after if "finished" in line)
+    assert re.search(r"finished: 2 steps in \S+, no change of workers$", summary)
+    assert not any("a further call" in line for line in after)

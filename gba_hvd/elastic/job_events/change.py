@@ -58,6 +58,21 @@ def of_a_change(engine: Engine, joined: JoinResult, before: int | None, residual
         yield above
 
 
+def of_a_continuation(engine: Engine, joined: JoinResult) -> Iterator[Event]:
+    """The job had ended in this process, which trains on."""
+    step = engine.progress.step
+    facts = {"workers": engine.world.size, "shard_steps_missed": joined.shard_steps_missed}
+    text = f"training continues in this process from step {step:,}, with the rows and all else that it has"
+    yield Event("continued", step, f"{place_of(engine, joined)}: {text}", facts)
+    if joined.shard_steps_missed:
+        text = (
+            f"an interruption cut step {step + 1:,} short: {joined.shard_steps_missed} of "
+            f"{engine.model.tables.layout.n_shards} shards have it in part, and are not trained in it again. Nothing "
+            "is to be done; the next steps train these rows as usual"
+        )
+        yield Event("shard_steps_missed", step, text, facts, level="warning")
+
+
 def _rolled_back(engine: Engine, facts: dict[str, Any]) -> Event:
     """Full recovery: of the same kind as a restart, since all that readers do about steps made again is the same."""
     text = (

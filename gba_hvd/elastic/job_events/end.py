@@ -172,6 +172,8 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
     if engine.world.rank != 0:
         return ""
     step, checkpoints = engine.progress.step, checkpoints_of(engine)
+    if endings.is_interactive():
+        return f"a further call in this process continues at step {step:,}, with the rows that it has" if step else ""
     if why := endings.why_at_step_0(engine):
         found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
     else:
@@ -191,7 +193,12 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
 def _steps_not_saved(engine: Engine) -> str:
     """How an interruption would cost no step, where it does. On the chief."""
     checkpoints = checkpoints_of(engine)
-    if checkpoints is None or checkpoints.callback.preemption_s is not None or not checkpoints.callback.resume:
+    if (
+        endings.is_interactive()
+        or checkpoints is None
+        or checkpoints.callback.preemption_s is not None
+        or not checkpoints.callback.resume
+    ):
         return ""
     n_steps = engine.progress.step - max(0, checkpoints.schedule.saved_step)
     if n_steps < 1:

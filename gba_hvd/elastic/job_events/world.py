@@ -12,7 +12,7 @@ import torch
 from gba_hvd.callbacks import Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
-from gba_hvd.elastic.job_events.change import of_a_change
+from gba_hvd.elastic.job_events.change import of_a_change, of_a_continuation
 from gba_hvd.elastic.job_events.settings import settings_of
 from gba_hvd.elastic.job_events.start import of_a_start
 from gba_hvd.elastic.job_events.words import count, mode_of
@@ -33,12 +33,14 @@ def world_formed(
     before: int | None,
     residuals_missing: int = 0,
     restored: Restored | None = None,
+    after_end: bool = False,
 ) -> None:
     """Report to all callbacks this worker's place in the job, and the job's changes.
 
     before: workers in the world that this worker was in, if it was in one.
     residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
     restored: beside the rows, by a job that resumes, on the rank that read it
+    after_end: the job had ended in this process, which trains on
     """
     world, switching = engine.world, switching_of(engine)
     job = Job(
@@ -52,7 +54,9 @@ def world_formed(
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and world.rank == 0:
         checkpoints.schedule.plan_pace(joined.n_hosts)
-    if joined.is_restart:
+    if after_end:
+        events = of_a_continuation(engine, joined)
+    elif joined.is_restart:
         events = of_a_change(engine, joined, before, residuals_missing)
     else:
         engine.progress.launched_at, engine.progress.launched_unix_s = engine.progress.step, time.time()
