@@ -397,7 +397,6 @@ class AllreduceExchange:
 
     def close(self) -> None:
         """Let go of the outboxes. May be called twice."""
-        self._applied = self._awaited
         if self._host_sum is not None:
             self._host_sum.close()
         self._leave_workers()
