@@ -39,14 +39,15 @@ def tables() -> str:
         if parent != folder:
             lines += ["", f"## {parent}", "", "| file | about |", "|---|---|"]
             folder = parent
-        lines.append(f"| {name} | {as_cell(about)} |")
+        lines.append(f"| `{name}` | {as_cell(about)} |")
     return "\n".join(lines)
 
 
 def as_cell(text: str) -> str:
     """Code stays code; elsewhere no character opens a tag or a link."""
-    parts = re.split(r"(`[^`]+`)", text.replace("|", r"\|"))
-    return "".join(part if number % 2 else re.sub(r"([<\[])", r"\\\1", part) for number, part in enumerate(parts))
+    parts = re.split(r"(`[^`]+`)", text)
+    parts[::2] = [re.sub(r"([|\[])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.shm import vocabulary_kernels
-from gba_hvd.switching.mode_limits import check_modes
+from gba_hvd.switching.mode_limits import check_modes, check_optimizer
+from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
@@ -73,27 +74,41 @@ class _Distributed(torch.optim.Optimizer):
         return hook
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters; before the first `state.sync()` and the first batch. The tables' group stays the last.
+        """Train more parameters. The tables' group stays the last.
 
-        Raises BadInput later: workers have agreed on what they exchange; one that joins later runs the script alone.
+        Raises BadInput after the first `state.sync()`, which `elastic.run` calls before the training function: workers
+        have agreed on what they exchange, and one that joins later runs the script alone. And for an optimizer that has
+        a scheduler, whose groups have numbers, or that no longer goes with the rule of its `GBACallback`.
         """
         engine = self.engine
+        if "step" in vars(self):
+            raise BadInput(
+                "add_param_group: a learning-rate scheduler was made for this optimizer already, which knows its "
+                "groups by their numbers: make it after the last add_param_group"
+            )
         if engine.model.tables.memory is not None:
             raise BadInput(
                 "add_param_group: training has begun, and workers exchange the gradients of the parameters that the "
-                "optimizer had by then. Add parameters before state.sync() and the first batch. To train on with "
-                "another model, close the state and make new tables, optimizer and state, as "
-                'docs/YOUR_MODEL.md, "Fine-tune", shows'
+                "optimizer had by then. Add parameters before state.sync(), which elastic.run calls before the "
+                "training function, and before the first batch. To train on with another model, close the state and "
+                'make new tables, optimizer and state, as docs/YOUR_MODEL.md, "Fine-tune", shows'
             )
         super().add_param_group(param_group)
         groups = self.param_groups
         groups[-2:] = groups[-1], groups[-2]
         try:
-            engine.model.take_parameters()
-        except BadInput:
+            self._take_groups()
+        except BaseException:
             del groups[-2]
+            self._take_groups()
             raise
         engine.lay_out()
+
+    def _take_groups(self) -> None:
+        self.engine.model.take_parameters()
+        if (callback := switching_of(self.engine)) is not None:
+            check_optimizer(self.engine, callback)
+            check_modes(self.engine)
 
     # Torch wraps the step of a class so that step hooks run, also when state is loaded. They belong to the global step,
     # whose own `step` is wrapped; this marks that there is nothing to wrap here.

@@ -108,7 +108,9 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
         why = _WHY_ABSENT[Absence(max(one.absence for one in found))]  # the chief's host has a note, if any has
         return ResumeDecision(None, f"the rows are in memory, but the training state was not kept there: {why}")
     if mine.settings != settings:
-        return ResumeDecision(None, "what is in memory is of a model with other settings")
+        return ResumeDecision(
+            None, "what is in memory is of a model with other settings, or of another version of gba_hvd"
+        )
     if not mine.generation and not mine.kept <= begun <= mine.kept + 1:
         return ResumeDecision(
             None, f"the training state in memory is of step {mine.kept}, the rows are of step {begun}"

@@ -32,9 +32,8 @@ from gba_hvd.faults import FaultSchedule
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.mode_limits import check_modes
+from gba_hvd.switching.mode_limits import check_modes, check_optimizer
 from gba_hvd.switching.requests import ModeRequests, switching_of
-from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.tracking.epochs import is_quality
 from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
@@ -152,9 +151,7 @@ class TorchState:
             if isinstance(callback, GBACallback):
                 if switching_of(self.engine) is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
-                with contextlib.nullcontext() if callback.has_rule else contextlib.suppress(BadInput):
-                    # Without a rule, an optimizer that no server can step is refused when a mode is entered.
-                    callback.check_fits(spec_of(self.engine.model.optimizer), bool(self.engine.model.dense.n))
+                check_optimizer(self.engine, callback)
                 self.engine.register(ModeRequests(self.engine, callback))
                 check_modes(self.engine)
             elif isinstance(callback, FaultSchedule):
@@ -221,7 +218,7 @@ class TorchState:
         """
         trained = self.engine.model
         refuse_not_exchanged(self.model, trained.grouped, trained.dense.parameters)
-        known, trained.untrained = trained.untrained, untrained(self.model, trained.dense.parameters)
+        known, trained.untrained = trained.untrained, untrained(self.model, trained.grouped)
         if new := [name for name in trained.untrained if name not in known]:
             job_events.parameters_changed(self.engine, new)
 
@@ -487,7 +484,7 @@ class TorchState:
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
         engine = self.engine
-        engine.model.untrained = untrained(self.model, engine.model.dense.parameters)
+        engine.model.untrained = untrained(self.model, engine.model.grouped)
         engine.model.parameter_watch.name_as_in(self.model)
         hooks, values = self.engine.step_hooks, {name: getattr(self, name) for name in self.training_state.names}
         hooks.run(self.engine.progress.n_applied)

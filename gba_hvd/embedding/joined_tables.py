@@ -55,6 +55,7 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
         n_shards=first.config.n_shards, shard_dir=first.config.shard_dir, hot_rows=sum(one.hot_rows for one in parts),
     )  # fmt: skip
     whole.device = first.device
+    whole.parts = tuple(parts)
     for part in parts:
         whole.initial_rows.take_over(part.initial_rows)
         whole.looks_up_inside = whole.looks_up_inside or part.looks_up_inside

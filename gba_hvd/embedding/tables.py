@@ -177,6 +177,7 @@ class EmbeddingTables(FollowsModule):
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self.part_of: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
+        self.parts: tuple[EmbeddingTables, ...] = ()  # the tables that have become these
         self._handle, self._anchor = compiled.register(self)
         self._row_buffers = RowBuffers()
         self._common = Passes([None] * len(self.layout.groups))
@@ -312,6 +313,11 @@ class EmbeddingTables(FollowsModule):
         return super().requires_grad_(requires_grad)
 
     @property
+    def n_trained(self) -> int:
+        """How many parts `requires_grad_` lets train; tables that were not joined are one."""
+        return sum(part._wants_grad for part in self.parts or (self,))
+
+    @property
     def _trains(self) -> bool:
         return self._wants_grad and torch.is_grad_enabled()
 
@@ -417,6 +423,7 @@ class EmbeddingTables(FollowsModule):
 
         by_key: the device may give all rows that it has copies of; order: see `CapturedOnDevice`
         """
+        self.await_steps()
         found, index, rows = None, keys, device.weights(group) if by_key else None
         if rows is None:
             found, index, rows = device.look_up(group, keys)
@@ -853,7 +860,8 @@ class EmbeddingTables(FollowsModule):
     def rows(self, table: str, ids: Any, what: str = "weights") -> np.ndarray:
         """A copy of some rows of this host's memory: float32 [n, dim], or [n] for a slot with one number per row.
 
-        They are as after the newest step of this worker, which waits for the others of its host to apply theirs.
+        In allreduce mode as after the newest step of this worker, which waits for the others of its host to apply
+        theirs; in an asynchronous mode as servers have them by now.
 
         table: its name, or that of a feature. what: "weights" or the name of an optimizer slot. For tests, export and
         curiosity. Raises BadInput for an unknown name, other ids and a row that is not there; GbaError before

@@ -238,7 +238,7 @@ class AllreduceMode:
         scale = model.micro_batch / n_samples
         fields["hosts_updated"] = float(engine.signals.hosts_updated)
         rates = sum(float(group["lr"]) for group in model.optimizer.param_groups)
-        fields["rates"] = rates
+        fields["rates"], fields["rows_trained"] = rates, float(model.tables.n_trained)
         if self._not_finite:
             fields["n_bad"], fields["bad_micro"] = 1.0, self._bad_micro
         if self._seconds:
@@ -293,11 +293,17 @@ class AllreduceMode:
 
     def _refuse_disagreement(self, agreed: dict[str, list[float]], n_samples: int, rates: float) -> None:
         step, size = self._engine.progress.step + 1, self._engine.world.size
-        samples, all_rates = agreed["samples"][0], agreed["rates"][0]
+        samples, all_rates, n_trained = agreed["samples"][0], agreed["rates"][0], agreed["rows_trained"][0]
         if round(samples) != n_samples:
             raise StateMismatch(
                 f"step {step}: the workers computed {samples:.0f} samples, the plan has {n_samples}; "
                 "do all workers use the same dataset, global_batch and micro_batch?"
+            )
+        if n_trained != size * self._engine.model.tables.n_trained:
+            raise StateMismatch(
+                f"step {step}: some workers have tables.requires_grad_(False) and others have not, so gradients of "
+                "rows are missing: set it on all workers at the same step, also on one that comes later, such as "
+                "tables.requires_grad_(state.epoch >= 2) as each epoch begins"
             )
         if abs(all_rates - rates * size) > 1e-5 * abs(all_rates):
             raise StateMismatch(

@@ -15,7 +15,7 @@ from gba_hvd.serving.manifest import ALIGNMENT
 
 
 class Float32Rows:
-    """An array of rows, which come and go as float32 [m, dim]."""
+    """An array of rows, which come and go as float32 [m, dim]; `take` writes those at `at` int64 [m] into `out`."""
 
     def __init__(self, n_rows: int, dim: int) -> None:
         """From a cache line on, so that a row is in as few of them as possible."""
@@ -26,9 +26,8 @@ class Float32Rows:
     def put(self, here: slice, rows: np.ndarray) -> None:
         self.array[here] = rows
 
-    def take(self, at: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self.array[at]
-        return rows
+    def take(self, at: np.ndarray, out: np.ndarray) -> None:
+        np.take(self.array, at, axis=0, out=out)
 
 
 class Int8Rows:
@@ -44,9 +43,8 @@ class Int8Rows:
         self._codes[here] = np.rint(rows / np.where(scales > 0, scales, np.float32(1))[:, None])
         self._scales[here] = scales
 
-    def take(self, at: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self._codes[at] * self._scales[at][:, None]
-        return rows
+    def take(self, at: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(self._codes[at], self._scales[at][:, None], out=out)
 
 
 class Bfloat16Rows:
@@ -58,9 +56,8 @@ class Bfloat16Rows:
     def put(self, here: slice, rows: np.ndarray) -> None:
         self._rows[here] = torch.tensor(rows)
 
-    def take(self, at: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self._rows[torch.from_numpy(at)].float().numpy()
-        return rows
+    def take(self, at: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._rows[torch.from_numpy(at)].float().numpy()
 
 
 PACKED: dict[str, type[Float32Rows | Int8Rows | Bfloat16Rows]] = {

@@ -231,12 +231,18 @@ class _InMemory:
 
     def find(self, keys: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         """Write the rows that are there into `out`; which are, bool [n]."""
-        at, found = keys, np.ones(len(keys), np.bool_)
-        if self._keys is not None:
-            at = np.minimum(np.searchsorted(self._keys, keys), max(0, self._n - 1))
-            found = self._keys[at] == keys if self._n else np.zeros(len(keys), np.bool_)
+        if self._keys is None:
+            if out is not None:
+                self._rows.take(keys, out)
+            return np.ones(len(keys), np.bool_)
+        if not self._n:
+            return np.zeros(len(keys), np.bool_)
+        at = np.minimum(np.searchsorted(self._keys, keys), self._n - 1)
+        found: np.ndarray = self._keys[at] == keys
         if out is not None:
-            out[found] = self._rows.take(at[found])
+            rows = np.empty((np.count_nonzero(found), out.shape[1]), np.float32)
+            self._rows.take(at[found], rows)
+            out[found] = rows
         return found
 
     def keys(self) -> np.ndarray:

@@ -6,12 +6,15 @@ operators and plans name others. A setting that is of use in other modes of the 
 
 from __future__ import annotations
 
+import contextlib
+
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import BY_NAME, RECORDS, REPLICA_MODES
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.requests import switching_of
+from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.update_rules import OWN
 
@@ -44,6 +47,15 @@ def check_mode(engine: Engine, mode: str, rule: str) -> None:
             f"{where}. Remove them, or stay in allreduce mode. For clipping there are max_norm and max_row_norm of "
             "DistributedOptimizer, for what is to be done after a step Callback.on_step"
         )
+
+
+def check_optimizer(engine: Engine, callback: GBACallback) -> None:
+    """Take note of the optimizer. Raises BadInput where the rule that was asked for does not go with it.
+
+    Without a rule, an optimizer that no server can step is refused when a mode is entered.
+    """
+    with contextlib.nullcontext() if callback.has_rule else contextlib.suppress(BadInput):
+        callback.check_fits(spec_of(engine.model.optimizer), bool(engine.model.dense.n))
 
 
 def check_modes(engine: Engine) -> None:

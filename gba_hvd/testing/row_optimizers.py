@@ -85,6 +85,8 @@ def gradients(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 class RowOptimizerContract:
+    """Give it without an L1 term, and without a threshold for gradients: every row has to move here."""
+
     @pytest.fixture
     def row_optimizer(self) -> RowOptimizer:
         raise NotImplementedError
@@ -123,6 +125,13 @@ class RowOptimizerContract:
         for table in ROWS:
             moves = [np.abs(m.weights(table) - before.weights(table)).sum(axis=1)[ROWS[table]] for m in (short, far)]
             assert (moves[0] < moves[1]).all()
+
+    def test_learning_rate_0_leaves_the_weights(self, row_optimizer: RowOptimizer) -> None:
+        """Bit for bit: so rows are frozen for a while. Slots may change."""
+        before, after = Memory(row_optimizer).steps(), Memory(row_optimizer).steps()
+        after.step(gradients(), lr=0.0, number=4)
+        for table in ROWS:
+            np.testing.assert_array_equal(after.weights(table), before.weights(table))
 
     def test_the_scale_belongs_to_the_gradient(self, row_optimizer: RowOptimizer) -> None:
         one, other = Memory(row_optimizer).steps(), Memory(row_optimizer).steps(scale=0.25, factor=4.0)

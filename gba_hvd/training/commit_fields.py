@@ -24,7 +24,7 @@ from gba_hvd.gradients.dense_gradients import DenseGradients
 if TYPE_CHECKING:
     from gba_hvd.ps.worker.worker import PsWorker
 
-STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro", "rates", "row_squares")
+STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro", "rates", "row_squares", "rows_trained")
 
 
 class StepParticipant(ABC):

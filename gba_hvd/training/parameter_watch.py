@@ -35,8 +35,8 @@ def refuse_not_exchanged(model: nn.Module, grouped: Iterable[Tensor], exchanged:
         raise BadInput(
             f"{names_in_words(of_others)}: in a group of the optimizer, and workers do not exchange the gradient, "
             "since it came there by no add_param_group, or wants a gradient only since then: their models would "
-            "drift apart. Give it to a group, and requires_grad, before the first batch, and freeze it for a while by "
-            "lr 0 of the group"
+            "drift apart. Set requires_grad before gba_hvd.DistributedOptimizer, or before add_param_group, and freeze "
+            "it for a while by lr 0 of the group"
         )
 
 

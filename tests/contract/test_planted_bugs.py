@@ -27,6 +27,8 @@ class Ftrl:
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
+        if lr == 0:
+            return
         records = layout.record_starts(grad.keys, group).astype(np.int64)[:, None]
         at = records + np.arange(group.dim)
         at_z, at_n = at + group.slots[0], at + group.slots[1]

@@ -25,6 +25,7 @@ NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these
 GRACE_S = 2.0
 APART_GRACE_S = 60.0  # where each worker has a host of its own: it keeps its rows until the worker is replaced
 VARIABLE = "GBA_HVD_CHAOS"
+KILL_S = 60.0  # a process that waits for a disk or a mount ends when that answers
 # The tool's store is found by fsspec as any other: by an entry point of a distribution on the path.
 _ENTRY_POINTS = "[fsspec.specs]\nchaos = gba_hvd_tools.chaos.store:ChaosFileSystem\n"
 _METADATA = "Metadata-Version: 2.1\nName: gba-hvd-chaos-store\nVersion: 0\n"
@@ -114,12 +115,14 @@ class ChaosJob:
         """All processes of this job that still live: the launcher first, since it replaces workers that die."""
         if self.launcher is not None:
             self.launcher.kill()
-            self.launcher.wait(60)
-        while alive := self.processes():  # one of them may have started another
+        until = time.monotonic() + KILL_S
+        while (alive := self.processes()) and time.monotonic() < until:  # one of them may have started another
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        if self.launcher is not None:
+            self.launcher.wait(KILL_S)
 
     def remove(self) -> None:
         """All folders."""

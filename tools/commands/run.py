@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     hosts = list(asked.hosts) or ["localhost"]
     launch = plan(asked, here(hosts), slots_now)
     for note in launch.notes:
-        print(f"gba-hvd run: {note}", file=sys.stderr)
+        print(f"gba-hvd: {note}", file=sys.stderr)
     print(launch.words, flush=True)
     if args.dry_run:
         return 0

@@ -55,7 +55,7 @@ def _untrained(engine: Engine, names: list[str]) -> Event:
         f"{names_in_words(names)}: parameters of the model with requires_grad that are in no group of the "
         "DistributedOptimizer. Nothing trains them, or an optimizer that workers do not share: then their models drift "
         "apart, as they do where a module is replaced with random values of each worker. Complete the model and give "
-        "all to the optimizer before the first batch, or say requires_grad_(False)"
+        "all to the optimizer before state.sync(), which elastic.run calls, or say requires_grad_(False)"
     )
     return Event("parameters_untrained", engine.progress.step, text, {"parameters": names}, level="warning")
 
@@ -159,6 +159,7 @@ def _what_is_trained(engine: Engine) -> str:
     model, switching, checkpoints = engine.model, switching_of(engine), checkpoints_of(engine)
     tables = [_shape(table, model.tables.layout.n_shards) for table in model.tables.layout.tables]
     more = f" and {len(tables) - _TABLES_NAMED} more" * (len(tables) > _TABLES_NAMED)
+    frozen = "" if model.tables.n_trained else " (frozen: requires_grad_(False))"
     mode = mode_of(engine) if switching is None else switching.mode_at_start(engine.progress.step, mode_of(engine))
     saved = "no checkpoints" if checkpoints is None else f"checkpoints in {redacted(checkpoints.callback.url)}"
     if switching is not None and switching.wire == "plain":
@@ -168,7 +169,7 @@ def _what_is_trained(engine: Engine) -> str:
         )
     return (
         f"mode {mode}, global batch {model.global_batch} in micro-batches of {model.micro_batch}, tables "
-        f"{', '.join(tables[:_TABLES_NAMED])}{more}, {saved}"
+        f"{', '.join(tables[:_TABLES_NAMED])}{more}{frozen}, {saved}"
     )
 
 

@@ -59,6 +59,16 @@ def test_frozen_tables_of_several_workers(on_host: Any, workers: Workers, clicks
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+def test_workers_of_which_one_has_frozen_tables_are_stopped(on_host: Any, workers: Workers, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    jobs[1].tables.requires_grad_(False)
+    for result in workers.outcomes(jobs, lambda job: job.epoch(clicks(50))):
+        assert isinstance(result, gba_hvd.StateMismatch) and "some workers have tables.requires_grad_(False)" in str(
+            result
+        )
+    assert {job.state.step for job in jobs} == {0}
+
+
 @pytest.mark.parametrize("how", ["group", "table"])
 def test_a_rate_of_0_freezes_rows_that_have_weight_decay(training: Any, clicks: Any, how: str) -> None:
     frozen = gba_hvd.Table(7, 3, optimizer=gba_hvd.RowAdagrad(lr=0.0, weight_decay=0.1))

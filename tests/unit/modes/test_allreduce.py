@@ -239,11 +239,14 @@ def test_the_same_workers_train_the_same_model_bit_for_bit(workers: Workers, on_
         np.testing.assert_array_equal(values, second[name], err_msg=name)
 
 
-@pytest.mark.parametrize("reads", ["rows", "forward", "saved"])
+@pytest.mark.parametrize("reads", ["rows", "forward", "forward on a device", "saved"])
 def test_who_reads_after_a_step_waits_for_the_rows_that_others_apply(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, reads: str
 ) -> None:
     jobs, waits, last = [on_host("a"), on_host("a")], threading.Event(), 4
+    if reads == "forward on a device":
+        for job in jobs:
+            monkeypatch.setattr(job.tables.on_device, "_when", "on")
     apply_held, wait_finished = AllreduceExchange.apply_held, ShardMemory.wait_finished
 
     def apply_when_the_other_waits(self: AllreduceExchange, factor: float = 1.0) -> None:

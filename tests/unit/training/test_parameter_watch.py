@@ -131,6 +131,23 @@ def test_a_group_that_cannot_be_trained_leaves_the_optimizer_as_it_was(tmp_path:
         assert received.reported == {}
 
 
+def test_a_group_beside_which_the_rule_could_not_be_kept_is_refused(tmp_path: Path) -> None:
+    with job(tmp_path, forget="head") as (model, optimizer, state, _):
+        optimizer.param_groups[0]["momentum"] = 0.9
+        state.register_callbacks([gba_hvd.GBACallback(rule="dana_slim")])
+        groups = list(optimizer.param_groups)
+        with pytest.raises(BadInput, match="dana_slim"):
+            optimizer.add_param_group({"params": model.head.parameters(), "nesterov": True, "momentum": 0.9})
+        assert optimizer.param_groups == groups
+
+
+def test_a_group_that_comes_after_a_scheduler_is_refused(tmp_path: Path) -> None:
+    with job(tmp_path, forget="head") as (model, optimizer, _, _):
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+        with pytest.raises(BadInput, match="a learning-rate scheduler was made for this optimizer already"):
+            optimizer.add_param_group({"params": model.head.parameters()})
+
+
 def test_a_group_that_is_added_later_is_refused(tmp_path: Path) -> None:
     with job(tmp_path, forget="head") as (model, optimizer, state, _):
         train(model, optimizer, state)

@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recovery.errors import BadInput
 from recovery.schedule.planner import Costs
 
 from ..harness import measure, resumable
@@ -151,7 +152,12 @@ def measure_accuracy(args: argparse.Namespace, document: dict[str, Any], started
         measure.write_whole(args.out, document)
 
     until = started + 60 * args.limit_minutes
-    resumable.run_each(waiting, train, write, {}, noun="trainings", until=until)
+    failures: dict[str, str] = {}
+    resumable.run_each(waiting, train, write, failures, noun="trainings", until=until)
+    if failures:
+        raise BadInput(
+            f"{len(failures)} of {len(waiting)} trainings failed, the first: {next(iter(failures.values()))}"
+        )
     if args.experiments:
         for name in args.experiments:
             show_experiment(name, rows, args.plot)
