@@ -170,6 +170,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
 def _settings(engine: Engine) -> dict[str, object]:
     """What all workers must have in common, and a job with the memory of another that it resumes from."""
     tables, checkpoints, switching = engine.model.tables, checkpoints_of(engine), switching_of(engine)
+    recovery = "auto" if checkpoints is None else checkpoints.callback.recovery
+    if_set: dict[str, object] = {
+        "sync_micro_batch": engine.model.sync_micro_batch,
+        "accesses": tables.counts_accesses,
+        "recovery": "" if recovery == "auto" else recovery,
+    }
     return {
         **tables.layout.describe(),
         "row optimizer": repr(tables.optimizer),
@@ -178,9 +184,7 @@ def _settings(engine: Engine) -> dict[str, object]:
         "micro_batch": engine.model.micro_batch,
         "dense parameters": engine.model.dense.n,
         "row_average": engine.model.row_average,
-        "sync_micro_batch": engine.model.sync_micro_batch,
-        "accesses": tables.counts_accesses,
-        "recovery": "auto" if checkpoints is None else checkpoints.callback.recovery,
+        **{name: value for name, value in if_set.items() if value},  # memory of earlier versions does not name them
         "clipping": str(engine.model.clip),
         "grad_scaler": None if engine.model.loss_scale is None else list(engine.model.loss_scale.settings),
         "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,

@@ -273,11 +273,13 @@ class GBACallback(Callback):
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all workers before they form a world."""
-        of_rule = {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
-        return {
-            "servers_per_host": self.servers_per_host, "rule": self.requested_rule or "the default", **self.rounds,
-            "wire": self.wire, "wait_s": self.wait_s, "required": self.required, **of_rule,
-        }  # fmt: skip
+        more: dict[str, Any] = {"wait_s": self.wait_s, "required": self.required}
+        more |= {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
+        if self.wire != "curve":  # memory of earlier versions does not name it
+            more["wire"] = self.wire
+        # Memory of earlier versions says "none" where no rule was asked for; so the default keeps that word.
+        rule = {None: "none", "none": "none, as asked for"}.get(self.requested_rule, self.requested_rule)
+        return {"servers_per_host": self.servers_per_host, "rule": rule, **self.rounds, **more}
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -303,7 +305,10 @@ class GBACallback(Callback):
     @property
     def rounds(self) -> dict[str, Any]:
         """What all workers' rounds must have in common."""
-        return {**asdict(self._background), "every": self._every, "elasticity": self._elasticity}
+        rounds = {**asdict(self._background), "every": self._every}
+        # Memory of earlier versions has the background's where none was asked for; so the default keeps that number.
+        is_asked = self._elasticity == Averaging.elasticity
+        return rounds | {"elasticity": f"{self._elasticity}, as asked for"} if is_asked else rounds
 
     def _refuse_an_idle_rule(self) -> None:
         """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""

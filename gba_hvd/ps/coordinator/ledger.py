@@ -450,7 +450,10 @@ class Ledger:
         ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
         ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
-        ledger._row = list(state["row"])
+        ledger._row = list(state.get("row", ()))
+        if "row" not in state and ledger._next % cut.n_micro:  # a version before gave them out in order
+            ledger._row = ledger._row_from(ledger._next)
+            ledger._next += len(ledger._row)
         ledger._again, ledger._serial = list(state["again"]), state["serial"]  # sorted, so a heap
         for fields in state["outstanding"]:
             ledger._hand_out(_Work(*fields))

@@ -180,7 +180,7 @@ def test_without_a_rule_gba_looks_ahead_where_the_optimizer_has_momentum(
             callback.check_fits(optimizer)
         assert (callback.rule, callback.describe()["rule"], callback.rule_in("gba").rule) == (rule, rule, rule)
         assert reason in callback.rule_reason
-        assert not callback.has_rule and callback.agreed["rule"] == "the default"
+        assert not callback.has_rule and callback.agreed["rule"] == "none"
         assert callback.rule_settings == {}
 
 
@@ -778,10 +778,10 @@ def test_an_evaluation_is_no_time_in_gba(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chief.callback.state_dict()["trained_s"] == pytest.approx(19 * 0.5)
 
 
-def test_the_wire_is_among_the_settings_and_agreed_on() -> None:
+def test_the_wire_is_among_the_settings_and_agreed_on_where_it_is_not_the_default() -> None:
     curve, plain = GBACallback(mode="gba"), GBACallback(mode="gba", wire="plain")
     assert (curve.describe()["wire"], plain.describe()["wire"]) == ("curve", "plain")
-    assert (curve.agreed["wire"], plain.agreed["wire"]) == ("curve", "plain")
+    assert (curve.agreed.get("wire"), plain.agreed["wire"]) == (None, "plain")
 
 
 def test_compression_in_a_job_of_replicas_only_is_refused(training: Callable[..., Any]) -> None:
