@@ -69,7 +69,7 @@ def reported(
     tables = SimpleNamespace(layout=SimpleNamespace(
         tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50, hashed_settings=lambda: hashed or {}
     ))  # fmt: skip
-    tables.optimizers = SimpleNamespace(default="rows", own=())
+    tables.optimizers, tables.n_trained = SimpleNamespace(default="rows", own=()), 1
     tables.initial_rows = SimpleNamespace(assigned=list(assigned))
     progress = Progress(None, StepHooks())
     progress.step, progress.account = step, SampleAccount(total=500, applied=400)
