@@ -1,4 +1,5 @@
-"""The allreduce mode: all workers make a global step together, each from its share of the micro-batches.
+"""The allreduce mode: all workers make a global step together, each from its share of the micro-batches. Decided here:
+which share, by rank.
 
 One step, on every worker: what is due between steps (`EpochRun.between_steps`), a change of mode if all agreed on one,
 the share's micro-batches, then the step is closed: exchange, commit, apply (see `allreduce_exchange` for what a crash

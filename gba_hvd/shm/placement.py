@@ -1,4 +1,4 @@
-"""Who computes which micro-batch, who holds and who serves which shard. Pure functions of the membership.
+"""Who holds and who serves which shard. Pure functions of the membership.
 
 Every worker computes these from the same gathered facts, so all agree without talking further.
 """

@@ -1,4 +1,5 @@
-"""Which micro-batch goes to whom, and which pushes make a step: the ledger of one epoch in an asynchronous mode.
+"""Which micro-batch goes to whom, which pushes make a step, and what becomes of pushes in flight when a
+server or worker dies: the ledger of one epoch in an asynchronous mode.
 
 `Ledger` hands out leases on micro-batches, takes note of the pushes that came of them and decides the steps, so that
 every micro-batch of the epoch is a member of exactly one applied step, through any failure. It holds no gradient and
