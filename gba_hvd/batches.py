@@ -556,9 +556,11 @@ def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
 
 
 def _left_of(engine: Engine) -> LeftEpoch | None:
-    """Of the newest epoch, whose loop is left; None: no step of it was to come, or other workers may train the rest."""
-    progress, model, order = engine.progress, engine.model, engine.progress.order
-    if order is None or engine.mode is None or not engine.mode.steps_together:
+    """Of the newest epoch, whose loop is left; None: no step of it was to come, or other workers may train the rest, and
+    nothing of this one waits for that.
+    """
+    progress, model, order, mode = engine.progress, engine.model, engine.progress.order, engine.mode
+    if order is None or mode is None or not (mode.steps_together or mode.computed_in_step):
         return None
     plan = EpochPlan(order.n_samples, model.global_batch, model.micro_batch)
     done = progress.cursor.steps_done if progress.cursor.is_in(order.epoch, order.segment) else 0
@@ -568,7 +570,7 @@ def _left_of(engine: Engine) -> LeftEpoch | None:
     return LeftEpoch(
         order.epoch, order.segment if order.n_shards else None, progress.step, done, plan.n_steps,
         min(done * model.global_batch, order.n_samples), order.n_samples,
-        engine.mode.computed_in_step, engine.world.size,
+        mode.computed_in_step, engine.world.size, mode.steps_together,
     )  # fmt: skip
 
 

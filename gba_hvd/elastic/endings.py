@@ -201,8 +201,10 @@ def _note_of(engine: Engine, pid: int) -> dict[str, Any] | None:
 
 
 def leave_note_of_left_epoch(engine: Engine) -> None:
-    """As `leave_note`, of a worker whose training function returns within an epoch that others may still train."""
-    if engine.progress.left.newest is not None:
+    """As `leave_note`, of a worker whose training function returns within an epoch whose steps the others make with
+    it.
+    """
+    if (left := engine.progress.left.newest) is not None and left.steps_together:
         leave_note(engine, "FINISHED", SystemExit(0))
 
 

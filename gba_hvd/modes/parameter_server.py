@@ -207,7 +207,7 @@ class ParameterServerMode:
 
     @property
     def computed_in_step(self) -> int:
-        return 0
+        return self.servers.position.n_waiting
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:

@@ -150,6 +150,7 @@ class JobPosition(Struct, tag="Position"):
     drops: list[tuple[int, int, int, int]] = []  # rank, worker, its pushes in steps, those dropped as stale
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
+    n_waiting: int = 0  # samples of pushes that wait for a step that is not complete yet
     loss: float | None = None  # of the newest step
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm

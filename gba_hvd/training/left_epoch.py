@@ -14,7 +14,8 @@ class LeftEpoch:
     """segment: of the epoch, None: it has none. step: the job's at that time.
 
     steps_done, n_steps, n_trained, n_samples: of the epoch or segment. n_computed: samples of the next step that
-    `n_workers` computed, and that was not applied
+    `n_workers` computed, and that was not applied. steps_together: as of the mode; where that is false, these wait at
+    the servers, and the workers that stay may complete the step
     """
 
     epoch: int
@@ -26,6 +27,7 @@ class LeftEpoch:
     n_samples: int
     n_computed: int
     n_workers: int
+    steps_together: bool = True
 
     @property
     def name(self) -> str:
@@ -41,6 +43,8 @@ class LeftEpoch:
             f"{self.name} was left after {self.steps_done:,} of {self.n_steps:,} steps: {self.n_trained:,} of "
             f"{self.n_samples:,} samples were trained"
         )
+        if not self.steps_together:
+            return f"{text}, and {self._waiting}"
         if self.is_within_step:
             if_alike = " (if all workers left at the same batch)" * (self.n_workers > 1)
             text += (
@@ -51,8 +55,17 @@ class LeftEpoch:
         return f"{text}. The rest of the epoch {rest}"
 
     @property
+    def _waiting(self) -> str:
+        return (
+            f"{self.n_computed:,} samples that were computed wait for step {self.step + 1:,}, which is not complete: if no "
+            "worker trains the rest of the epoch they are in no count"
+        )
+
+    @property
     def words_alone(self) -> str:
         """Of one of several workers, which does not know where the others are."""
+        if not self.steps_together:
+            return f"left the loop over batches of {self.name} after step {self.step:,}: {self._waiting}"
         where = f"within step {self.step + 1:,}" if self.is_within_step else f"after step {self.step:,}"
         return (
             f"left the loop over batches of {self.name} {where}, with steps to come: the others need it for these, so "

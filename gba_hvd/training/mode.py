@@ -272,7 +272,7 @@ class Mode(Protocol):
     def computed_in_step(self) -> int:
         """Samples of a step that is not applied yet: if each worker took in as many batches of it as this one did.
 
-        0 where servers make the steps.
+        Where servers make the steps: of all workers, as the coordinator last had it.
         """
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:

@@ -223,6 +223,40 @@ class Interruption:
             self._count()
 
 
+def test_samples_that_wait_for_a_step_when_the_job_ends_are_reported(tmp_path: Path) -> None:
+    """The loop is left two micro-batches after a step, of six."""
+    found = []
+    with job_alone(tmp_path / "gba", {}, **LOCK_STEP) as (training, _):
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event] * (event.kind in ("epoch_unfinished", "finished")))
+
+        training.state.register_callbacks([Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: gba_hvd.elastic.TorchState) -> None:
+            for state.epoch in range(1):
+                for number, batch in enumerate(gba_hvd.batches(training.dataset, state, seed=1), 1):
+                    training.optimizer.zero_grad()
+                    loss = training.loss(batch)
+                    training.backward(loss)
+                    training.step(loss)
+                    if number == 3 * 6 + 2:
+                        break
+
+        train(training.state)
+        samples = training.state.samples
+    unfinished, finished = found
+    assert samples.total == samples.applied == 3 * 96 == finished.data["samples_applied"]
+    assert unfinished.level == "info" and unfinished.data["samples_computed"] == 2 * 16
+    assert unfinished.message.startswith(
+        "epoch 0 was left after 3 of 11 steps: 288 of 1,000 samples were trained, and 32 samples that were computed "
+        "wait for step 4, which is not complete: "
+    )
+    assert "; 32 samples were computed for steps that were not applied, and are in no count" in finished.data["left_early"]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "place", ["in the loop", "in the loop, which a traceback keeps", "in a push", "while a lease is awaited"]

@@ -98,7 +98,8 @@ def left_early(engine: Engine, epoch: int | None = None) -> None:
         log.info("rank %d %s", rank, left.words_alone)
     elif left.is_within_step or not at_end:
         text = f"rank {rank} {left.words_alone}" if rank else left.words(at_end=at_end)
-        event = Event("epoch_unfinished", engine.progress.step, text, left.facts, level="warning")
+        level = "warning" if left.steps_together else "info"  # else no worker can tell where a step ends
+        event = Event("epoch_unfinished", engine.progress.step, text, left.facts, level=level)
         engine.reports.once(event, only_here=True)
 
 

@@ -485,6 +485,7 @@ class Coordinator:
             drops=sorted((s.rank, w, *self._drops[w]) for w, s in self.workers.items() if w in self._drops),
             rejected=self._rejected_before + ledger.rejected,
             reissued=self._reissued_before + ledger.reissued,
+            n_waiting=ledger.n_waiting,
             loss=self.last_loss,
             grad_norm=self.last_norm,
             grad_norms=list(self._norms),

@@ -388,6 +388,11 @@ class Ledger:
         return len(self._outstanding)
 
     @property
+    def n_waiting(self) -> int:
+        """Samples of pushes that are accepted and in no decided step."""
+        return sum(self.cut.samples_of_micro(work.micro) for work in self._accepted)
+
+    @property
     def last_serial(self) -> int:
         """The newest serial given. The ledger of the next epoch resumes from it: no two leases are ever the same."""
         return self._serial

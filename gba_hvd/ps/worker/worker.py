@@ -338,7 +338,9 @@ class PsWorker:
         has left the epoch's loop, and returns its leases
         """
         if not ended:
-            request(self.client, 0, messages.ReturnLeases(self.worker, self.session.generation))
+            reply = request(self.client, 0, messages.ReturnLeases(self.worker, self.session.generation))
+            assert isinstance(reply.body, messages.Ok) and reply.body.position is not None
+            self.contact.on_reply(reply.body.position)
         return self._exported(messages.Export(self.session.generation, leaving))
 
     def _exported(self, request: messages.Export) -> dict[int, DenseState]:
