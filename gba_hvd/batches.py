@@ -556,8 +556,8 @@ def _warn_of_skipped_epochs(engine: Engine, epoch: int) -> None:
 
 
 def _left_of(engine: Engine) -> LeftEpoch | None:
-    """Of the newest epoch, whose loop is left; None: no step of it was to come, or other workers may train the rest, and
-    nothing of this one waits for that.
+    """Of the newest epoch, whose loop is left; None: no step of it was to come, or other workers may train the rest,
+    and nothing waits for that.
     """
     progress, model, order, mode = engine.progress, engine.model, engine.progress.order, engine.mode
     if order is None or mode is None or not (mode.steps_together or mode.computed_in_step):

@@ -42,6 +42,7 @@ from gba_hvd.training.mode import (
     RetrievalRun,
 )
 from gba_hvd.training.step_times import StepTimes
+from gba_hvd.training.uninterrupted import uninterrupted
 
 _MEASURED_EVERY, _MEASURED_FIRST = 20, 4  # which steps are of single micro-batches in any case
 _OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
@@ -275,15 +276,16 @@ class AllreduceMode:
             factors = model.clip.factors(squares([dense.flat.detach().cpu().numpy()]), agreed["row_squares"][0])
             if factors.dense != 1.0:
                 dense.flat.mul_(factors.dense)
-        if overflowed:
-            exchange.skip_held()
-        else:
-            model.step_dense()
-            exchange.apply_held(factors.rows)
-        model.parameter_watch.note()
-        dense.zero_()
-        dense.clear_total_()
-        self._count(n_samples, agreed, overflowed, factors)
+        with uninterrupted():
+            if overflowed:
+                exchange.skip_held()
+            else:
+                model.step_dense()
+                exchange.apply_held(factors.rows)
+            model.parameter_watch.note()
+            dense.zero_()
+            dense.clear_total_()
+            self._count(n_samples, agreed, overflowed, factors)
         self._report(n_samples, agreed, factors)
 
     def _is_finite(self, dense: DenseGradients) -> bool:

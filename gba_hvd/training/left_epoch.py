@@ -57,8 +57,8 @@ class LeftEpoch:
     @property
     def _waiting(self) -> str:
         return (
-            f"{self.n_computed:,} samples that were computed wait for step {self.step + 1:,}, which is not complete: if no "
-            "worker trains the rest of the epoch they are in no count"
+            f"{self.n_computed:,} samples that were computed wait for step {self.step + 1:,}, which is not complete: "
+            "if no worker trains the rest of the epoch they are in no count"
         )
 
     @property

@@ -254,7 +254,9 @@ def test_samples_that_wait_for_a_step_when_the_job_ends_are_reported(tmp_path: P
         "epoch 0 was left after 3 of 11 steps: 288 of 1,000 samples were trained, and 32 samples that were computed "
         "wait for step 4, which is not complete: "
     )
-    assert "; 32 samples were computed for steps that were not applied, and are in no count" in finished.data["left_early"]
+    assert (
+        "; 32 samples were computed for steps that were not applied, and are in no count" in finished.data["left_early"]
+    )
 
 
 @pytest.mark.timeout(240)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 import gba_hvd
 
-from .alone import job_alone
+from .alone import Outcome, job_alone, outcome_of, train_alone
+from .cluster import assert_identical
 
 SCRIPT = """
 import hashlib, sys
@@ -98,3 +100,39 @@ def test_a_mode_with_servers_is_entered_again_where_it_was_left(tmp_path: Path) 
         account = training.state.samples
         assert account.total == account.applied == 2 * len(training.dataset)
         assert watch.modes == {"gba"} and len(watch.switches) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_step_that_is_being_applied_when_a_signal_comes_is_completed(tmp_path: Path, number: signal.Signals) -> None:
+    """The dense part has made the step, the rows have not."""
+    reference = train_alone(tmp_path / "whole", {})
+    with job_alone(tmp_path / "job", {}) as (training, watch):
+        model, stopped = training.state.engine.model, list[int]()
+        step_dense = model.step_dense
+
+        def step_dense_and_signal() -> None:
+            step_dense()
+            if training.state.step == 4 and not stopped:
+                stopped.append(training.state.step)
+                signal.raise_signal(number)
+
+        model.step_dense = step_dense_and_signal
+
+        @gba_hvd.elastic.run
+        def train(state: gba_hvd.elastic.TorchState) -> Outcome:
+            for state.epoch in range(state.epoch, 2):
+                for batch in gba_hvd.batches(training.dataset, state, seed=1):
+                    training.optimizer.zero_grad()
+                    loss = training.loss(batch)
+                    training.backward(loss)
+                    training.step(loss)
+            return outcome_of(training, watch)
+
+        with pytest.raises(KeyboardInterrupt):
+            train(training.state)
+        assert training.state.step == 5 and stopped == [4]
+        result = train(training.state)
+    assert result.samples == reference.samples
+    assert_identical(result.arrays, reference.arrays)
+    assert_identical(result.optimizer_arrays, reference.optimizer_arrays)

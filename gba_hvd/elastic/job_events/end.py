@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
@@ -98,8 +99,9 @@ def left_early(engine: Engine, epoch: int | None = None) -> None:
         log.info("rank %d %s", rank, left.words_alone)
     elif left.is_within_step or not at_end:
         text = f"rank {rank} {left.words_alone}" if rank else left.words(at_end=at_end)
-        level = "warning" if left.steps_together else "info"  # else no worker can tell where a step ends
-        event = Event("epoch_unfinished", engine.progress.step, text, left.facts, level=level)
+        event = Event("epoch_unfinished", engine.progress.step, text, left.facts)
+        if left.steps_together:  # else no worker can tell where a step ends
+            event = replace(event, level="warning")
         engine.reports.once(event, only_here=True)
 
 

@@ -316,8 +316,8 @@ def test_a_worker_that_ends_within_an_epoch_has_it_in_its_log(
 def test_a_worker_that_leaves_samples_at_the_servers_says_that_others_may_complete_their_step() -> None:
     left = LeftEpoch(0, None, 3, 3, 18, 360, 2050, 32, 2, steps_together=False)
     assert left.words_alone == (
-        "left the loop over batches of epoch 0 after step 3: 32 samples that were computed wait for step 4, which is not "
-        "complete: if no worker trains the rest of the epoch they are in no count"
+        "left the loop over batches of epoch 0 after step 3: 32 samples that were computed wait for step 4, which is "
+        "not complete: if no worker trains the rest of the epoch they are in no count"
     )
 
 
