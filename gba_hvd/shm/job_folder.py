@@ -9,6 +9,9 @@ before it opens the first file:
     its place its name       is a job's: `x/../../y` names no folder that is ours to remove
 
 The owner of the base is trusted.
+
+A folder of such a name may also be the user's own, such as a clone `gba-hvd-main`. A job makes `door` in its folder
+before any other file, and no folder of another name than `faults`; who removes a folder looks at that (`foreign`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import errno
 import grp
 import os
 import pwd
+import re
 import stat
 from pathlib import Path
 
@@ -24,6 +28,10 @@ from gba_hvd.config import checked_job_id
 from gba_hvd.errors import ShardMemoryError
 
 PREFIX = "gba-hvd-"
+_MADE = re.compile(
+    r"(door|alive|keeper|shards|memory\.json|owner|job\.json|progress|kept|not-kept|key|ps\.json|ended-\d+\.json"
+    r"|outbox-\d+-\d+|ps-\d+\.\w+|faults|fault-\d+-\w+\.json)(\.new(-\d+)*)?"
+)
 
 
 def job_folder(base: Path, job_id: str) -> Path:
@@ -65,6 +73,33 @@ def is_ours(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def foreign(folder: Path, is_whole: bool = True) -> str:
+    """Why a folder is not the memory of a job, or has more in it; empty: it is one. Raises OSError when it is gone.
+
+    is_whole: `door` has to be there, which a removal may have taken already
+    """
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    if is_whole and not any(entry.name == "door" for entry in found):
+        return "it has no file `door`, which a job makes first"
+    for entry in found:
+        is_kind = entry.is_dir(follow_symlinks=False) == (entry.name == "faults") and not entry.is_symlink()
+        if not _MADE.fullmatch(entry.name) or not is_kind:
+            return f"it has {entry.name!r}, which no job makes"
+        if entry.name == "faults" and (why := foreign(Path(entry.path), is_whole=False)):
+            return why.replace("'", "'faults/", 1)
+    return ""
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises ShardMemoryError where the folder is not empty and no job made it: a job removes its folder in the end."""
+    if (why := foreign(folder, is_whole=False)) and not (folder / "door").exists():
+        raise ShardMemoryError(
+            f"{folder} is not the memory of a job: {why}. It is left alone: choose another GBA_HVD_JOB_ID or "
+            "GBA_HVD_SHARD_DIR"
+        )
 
 
 def _distrust(folder: Path, about: os.stat_result) -> str:

@@ -719,6 +719,7 @@ def remove_orphaned_memory(base: Path, job_id: str) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Opening and closing are serialised on a host; `alive` itself only says who lives."""
     folders.check(folder)
+    folders.refuse_foreign(folder)
     with open(folder / "door", "a") as door:
         fcntl.flock(door, fcntl.LOCK_EX)
         if os.fstat(door.fileno()).st_nlink == 0:  # the folder was removed; there may be another one of this name

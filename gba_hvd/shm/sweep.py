@@ -8,6 +8,8 @@ number. What is left, and by whom:
     sem.mp-*                  Horovod's launcher and the process that cleans up behind it were killed. Held: it is open
                               or mapped somewhere, so there is no write lease on it to be had. Python gives these names
 
+A folder of such a name in which something is that no job makes, or in which `door` is not, is left alone.
+
 A job that starts gives each folder a new reaper, so a restart of the dead job has its grace period.
 """
 
@@ -62,7 +64,10 @@ def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedM
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's
             folders.check(path)
-            if _GONE.fullmatch(path.name):
+            is_gone = _GONE.fullmatch(path.name) is not None
+            if folders.foreign(path, is_whole=not is_gone):
+                continue
+            if is_gone:
                 found.append(OrphanedMemory(path, "removal", _size(path)))
             elif not _is_held(path / "door") and not _is_held(path / "alive"):
                 served = any(_is_held(lock) for lock in path.glob("ps-*.lock"))
@@ -82,6 +87,17 @@ def held_elsewhere(base: Path) -> list[tuple[Path, str]]:
             folders.check(path)
             if not _GONE.fullmatch(path.name) and _is_held(path / "alive") and (container := elsewhere(path)):
                 found.append((path, container))
+    return found
+
+
+def not_of_jobs(base: Path) -> list[tuple[Path, str]]:
+    """Folders of this user that have the name of a job's memory and are none, or have more in them; with the reason."""
+    found = []
+    for path in sorted(base.glob(f"{folders.PREFIX}*")):
+        with contextlib.suppress(OSError):
+            folders.check(path)
+            if why := folders.foreign(path, is_whole=_GONE.fullmatch(path.name) is None):
+                found.append((path, why))
     return found
 
 
@@ -106,6 +122,8 @@ def remove(left: OrphanedMemory) -> bool:
             if not _is_abandoned(left.path):
                 return False
             left.path.unlink()
+        elif folders.foreign(left.path, is_whole=left.kind == "job"):
+            return False
         elif left.kind == "removal":
             shutil.rmtree(left.path)
         else:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from gba_hvd.shm.sweep import OrphanedMemory, counted, free_and_held, held_elsewhere, orphaned_memory, remove
+from gba_hvd.shm.sweep import OrphanedMemory, counted, free_and_held, held_elsewhere, not_of_jobs, orphaned_memory, remove
 
 from ..folder_argument import shard_folder
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     base = shard_folder(args.dir)
-    found, live = orphaned_memory(base), held_elsewhere(base)
+    found, live, foreign = orphaned_memory(base), held_elsewhere(base), not_of_jobs(base)
     free, _ = free_and_held(found)
     removed = [left for left in free if args.yes and remove(left)]
     if args.json:
@@ -47,10 +47,14 @@ def run(args: argparse.Namespace) -> int:
             for left in found
         ]  # fmt: skip
         others = [{"path": str(path), "held_by": f"processes of {container}"} for path, container in live]
-        print(json.dumps({"dir": str(base), "left": listed, "in_other_containers": others}, indent=2))
+        about = {"dir": str(base), "left": listed, "in_other_containers": others}
+        about["not_of_jobs"] = [{"path": str(path), "why": why} for path, why in foreign]
+        print(json.dumps(about, indent=2))
         return 0
     for path, container in live:
         print(f"{path}  left alone: a running job uses it, with processes of {container}")
+    for path, why in foreign:
+        print(f"{path}  left alone: {why}")
     if not found:
         print(f"dead jobs have left nothing in {base}")
         return 0

@@ -16,6 +16,7 @@ import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.doctor.checks import check_orphaned_memory
 
+from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_board import Board
 from gba_hvd.shm.job_folder import job_folder
@@ -89,6 +90,7 @@ def test_a_job_that_starts_has_the_memory_of_dead_ones_removed_after_their_grace
     kill_with_its_keeper(live("dead"), dead)
     (tmp_path / "gba-hvd-x.gone-7").mkdir(mode=0o700)
     (tmp_path / "gba-hvd-unborn").mkdir(mode=0o700)
+    (tmp_path / "gba-hvd-unborn" / "door").touch()
     memory = ShardMemory.create_or_open(tmp_path, "new", a_layout(), grace_s=0.5)
     try:
         assert until(lambda: not dead.exists())
@@ -137,6 +139,45 @@ def test_clean_shows_first_and_removes_when_asked(
     assert not dead.exists() and watched.exists() and lives.exists()
     finding = check_orphaned_memory(tmp_path)
     assert finding.status == "ok" and finding.found.endswith("of dead jobs that their keepers will remove")
+
+
+OWN = ("gba-hvd-main/src/model.py", "gba-hvd-spool/0001.json", "gba-hvd-kept/door/x", "gba-hvd-x.gone-7/notes.txt")
+
+
+def test_folders_of_the_user_are_never_taken_for_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / name for name in OWN]
+    more = job_folder(tmp_path, "dead") / "notes.txt"
+    for file in (*files, more):
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+        for folder in file.relative_to(tmp_path).parents[:-1]:
+            (tmp_path / folder).chmod(0o700)
+    for name in ("door", "alive", "memory.json", "ps-0.lock", "key.new-1-2"):
+        (more.parent / name).touch()
+    (tmp_path / "gba-hvd-empty").mkdir(mode=0o700)
+    assert orphaned_memory(tmp_path, tmp_path) == [] and sweep.sweep(tmp_path, 0.0) == []
+    assert cli.main(["clean", "--dir", str(tmp_path), "--yes"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{more.parent}  left alone: it has 'notes.txt', which no job makes" in shown
+    assert f"{tmp_path / 'gba-hvd-main'}  left alone: it has no file `door`, which a job makes first" in shown
+    assert all(file.read_text() == "mine" for file in (*files, more)) and (tmp_path / "gba-hvd-empty").exists()
+    assert not sweep.remove(OrphanedMemory(more.parent, "job", 0)) and more.exists()
+    more.unlink()
+    faults = more.parent / "faults"
+    faults.mkdir()
+    (faults / "fault-000-kill.json").touch()
+    (left,) = orphaned_memory(tmp_path, tmp_path)
+    assert sweep.remove(left) and not more.parent.exists()
+
+
+def test_a_job_does_not_begin_in_a_folder_of_the_user(tmp_path: Path) -> None:
+    """It would remove it when it ends."""
+    own = job_folder(tmp_path, "main") / "model.py"
+    own.parent.mkdir(mode=0o700)
+    own.touch()
+    with pytest.raises(ShardMemoryError, match="is not the memory of a job: it has 'model.py', which no job makes"):
+        ShardMemory.create_or_open(tmp_path, "main", a_layout(), grace_s=0.0)
+    assert [path.name for path in own.parent.iterdir()] == ["model.py"]
 
 
 LOOKS = """
