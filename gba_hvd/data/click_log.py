@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.batch import Bag, Batch
-from gba_hvd.data.store import DatasetLayout, DatasetPart, open_part, read_manifest
+from gba_hvd.data.store import DatasetLayout, DatasetPart, open_part, part_path, read_manifest
 from gba_hvd.errors import BadInput
 
 Rows = npt.NDArray[np.int64]
@@ -76,10 +76,12 @@ class ClickLog:
                 tuple(column["name"] for column in manifest["numeric"]),
                 tuple(manifest.get("labels", ())),
             )
-            parts = [open_part(folder / p["file"], p["rows"], p["bytes"], layout) for p in splits[split]["parts"]]
+            parts = [
+                open_part(part_path(folder, p["file"]), p["rows"], p["bytes"], layout) for p in splits[split]["parts"]
+            ]
             features = {f["name"]: f.get("table", f["name"]) for f in fields}  # a version before had no tables
             tables = {features[f["name"]]: int(f["rows"]) for f in fields}
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{folder}: its dataset.json lacks {error}; prepare the dataset again") from error
         about = {"kind": "click log", "path": str(folder), "split": split, "samples": splits[split]["rows"]}
         about |= {key: splits[split][key] for key in ("positives", "label_means") if key in splits[split]}

@@ -218,12 +218,19 @@ def crc32(path: Path) -> int:
     return sum
 
 
+def part_path(folder: Path, name: str) -> Path:
+    """Of a part that the manifest names. Raises BadInput for a name that leads out of the dataset's folder."""
+    if {"", ".."} & set(name.split("/")):
+        raise BadInput(f"{folder / MANIFEST}: the part {name!r} is not in {folder}; prepare the dataset again")
+    return folder / name
+
+
 def verify(folder: Path) -> list[str]:
     """Read every part and compare its checksum; the parts that differ from what was written, as sentences."""
     flaws = []
     for split in read_manifest(folder)["splits"].values():
         for part in split["parts"]:
-            path = folder / part["file"]
+            path = part_path(folder, part["file"])
             if not path.is_file():
                 flaws.append(f"{path}: missing")
             elif (found := crc32(path)) != part["crc32"]:

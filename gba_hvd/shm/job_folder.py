@@ -16,6 +16,7 @@ before any other file, and no folder of another name than `faults`; who removes 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import os
@@ -47,7 +48,8 @@ def make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _check_base(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # `check` says what is there
+        folder.mkdir(mode=0o700)
 
 
 def check(folder: Path) -> None:
@@ -107,7 +109,7 @@ def _distrust(folder: Path, about: os.stat_result) -> str:
     if stat.S_ISLNK(about.st_mode):
         return f"{folder} is a symbolic link; a job's folder has to be a folder: remove the link, {otherwise}"
     if not stat.S_ISDIR(about.st_mode):
-        return f"{folder} is not a folder: remove it, {otherwise}"
+        return f"{folder} is not a folder but a file of {_user(about.st_uid)}: have it removed, {otherwise}"
     if about.st_uid != os.geteuid():
         return (
             f"{folder} belongs to {_user(about.st_uid)}, this process runs as {_user(os.geteuid())}: run as that user, "

@@ -11,9 +11,11 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from recovery.errors import NotFound, StoreError
 from recovery.storage.direct_io import read_blocks, write_blocks
@@ -67,7 +69,7 @@ class LocalStore:
 
     def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
         path = self._path(name)
-        with _explained(f"{path} cannot be read"), open(path, "rb", buffering=0) as file:
+        with _explained(f"{path} cannot be read"), _open(path) as file:
             there = max(0, os.fstat(file.fileno()).st_size - start)
             want = there if n_bytes is None else min(n_bytes, there)
             data = os.pread(file.fileno(), want, start)
@@ -78,7 +80,7 @@ class LocalStore:
     def read(self, name: str, start: int, n_bytes: int) -> memoryview:
         """As `get`."""
         path = self._path(name)
-        with _explained(f"{path} cannot be read"), open(path, "rb", buffering=0) as file:
+        with _explained(f"{path} cannot be read"), _open(path) as file:
             found = read_blocks(file.fileno(), start, n_bytes)
         return memoryview(self.get(name, start, n_bytes)) if found is None else found
 
@@ -109,6 +111,15 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         return self.folder / checked(name)
+
+
+def _open(path: Path) -> BinaryIO:
+    """For reading. Raises StoreError for what is no regular file: opening a pipe would wait for its writer."""
+    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise StoreError(f"{path} cannot be read: it is no regular file (a pipe or a device); remove it")
+    return file
 
 
 def _name(hidden: Path, path: Path) -> None:
@@ -144,7 +155,7 @@ def _write_all(file: int, pieces: Sequence[bytes | memoryview]) -> None:
 
 def _require_equal(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
     """An object of this name is there: then it must be this one, complete."""
-    with open(path, "rb") as file:
+    with _open(path) as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
             for start in range(0, len(view), _CHUNK_BYTES):

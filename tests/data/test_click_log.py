@@ -14,7 +14,7 @@ import torch
 
 from gba_hvd.batch import Bag
 from gba_hvd.data import Categorical, ClickLog, Identity, Numeric, Recipe
-from gba_hvd.data.store import MANIFEST, verify
+from gba_hvd.data.store import MANIFEST, verify, write_manifest
 from gba_hvd.errors import BadInput
 
 N = 1000
@@ -210,3 +210,12 @@ def test_samples_are_traced_to_their_files(dataset: Path) -> None:
     every = log.files_of(np.arange(len(log)))
     assert every.startswith(", ".join(part[:3]) + " and ") and every.endswith(" more files")
     assert pickle.loads(pickle.dumps(log)).files_of(np.array([0])) == part[0]
+
+
+@pytest.mark.parametrize("name", ["../x/part.arrow", "/x/part.arrow"])
+def test_a_part_outside_the_folder_of_the_dataset_is_refused(tmp_path: Path, name: str) -> None:
+    part = {"file": name, "rows": 1, "bytes": 1, "crc32": 0}
+    write_manifest(tmp_path, {"splits": {"train": {"rows": 1, "parts": [part]}}, "fields": [], "numeric": []})
+    for read in (ClickLog.open, verify):
+        with pytest.raises(BadInput, match=f"dataset.json: the part '{name}' is not in"):
+            read(tmp_path)

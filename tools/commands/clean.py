@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from gba_hvd.shm.sweep import OrphanedMemory, counted, free_and_held, held_elsewhere, not_of_jobs, orphaned_memory, remove
+from gba_hvd.shm.sweep import (
+    OrphanedMemory,
+    counted,
+    free_and_held,
+    held_elsewhere,
+    not_of_jobs,
+    orphaned_memory,
+    remove,
+)
 
 from ..folder_argument import shard_folder
 

@@ -21,6 +21,7 @@ import pytest
 
 from recovery.errors import BadInput, NotFound, StoreError
 from recovery.storage.fsspec_store import FsspecStore
+from recovery.storage.local_store import LocalStore
 from recovery.storage.open import open_store
 from recovery.storage.retry import MOST_HUNG, RetryingStore, RetryPolicy
 from recovery.storage.store import Store, Transient, check, is_name
@@ -474,3 +475,12 @@ def test_a_store_that_loses_or_cuts_what_it_is_given_does_not_pass_the_check(ram
 def test_patience_without_sense_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         RetryPolicy(**settings)
+
+
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    name = "blobs/000017-00000003/0004"
+    (tmp_path / name).parent.mkdir(parents=True)
+    os.mkfifo(tmp_path / name)
+    for read in (LocalStore(tmp_path).get, LocalStore(tmp_path).read):
+        with pytest.raises(StoreError, match="0004 cannot be read: it is no regular file"):
+            read(name, 0, 10)

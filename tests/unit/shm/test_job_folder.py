@@ -398,3 +398,14 @@ def test_another_machine_is_refused_when_memory_is_made(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
     assert check_machine("aarch64").status == "FAIL" and "x86-64" in check_machine("aarch64").advice
     assert check_machine("x86_64").status == "ok"
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo])
+def test_a_file_in_the_place_of_the_folder_is_named_with_its_owner(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "gba-hvd-job")
+    with pytest.raises(
+        ShardMemoryError, match=r"gba-hvd-job is not a folder but a file of user .*: have it removed, or"
+    ):
+        open_(tmp_path)

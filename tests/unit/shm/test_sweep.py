@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -166,6 +167,7 @@ def test_folders_of_the_user_are_never_taken_for_memory(tmp_path: Path, capsys: 
     faults = more.parent / "faults"
     faults.mkdir()
     (faults / "fault-000-kill.json").touch()
+    os.mknod(more.parent / "ps-0.pull", 0o600 | stat.S_IFSOCK)
     (left,) = orphaned_memory(tmp_path, tmp_path)
     assert sweep.remove(left) and not more.parent.exists()
 
@@ -175,7 +177,7 @@ def test_a_job_does_not_begin_in_a_folder_of_the_user(tmp_path: Path) -> None:
     own = job_folder(tmp_path, "main") / "model.py"
     own.parent.mkdir(mode=0o700)
     own.touch()
-    with pytest.raises(ShardMemoryError, match="is not the memory of a job: it has 'model.py', which no job makes"):
+    with pytest.raises(ShardMemoryError, match=r"is not the memory of a job: it has 'model.py', which no job makes"):
         ShardMemory.create_or_open(tmp_path, "main", a_layout(), grace_s=0.0)
     assert [path.name for path in own.parent.iterdir()] == ["model.py"]
 
