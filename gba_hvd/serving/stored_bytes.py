@@ -26,9 +26,7 @@ def put_file(store: Store, pieces: Sequence[bytes], ending: str) -> StoredObject
     return StoredObject(name, n_bytes, sha256)
 
 
-def put_missing(
-    store: Store, name: str, sha256: str, pieces: Sequence[bytes | memoryview], there: int | None
-) -> bool:
+def put_missing(store: Store, name: str, sha256: str, pieces: Sequence[bytes | memoryview], there: int | None) -> bool:
     """Write an object, unless the store has it; whether it was written. there: the bytes that the store has of it.
 
     What a local folder has is read and written again where it is damaged; of other stores only the size is compared.
