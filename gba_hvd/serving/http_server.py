@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gba_hvd.data.row_encoder import RowEncoder
 
 _BACKLOG = 128
-_MOST_WAIT_S = 30  # for requests that have begun, when the server is told to end
+_MOST_WAIT_S = 30  # for requests that have begun, after SIGTERM
 
 
 class _Scorer:
@@ -158,7 +158,7 @@ def serve(app: Any, listening: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says that it waits for requests when it is told to end."""
+    """Reports after SIGTERM that it waits for requests."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if n := sum(not one.cycle.response_complete for one in self.server_state.connections if _has_begun(one)):
@@ -186,7 +186,7 @@ def _with_type(app: Any) -> Any:
                            "application/x-parquet")  # fmt: skip
             return
         headers = [(name, value.lower() if name == b"content-type" else value) for name, value in scope["headers"]]
-        with contextlib.suppress(ClientDisconnect):  # nobody waits for an answer
+        with contextlib.suppress(ClientDisconnect):
             await app({**scope, "headers": headers}, receive, send)
 
     return answer

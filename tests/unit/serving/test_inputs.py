@@ -275,9 +275,13 @@ def test_what_has_no_columns_is_refused(request_: Any, words: str) -> None:
 ])  # fmt: skip
 def test_values_that_are_no_ids_are_named_with_their_sample(item: Any, words: str) -> None:
     spec = inputs.spec_of({"item": torch.arange(2)}, Model())
-    with pytest.raises(BadInput, match=words):
+
+    def read() -> Any:
         inputs.lengths_of(spec, {"item": item})
-        inputs.input_of(spec, {"item": item})
+        return inputs.input_of(spec, {"item": item})
+
+    with pytest.raises(BadInput, match=words):
+        read()
 
 
 def test_nulls_in_lists_are_named_with_their_sample() -> None:
