@@ -6,6 +6,7 @@ status 400 and name the field; where rows cannot be read, status 503.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -161,7 +162,7 @@ class _Server(uvicorn.Server):
     """Reports after SIGTERM that it waits for requests."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if n := sum(not one.cycle.response_complete for one in self.server_state.connections if _has_begun(one)):
+        if n := sum(map(_is_answering, self.server_state.connections)):
             print(
                 f"requests that have begun are waited for ({n}), for {_MOST_WAIT_S} s at most; Ctrl-C ends it now",
                 file=sys.stderr, flush=True,
@@ -169,8 +170,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _has_begun(connection: Any) -> bool:
-    return getattr(connection, "cycle", None) is not None
+def _is_answering(connection: Any) -> bool:
+    cycle = getattr(connection, "cycle", None)
+    return cycle is not None and not cycle.response_complete
 
 
 def _with_type(app: Any) -> Any:
@@ -186,7 +188,7 @@ def _with_type(app: Any) -> Any:
                            "application/x-parquet")  # fmt: skip
             return
         headers = [(name, value.lower() if name == b"content-type" else value) for name, value in scope["headers"]]
-        with contextlib.suppress(ClientDisconnect):
+        with contextlib.suppress(ClientDisconnect, asyncio.CancelledError):
             await app({**scope, "headers": headers}, receive, send)
 
     return answer

@@ -385,7 +385,7 @@ def _array(field: Spec, values: Any, sample: int | None = None) -> np.ndarray:
 
 
 def _refuse_null_and_large(field: Spec, column: list[Any], first: int) -> None:
-    """Raises BadInput for what numpy has no numbers for, and where all that is missing makes floats of whole numbers."""
+    """Raises BadInput for nulls among whole numbers, and for numbers beyond 64 bits."""
     is_whole = field["dtype"].startswith("int") and not any(isinstance(one, bool) for one in _leaves(column))
     if is_whole and all(map(is_missing, column)):
         raise BadInput(f"field {field['column']!r} is missing: expected {described(field)}, got null in every sample")

@@ -88,10 +88,8 @@ def _source_of(manifest: ModelManifest) -> tuple[int | None, dict[str, str]]:
         place = f"{str(source.get('checkpoint_url', '')).rstrip('/')}/{source['checkpoint']}"
         return step, tags_of(step, place, source.get("checkpoint_checksum", ""), step)
     tags = {name: str(value) for name, value in source.items() if name.startswith("gba_hvd.")}
-    step = tags.get("gba_hvd.step", source.get("step"))
-    if step is None:
-        return None, tags
-    return int(step), {"gba_hvd.step": str(step), **tags}
+    known = tags.get("gba_hvd.step", source.get("step"))
+    return (None, tags) if known is None else (int(known), {"gba_hvd.step": str(known), **tags})
 
 
 def _copy(store: Store, manifest: ModelManifest, folder: Path, on_bytes: Callable[[int], object]) -> None:

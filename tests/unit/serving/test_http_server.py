@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect
+from gba_hvd_tools.checkpoint.store_argument import options_of
+from starlette.requests import ClientDisconnect, Request
 
 from gba_hvd import BadInput
+from gba_hvd.serving import http_server
 from gba_hvd.serving.http_server import _with_type
-from gba_hvd_tools.checkpoint.store_argument import options_of
 
 
 def status_of(headers: list[tuple[bytes, bytes]], app: Any) -> list[int]:
@@ -34,6 +38,31 @@ def test_content_types_and_clients_that_leave() -> None:
     assert status_of([], app) == [415] and not seen
     assert status_of([(b"content-type", b"Application/JSON")], app) == []
     assert seen == [b"application/json"]
+
+
+@pytest.mark.slow
+def test_a_client_with_half_a_request_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(http_server, "_MOST_WAIT_S", 1)
+    listening = http_server.bound("127.0.0.1", 0)
+    client = socket.create_connection(listening.getsockname())
+    client.sendall(b"POST /invocations HTTP/1.1\r\nHost: a\r\nContent-Type: a\r\nContent-Length: 9\r\n\r\nhalf")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await receive()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await Request(scope, receive).body()
+
+    before = signal.signal(signal.SIGTERM, lambda *about: None)
+    try:
+        http_server.serve(app, listening)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        client.close()
+    said = capfd.readouterr().err
+    assert "requests that have begun are waited for (1), for 1 s at most" in said and "Traceback" not in said
 
 
 def test_the_patience_of_a_store_is_numbers() -> None:

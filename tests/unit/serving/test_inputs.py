@@ -255,7 +255,7 @@ def test_a_field_that_is_given_twice_is_refused() -> None:
     inputs.refuse_doubtful(spec, {"hist": hist, "price": one, "age": one, "label": one})
 
 
-@pytest.mark.parametrize("request_, words", [
+@pytest.mark.parametrize(("request_", "words"), [
     ([{"item": 1}], "expected columns by name.*got list.*of rows"),
     (None, "expected columns by name.*got NoneType"),
     (pd.DataFrame([[1, 2]], columns=["item", "item"]), "column 'item' is there 2 times"),
@@ -265,7 +265,7 @@ def test_what_has_no_columns_is_refused(request_: Any, words: str) -> None:
         inputs.columns_in(request_)
 
 
-@pytest.mark.parametrize("item, words", [
+@pytest.mark.parametrize(("item", "words"), [
     ([1, None], "'item': sample 1 is missing.*expected int64"),
     ([1, pd.NA], "'item': sample 1 is missing"),
     ([None, None], "'item' is missing: expected int64, got null in every sample"),
