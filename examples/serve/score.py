@@ -27,6 +27,8 @@ for lookup in model["program"]["lookups"]:
     found = []
     for ids in request[lookup["column"]]:
         listed = [id for id in np.atleast_1d(ids).tolist() if id != lookup["padding"]]
+        if outside := [id for id in listed if table["keys"] != "hash64" and not 0 <= id < table["n_rows"]]:
+            sys.exit(f"field {lookup['column']!r}: expected ids 0 to {table['n_rows'] - 1}, got {outside[0]}")
         keys = [key_of(id) if table["keys"] == "hash64" else id for id in listed]
         some = np.array([own[key] if key in own else shared_row(table, shared, key) for key in keys])
         found.append(POOLED[lookup["pooling"] or "sum"](some) if len(some) else np.zeros(table["dim"]))

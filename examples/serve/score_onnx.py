@@ -20,6 +20,9 @@ for lookup in model["onnx"]["lookups"]:
     table = next(one for one in model["tables"] if one["name"] == lookup["table"])
     own, shared = (rows_of(folder, table["dim"], part) if part else {} for part in (table["rows"], table["shared"]))
     pool = getattr(np, lookup["pooling"] or "sum")
+    given_ids = [i for ids in request[lookup["column"]] for i in np.atleast_1d(ids).tolist() if i != lookup["padding"]]
+    if outside := [i for i in given_ids if not shared and not 0 <= i < table["n_rows"]]:
+        sys.exit(f"field {lookup['column']!r}: expected ids 0 to {table['n_rows'] - 1}, got {outside[0]}")
     keys = [[key_of(i) if shared else i for i in np.atleast_1d(ids).tolist() if i != lookup["padding"]]
             for ids in request[lookup["column"]]]  # fmt: skip
     rows = [[own[key] if key in own else shared_row(table, shared, key) for key in some] for some in keys]

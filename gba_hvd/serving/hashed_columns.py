@@ -18,6 +18,7 @@ from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
 from gba_hvd.serving import inputs
+from gba_hvd.serving.inputs import is_missing
 from gba_hvd.serving.manifest import ModelManifest
 
 _LISTS = (list, tuple, np.ndarray)
@@ -134,7 +135,7 @@ def with_hashes(
     Raises BadInput for strings in one that is not hashed, and where one that is hashed has something else, or a missing
     value.
     """
-    found = {str(name): columns[name] for name in columns.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+    found = inputs.columns_in(columns)
     for name in sorted(found.keys() & set(ids)):
         if name in hashed:
             found[name] = hashes_of(_arrow(found[name], name), name, is_own=how is None)
@@ -187,15 +188,25 @@ def _arrow(values: Any, name: str) -> Any:
 
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
         raise BadInput(f"hashed column {name!r}: expected a column of strings, got the single value {values!r}")
+    given = [None if is_missing(one) else one for one in values]
     try:
-        column = pyarrow.array(list(values))
+        column = pyarrow.array(given)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise BadInput(f"hashed column {name!r}: expected strings, or lists of strings: {error}") from error
+    except UnicodeEncodeError as error:
+        at = next(i for i, one in enumerate(given) if not _is_encodable(one))
+        raise BadInput(f"hashed column {name!r}: sample {at} is no text in UTF-8: {error.reason}") from error
     if pyarrow.types.is_null(column.type):
         return column.cast(pyarrow.string())
     if pyarrow.types.is_list(column.type) and pyarrow.types.is_null(column.type.value_type):
         return column.cast(pyarrow.list_(pyarrow.string()))
     return column
+
+
+def _is_encodable(value: Any) -> bool:
+    if isinstance(value, _LISTS):
+        return all(map(_is_encodable, value))
+    return not isinstance(value, str) or not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def _has_text(values: Any) -> bool:

@@ -6,8 +6,11 @@ status 400 and name the field; where rows cannot be read, status 503.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from mlflow.pyfunc import scoring_server
+from starlette.requests import ClientDisconnect
 
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.hashed_columns import check_hashed, id_columns, of_hashed_tables, with_hashes
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from gba_hvd.data.row_encoder import RowEncoder
 
 _BACKLOG = 128
+_MOST_WAIT_S = 30  # for requests that have begun, after SIGTERM
 
 
 class _Scorer:
@@ -148,5 +153,42 @@ async def _respond(send: Any, status: int, text: str) -> None:
 
 
 def serve(app: Any, listening: socket.socket) -> None:
-    """Answer requests until SIGTERM or SIGINT, and those that have begun."""
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+    """Answer requests until SIGTERM or SIGINT, then those that have begun, for at most 30 s."""
+    config = uvicorn.Config(_with_type(app), log_level="warning", timeout_graceful_shutdown=_MOST_WAIT_S)
+    _Server(config).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Reports after SIGTERM that it waits for requests."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if n := sum(map(_is_answering, self.server_state.connections)):
+            print(
+                f"requests that have begun are waited for ({n}), for {_MOST_WAIT_S} s at most; Ctrl-C ends it now",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        await super().shutdown(sockets)
+
+
+def _is_answering(connection: Any) -> bool:
+    cycle = getattr(connection, "cycle", None)
+    return cycle is not None and not cycle.response_complete
+
+
+def _with_type(app: Any) -> Any:
+    """The application, for requests whose Content-Type MLflow would not read, and clients that leave."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != "/invocations" or scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        kind = dict(scope["headers"]).get(b"content-type")
+        if kind is None:
+            await _respond(send, 415, "the request has no Content-Type: expected application/json, text/csv or "
+                           "application/x-parquet")  # fmt: skip
+            return
+        headers = [(name, value.lower() if name == b"content-type" else value) for name, value in scope["headers"]]
+        with contextlib.suppress(ClientDisconnect, asyncio.CancelledError):
+            await app({**scope, "headers": headers}, receive, send)
+
+    return answer

@@ -112,12 +112,48 @@ def lengths_of(spec: Spec, columns: Mapping[str, Any]) -> dict[str, int]:
             if name not in columns:
                 continue
             try:
+                if isinstance(columns[name], (Mapping, str, bytes)):
+                    raise TypeError
                 found[name] = len(columns[name])
             except TypeError as error:  # (also of an array without dimensions)
                 raise BadInput(
                     f"field {name!r}: expected a column of {described(field)}, got the single value {columns[name]!r}"
                 ) from error
     return found
+
+
+def columns_in(request: Any) -> dict[str, Any]:
+    """The columns of a mapping or a pandas `DataFrame` by name. Raises BadInput for anything else, and a name that is
+    there twice."""
+    names = [str(name) for name in request.keys()] if hasattr(request, "keys") else None  # noqa: SIM118
+    if names is None:
+        raise BadInput(
+            "a request: expected columns by name, a mapping such as {'item': [3, 4]} or a pandas DataFrame, got "
+            f"{type(request).__name__}" + " (of rows: pandas.DataFrame(rows))" * isinstance(request, (list, tuple))
+        )
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise BadInput(f"column {twice[0]!r} is there {names.count(twice[0])} times: rename one")
+    return {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+
+
+def refuse_doubtful(spec: Spec, columns: Mapping[str, Any]) -> None:
+    """Raises BadInput where a field is given twice, by its column and others, or by more columns than it has."""
+    every = {name for field in fields(spec) for name in columns_for(field)}
+    for field in fields(spec):
+        name, shape = field["column"], field["shape"]
+        # `RowEncoder.columns` has the array `dense` beside the raw columns that it is made of.
+        is_array = np.ndim(columns[name]) == 2 if isinstance(columns.get(name), np.ndarray) else False
+        ways = [[name], [] if is_array else field.get("names", []), _numbered(field)]
+        given = [found[0] for way in ways if (found := [one for one in way if one in columns])]
+        if len(given) > 1:
+            raise BadInput(f"field {name!r}: given as {given[0]!r} and as {given[1]!r}: leave one of them out")
+        if len(shape) == 1 and (over := f"{name}_{shape[0]}") in columns and over not in every and name not in columns:
+            raise BadInput(f"field {name!r}: expected columns {name}_0 to {name}_{shape[0] - 1}, got {over!r} as well")
+
+
+def is_missing(value: Any) -> bool:
+    """None, or pandas.NA."""
+    return value is None or type(value).__name__ == "NAType"
 
 
 def refuse_single_values(columns: Mapping[str, Any]) -> None:
@@ -231,7 +267,8 @@ def _read(field: Spec, request: Mapping[str, Any]) -> Tensor | Bag:
     if not field["is_bag"] and shape and len(values) and any(isinstance(one, Mapping) for one in list(values)):
         return _joined(field, _unpacked(field, list(values)))
     if field["is_bag"]:
-        lists = [_array(field, one) if len(one) else np.empty(0, np.int64) for one in _listed(field, values)]
+        listed = _listed(field, values)
+        lists = [_array(field, one, i) if len(one) else np.empty(0, np.int64) for i, one in enumerate(listed)]
         lengths = np.array([len(one) for one in lists], np.int64)
         flat = np.concatenate([np.empty(0, np.int64), *lists])
         return Bag(_tensor(field, flat), torch.from_numpy(np.cumsum(lengths) - lengths))
@@ -325,15 +362,19 @@ def _listed(field: Spec, values: Any) -> list[Any]:
     return found
 
 
-def _array(field: Spec, values: Any) -> np.ndarray:
-    """Numbers of any type."""
+def _array(field: Spec, values: Any, sample: int | None = None) -> np.ndarray:
+    """Numbers of any type. sample: whose list this is; None: a column."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     try:
+        if np.asarray(values).dtype == object and np.ndim(values):
+            _refuse_null_and_large(field, list(values) if sample is None else [values], sample or 0)
         found = np.asarray(values)
         has_boolean = field["dtype"].startswith("int") and _has_boolean(values, found)
         if found.dtype == object and found.ndim:  # a column of lists, or of numbers of which some are null
             found = np.array([_with_nan(one) for one in found])
+    except BadInput:
+        raise
     except ValueError as error:
         raise BadInput(
             f"field {field['column']!r}: expected {described(field)}, got lists of different lengths"
@@ -341,6 +382,20 @@ def _array(field: Spec, values: Any) -> np.ndarray:
     if has_boolean:
         raise BadInput(f"field {field['column']!r}: expected {field['dtype']}, got bool")
     return found
+
+
+def _refuse_null_and_large(field: Spec, column: list[Any], first: int) -> None:
+    """Raises BadInput for nulls among whole numbers, and for numbers beyond 64 bits."""
+    is_whole = field["dtype"].startswith("int") and not any(isinstance(one, bool) for one in _leaves(column))
+    if is_whole and all(map(is_missing, column)):
+        raise BadInput(f"field {field['column']!r} is missing: expected {described(field)}, got null in every sample")
+    for i, sample in enumerate(column, first):
+        for one in _leaves([sample]):
+            if is_missing(one) and is_whole:
+                raise BadInput(f"field {field['column']!r}: sample {i} is missing, or has a null: expected "
+                               f"{described(field)}")  # fmt: skip
+            if isinstance(one, int) and not -(2**63) <= one < 2**64:
+                raise BadInput(f"field {field['column']!r}: sample {i}: {one} does not fit into {field['dtype']}")
 
 
 def _has_boolean(values: Any, found: np.ndarray) -> bool:
@@ -365,7 +420,7 @@ def _with_nan(value: Any) -> np.ndarray:
     """A number or a list of numbers, with NaN in the place of null."""
     found = np.asarray(value)
     if found.dtype == object:
-        numbers = [math.nan if one is None else one for one in found.reshape(-1).tolist()]
+        numbers = [math.nan if is_missing(one) else one for one in found.reshape(-1).tolist()]
         found = np.array(numbers).reshape(found.shape)
     return found
 

@@ -89,7 +89,9 @@ class OpenModel:
                 "this model was saved without input_example, so how a request becomes its input is not known: save it "
                 "with one, or call the module of gba_hvd.load_for_inference with inputs of your own"
             )
-        columns = {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
+        columns = inputs.columns_in(request)
+        if self.manifest.encoder is None:
+            inputs.refuse_doubtful(spec, columns)
         if not encoded and (encoder := self.encoder) is not None:
             inputs.refuse_single_values({name: columns[name] for name in encoder.raw_columns if name in columns})
             columns = encoder.encoded(columns)

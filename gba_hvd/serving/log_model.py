@@ -171,7 +171,7 @@ def check_names(what: str, name: str, registered_model_name: str | None, alias: 
 
 
 def write_facts(
-    folder: Path, *, name: str, registered_model_name: str | None, alias: str | None, step: int,
+    folder: Path, *, name: str, registered_model_name: str | None, alias: str | None, step: int | None,
     tags: Mapping[str, str], requirements: Sequence[str],
 ) -> None:  # fmt: skip
     """Write what `mlflow_model` reads beside the saved model `folder/model`.

@@ -20,13 +20,14 @@ from recovery.storage.store import Store
 class LoggedModel:
     """model_uri: `models:/ID`. version: of the registered model; empty where it was not registered
 
+    step: of the rows; None: not known, of a model that `save_model` wrote without `source={"step": ...}`
     alias_move: what was done to the alias, as "champion: version 1 -> 4"; empty without one
     """
 
     run_id: str
     model_uri: str
     version: str
-    step: int
+    step: int | None
     alias_move: str = ""
 
 
@@ -79,7 +80,7 @@ def log_saved_model(
     return LoggedModel(run_id, model_uri, registered, step, *moves)
 
 
-def _source_of(manifest: ModelManifest) -> tuple[int, dict[str, str]]:
+def _source_of(manifest: ModelManifest) -> tuple[int | None, dict[str, str]]:
     """The step of its rows, and the tags of a registered version: see `LogModel`."""
     source = manifest.source
     if "checkpoint" in source:
@@ -87,7 +88,8 @@ def _source_of(manifest: ModelManifest) -> tuple[int, dict[str, str]]:
         place = f"{str(source.get('checkpoint_url', '')).rstrip('/')}/{source['checkpoint']}"
         return step, tags_of(step, place, source.get("checkpoint_checksum", ""), step)
     tags = {name: str(value) for name, value in source.items() if name.startswith("gba_hvd.")}
-    return int(tags.get("gba_hvd.step", source.get("step", 0))), tags
+    known = tags.get("gba_hvd.step", source.get("step"))
+    return (None, tags) if known is None else (int(known), {"gba_hvd.step": str(known), **tags})
 
 
 def _copy(store: Store, manifest: ModelManifest, folder: Path, on_bytes: Callable[[int], object]) -> None:

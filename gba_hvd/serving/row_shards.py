@@ -130,7 +130,7 @@ class ShardWriter:
             pieces.insert(0, np.ascontiguousarray(keys, "<i8").data.cast("B"))
             pieces.insert(1, memoryview(bytes(-8 * len(keys) % ALIGNMENT)))
         shard = Shard(bucket, len(rows), keys is not None, sum(map(len, pieces)), sha256_of(pieces))
-        is_new = put_missing(self._store, shard.name, pieces, self._known.get(shard.name))
+        is_new = put_missing(self._store, shard.name, shard.sha256, pieces, self._known.get(shard.name))
         return shard, is_new, index_of(pieces, keys)
 
 

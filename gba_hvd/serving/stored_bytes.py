@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gba_hvd.serving.manifest import Shard, StoredObject
 from recovery.errors import Damaged, NotFound
+from recovery.storage.local_store import LocalStore
 from recovery.storage.store import Store, read
 
 
@@ -21,18 +22,26 @@ def put_file(store: Store, pieces: Sequence[bytes], ending: str) -> StoredObject
     """Write `files/SHA256.ending`, unless it is there."""
     sha256, n_bytes = sha256_of(pieces), sum(map(len, pieces))
     name = f"files/{sha256}.{ending}"
-    put_missing(store, name, pieces, store.names(name).get(name))
+    put_missing(store, name, sha256, pieces, store.names(name).get(name))
     return StoredObject(name, n_bytes, sha256)
 
 
-def put_missing(store: Store, name: str, pieces: Sequence[bytes | memoryview], there: int | None) -> bool:
-    """Write an object, unless the store has it; whether it was written. there: the bytes that the store has of it."""
-    if there == sum(map(len, pieces)):
+def put_missing(store: Store, name: str, sha256: str, pieces: Sequence[bytes | memoryview], there: int | None) -> bool:
+    """Write an object, unless the store has it; whether it was written. there: the bytes that the store has of it.
+
+    What a local folder has is read and written again where it is damaged; of other stores only the size is compared.
+    """
+    n_bytes = sum(map(len, pieces))
+    if there == n_bytes and (not is_local(store) or sha256_of([read(store, name, 0, n_bytes)]) == sha256):
         return False
-    if there is not None:  # cut off since it was written
+    if there is not None:  # cut off, or altered, since it was written
         store.delete([name])
     store.put(name, pieces)
     return True
+
+
+def is_local(store: Store) -> bool:
+    return isinstance(getattr(store, "store", store), LocalStore)
 
 
 def get_verified(store: Store, one: StoredObject | Shard) -> memoryview:

@@ -49,7 +49,15 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def options_of(options: Sequence[str]) -> dict[str, Any]:
-    """Of KEY=VALUE texts."""
+    """Of KEY=VALUE texts; the patience of `open_store` in numbers. Raises BadInput for what is none."""
     if wrong := [option for option in options if "=" not in option]:
         raise BadInput(f"--option {wrong[0]}: expected KEY=VALUE")
-    return dict(option.partition("=")[::2] for option in options)
+    found: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
+    for name, kind, words in (("tries", int, "a whole number"), ("timeout_s", float, "a number"),
+                              ("least_bytes_s", float, "a number")):  # fmt: skip
+        if name in found:
+            try:
+                found[name] = kind(found[name])
+            except ValueError as error:
+                raise BadInput(f"--option {name}={found[name]}: expected {words}") from error
+    return found

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from recovery.storage.store import Store
 
 
+_REPAIR = (
+    "To repair them: in a store, delete them first; then save or export the same model at this URL again (in a local "
+    "folder that writes them again). Without it, use another version"
+)
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     model = subparsers.add_parser(
         "model",
@@ -210,7 +216,8 @@ def _add_encoded(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
-    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed"
+    where = "rows: read all into memory (default), map those of a local folder, or read from the store what is needed. "
+    where += "Mapped ones are not verified: run `gba-hvd model verify`; replace files, never write into them"
     parser.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
     parser.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
     cache = "of --tables remote: most bytes of rows kept in memory, at least 1048576; default: 256 MiB"
@@ -390,7 +397,8 @@ def run_log(args: argparse.Namespace) -> int:
         return 0
     served = f"models:/{args.registered_model_name}/{logged.version}" if logged.version else logged.model_uri
     alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
-    print(f"run {logged.run_id}: version {manifest.version} of step {logged.step:,} is {served}{alias}")
+    of_step = "" if logged.step is None else f" of step {logged.step:,}"
+    print(f"run {logged.run_id}: version {manifest.version}{of_step} is {served}{alias}")
     if logged.alias_move:
         print(logged.alias_move)
     return 0
@@ -422,7 +430,7 @@ def run_verify(args: argparse.Namespace) -> int:
         return int(bool(flaws))
     for flaw in flaws:
         print(flaw)
-    found = f"{len(flaws)} objects are DAMAGED" if flaws else f"{manifest.n_bytes:,} bytes ok"
+    found = f"{len(flaws)} objects are DAMAGED. {_REPAIR}" if flaws else f"{manifest.n_bytes:,} bytes ok"
     print(f"version {manifest.version}: {found}")
     return int(bool(flaws))
 

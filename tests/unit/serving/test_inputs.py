@@ -238,3 +238,56 @@ def test_outputs_are_columns() -> None:
     assert set(scores_of((one, one), "none")) == {"score_0", "score_1"}
     with pytest.raises(BadInput, match="scores are tensors"):
         scores_of("no", "none")
+
+
+def test_a_field_that_is_given_twice_is_refused() -> None:
+    example = gba_hvd.Batch({"hist": torch.zeros(2, 4, dtype=torch.int64)}, torch.zeros(2, 2), torch.zeros(2))
+    spec = inputs.spec_of(example, Model(), ["price", "age"])
+    one, hist = [0.0], [[1, 2, 3, 4]]
+    for columns, words in (
+        ({"hist": hist, "dense": [[0.0, 0.0]], "price": one}, "given as 'dense' and as 'price'"),
+        ({"hist": hist, "hist_0": [7], "dense": [[0.0, 0.0]]}, "given as 'hist' and as 'hist_0'"),
+        ({"hist": hist, "price": one, "age": one, "dense_0": one}, "given as 'price' and as 'dense_0'"),
+        ({**{f"hist_{i}": [i] for i in range(5)}, "price": one, "age": one}, "columns hist_0 to hist_3, got 'hist_4'"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            inputs.refuse_doubtful(spec, columns)
+    inputs.refuse_doubtful(spec, {"hist": hist, "price": one, "age": one, "label": one})
+
+
+@pytest.mark.parametrize(("request_", "words"), [
+    ([{"item": 1}], "expected columns by name.*got list.*of rows"),
+    (None, "expected columns by name.*got NoneType"),
+    (pd.DataFrame([[1, 2]], columns=["item", "item"]), "column 'item' is there 2 times"),
+])  # fmt: skip
+def test_what_has_no_columns_is_refused(request_: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        inputs.columns_in(request_)
+
+
+@pytest.mark.parametrize(("item", "words"), [
+    ([1, None], "'item': sample 1 is missing.*expected int64"),
+    ([1, pd.NA], "'item': sample 1 is missing"),
+    ([None, None], "'item' is missing: expected int64, got null in every sample"),
+    ([1, 2**70], f"'item': sample 1: {2**70} does not fit into int64"),
+    ({"a": 1, "b": 2}, "'item': expected a column of int64, got"),
+    ("ab", "'item': expected a column of int64, got the single value 'ab'"),
+])  # fmt: skip
+def test_values_that_are_no_ids_are_named_with_their_sample(item: Any, words: str) -> None:
+    spec = inputs.spec_of({"item": torch.arange(2)}, Model())
+
+    def read() -> Any:
+        inputs.lengths_of(spec, {"item": item})
+        return inputs.input_of(spec, {"item": item})
+
+    with pytest.raises(BadInput, match=words):
+        read()
+
+
+def test_nulls_in_lists_are_named_with_their_sample() -> None:
+    spec = inputs.spec_of(
+        {"h": gba_hvd.Bag(torch.arange(2), torch.tensor([0, 1])), "m": torch.zeros(2, 2).long()}, Model()
+    )
+    for name, other in (("h", {"m": [[1, 2], [1, 2]]}), ("m", {"h": [[1], [2]]})):
+        with pytest.raises(BadInput, match=f"'{name}': sample 1 .*null"):
+            inputs.input_of(spec, {**other, name: [[1, 2], [None, 3]]})

@@ -246,6 +246,19 @@ def test_rows_of_a_table_with_rows_of_its_own_to_begin_with_are_all_stored(job_m
         assert np.array_equal(opened.tables.rows(name, np.arange(n)), model.tables.rows(name, np.arange(n)))
 
 
+@pytest.mark.parametrize("part", ["rows", "files"])
+def test_what_was_altered_in_a_folder_is_written_again(trained: Trained, tmp_path: Path, part: str) -> None:
+    model, one = trained(), batch(20)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE)
+    manifest = read_manifest(open_store(tmp_path / "m"))
+    path = tmp_path / "m" / (manifest.tables[0].rows.shards[0].name if part == "rows" else manifest.dense.name)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert gba_hvd.save_model(model, tmp_path / "m", build=CODE).new_shards == (part == "rows")
+    assert torch.equal(gba_hvd.load_for_inference(tmp_path / "m")(one), evaluated(model, one))
+
+
 @pytest.mark.slow
 def test_a_file_that_was_cut_off_is_written_again(trained: Trained, tmp_path: Path) -> None:
     model, one = trained(), batch(20)

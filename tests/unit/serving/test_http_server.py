@@ -1,0 +1,71 @@
+"""Requests that MLflow's scoring server would not read, and options of a store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import Any
+
+import pytest
+from gba_hvd_tools.checkpoint.store_argument import options_of
+from starlette.requests import ClientDisconnect, Request
+
+from gba_hvd import BadInput
+from gba_hvd.serving import http_server
+from gba_hvd.serving.http_server import _with_type
+
+
+def status_of(headers: list[tuple[bytes, bytes]], app: Any) -> list[int]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/invocations", "headers": headers}
+    asyncio.run(_with_type(app)(scope, None, send))
+    return [one["status"] for one in sent if "status" in one]
+
+
+def test_content_types_and_clients_that_leave() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope["headers"])[b"content-type"])
+        raise ClientDisconnect
+
+    assert status_of([], app) == [415] and not seen
+    assert status_of([(b"content-type", b"Application/JSON")], app) == []
+    assert seen == [b"application/json"]
+
+
+@pytest.mark.slow
+def test_a_client_with_half_a_request_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(http_server, "_MOST_WAIT_S", 1)
+    listening = http_server.bound("127.0.0.1", 0)
+    client = socket.create_connection(listening.getsockname())
+    client.sendall(b"POST /invocations HTTP/1.1\r\nHost: a\r\nContent-Type: a\r\nContent-Length: 9\r\n\r\nhalf")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await receive()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await Request(scope, receive).body()
+
+    before = signal.signal(signal.SIGTERM, lambda *about: None)
+    try:
+        http_server.serve(app, listening)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        client.close()
+    said = capfd.readouterr().err
+    assert "requests that have begun are waited for (1), for 1 s at most" in said and "Traceback" not in said
+
+
+def test_the_patience_of_a_store_is_numbers() -> None:
+    assert options_of(["tries=2", "timeout_s=3", "key=7"]) == {"tries": 2, "timeout_s": 3.0, "key": "7"}
+    with pytest.raises(BadInput, match="--option tries=two: expected a whole number"):
+        options_of(["tries=two"])
