@@ -8,6 +8,8 @@ from gba_hvd_tools.checkpoint import terminal_report
 
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic.log_lines import FORMAT, _Line
+from gba_hvd.tracking.report.page import page
+from gba_hvd.tracking.run_history import RunHistory
 from recovery.printable import one_line, printable
 
 
@@ -44,3 +46,8 @@ def test_a_foreign_checkpoint_is_shown_on_lines_of_its_own(capsys: object) -> No
     )
     out = capsys.readouterr().out  # type: ignore[attr-defined]
     assert "\x1b" not in out and "  job       x\\x1b[2J\\n  mode forged\n" in out
+
+
+def test_the_report_has_no_control_characters() -> None:
+    text = page(RunHistory("t", "here", "j", "FAILED", "a\x1b[2J<b>", 0, None))
+    assert "a\\x1b[2J&lt;b&gt;" in text and "\x1b" not in text and "default-src 'none'" in text

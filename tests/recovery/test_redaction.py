@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gba_hvd_tools.launch.command_line import Launch
 
 from recovery.redaction import redacted, redacted_command, redacted_values
 
@@ -81,3 +82,8 @@ def test_a_command_is_shown_without_its_secrets() -> None:
     ]
     shown = ["train.py", "--dsn-password", "***", "--db-url", "postgresql://***@h/db?api_key=***", "--token=***"]
     assert redacted_command(argv) == [*shown, "--lr", "1"]
+
+
+def test_the_launchers_line_has_no_secrets() -> None:
+    launch = Launch(("python", "train.py", "--db-url", "postgresql://u:p@h/db"), {"OMP_NUM_THREADS": "1"}, ())
+    assert launch.words == "OMP_NUM_THREADS=1 python train.py --db-url 'postgresql://***@h/db'"
