@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from recovery.old_names import accepts
+from recovery.printable import printable
+from recovery.redaction import redacted
 
 OWN_POINT = "own_point"  # in the data of an event with readings: they are of its very step, not of the next point
 KEEP_BEST = "keep_best"  # in `Job.settings`: the metric by which the checkpoint of the best model is kept
@@ -71,7 +73,8 @@ class Event:
 
     `kind` is one word (`started`, `membership`, `worker_lost`, `rows_lost`, `finished`, `failed`, ...);
     `message` a sentence; `data` JSON values. `level` is "warning" where something that was asked for did not happen, or
-    needs a person: then `message` also says why and what to do, and rank 0 logs it.
+    needs a person: then `message` also says why and what to do, and rank 0 logs it. Secrets and control characters of
+    `message` are replaced.
     """
 
     kind: str
@@ -80,6 +83,9 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
     level: Literal["info", "warning"] = "info"
     unix_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(redacted(self.message)))
 
 
 class Callback:

@@ -9,8 +9,17 @@ from __future__ import annotations
 import logging
 import sys
 
+from recovery.printable import printable
+from recovery.redaction import redacted
+
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _LEVELS = {"gba_hvd": logging.INFO, "recovery": logging.NOTSET}  # by logger; NOTSET: warnings, as of the root logger
+
+
+class _Line(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(redacted(record.message))
+        return super().formatMessage(record)
 
 
 class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]
@@ -18,7 +27,7 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self, logger: logging.Logger, level: int) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(FORMAT))
+        self.setFormatter(_Line(FORMAT))
         self._logger, self._level, self._is_over = logger, level, False
         logger.setLevel(level)
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recovery.redaction import redacted
+from recovery.redaction import redacted_command
 from recovery.storage.rename import replace_file
 
 _PAGE = 4096
@@ -65,7 +65,7 @@ class Board:
         """facts: of the `Notice`. Raises OSError when there is no room for it."""
         before = _notice(folder)
         started_s = time.time() if before is None else before.started_unix_s
-        notice = Notice(command=redacted(" ".join(sys.argv)), started_unix_s=started_s, **facts)
+        notice = Notice(command=" ".join(redacted_command(sys.argv)), started_unix_s=started_s, **facts)
         replace_file(folder / "job.json", json.dumps(asdict(notice)))
         with open(folder / "progress", "a+b") as file:
             os.posix_fallocate(file.fileno(), 0, _SIZE)

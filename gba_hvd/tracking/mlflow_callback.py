@@ -242,13 +242,13 @@ class MLflowCallback(Callback):
             config = self._artifacts["config.json"] or {}
             self._write(*tags_records(self._tags))
             in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
-            params, renamed = job_params(in_use, {**config, **self._params})
+            params, renamed = job_params(redacted_values(in_use), redacted_values({**config, **self._params}))
             if renamed:
                 _log(_renamed_words(renamed))
             self._write(*params_records(params))
             for path, values in self._artifacts.items():
                 if values is not None:
-                    text = json.dumps(values, indent=2, default=str) + "\n"
+                    text = json.dumps(redacted_values(values), indent=2, default=str) + "\n"
                     self._write({"kind": "artifact", "path": path, "text": text})
             while self._unreported:  # what the previous chief may not have reported
                 self._write_event(self._unreported.popleft())
@@ -366,7 +366,7 @@ class MLflowCallback(Callback):
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the job that are others now than when the world formed."""
         if self._job is not None and self._job.is_chief:
-            self._write({"kind": "params", "values": flatten(settings)})
+            self._write({"kind": "params", "values": flatten(redacted_values(settings))})
 
     def _note_checkpoint(self, data: Mapping[str, Any]) -> None:
         self._checkpoint, best_step, known = data, data.get("best_step"), self._best_checkpoint
@@ -511,7 +511,7 @@ class MLflowCallback(Callback):
         assert self._job is not None
         values = {name: self._job.settings[name] for name in names if name in self._job.settings}
         if values:
-            self._write({"kind": "params", "values": flatten(values)})
+            self._write({"kind": "params", "values": flatten(redacted_values(values))})
 
     def _known_run_id(self) -> str | None:
         if self._run_id is None and self._writer is not None:

@@ -22,6 +22,8 @@ from gba_hvd.tracking.epochs import BestEpoch, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import ENDED, PAUSE_WORDS, is_recovery, place_of
+from recovery.printable import printable
+from recovery.redaction import redacted
 
 # Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException", "WorldLost"})
@@ -279,6 +281,7 @@ class ProgressLine(Callback):
             self._open = False
 
     def _print(self, line: str) -> None:
+        line = printable(redacted(line))
         self._write(("\r\x1b[K" if self._open else "") + line + "\n")
         self._open = False
 

@@ -51,6 +51,7 @@ LAYERS = {
             "old_names",
             "environment",
             "redaction",
+            "printable",
             "registry",
             "state_codec",
             "rows",

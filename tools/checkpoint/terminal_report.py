@@ -10,6 +10,7 @@ from typing import Any
 
 from recovery.catalog.best_step import ahead_words
 from recovery.catalog.epoch_position import POSITION
+from recovery.printable import one_line
 from recovery.units import size
 
 
@@ -92,7 +93,7 @@ def print_one(shown: Mapping[str, Any]) -> None:
     if shown["position"] is not None:
         about[POSITION] = shown["position"]["words"]
     for key, value in about.items():
-        print(f"  {key:9} {_words(value)}")
+        print(f"  {one_line(key):9} {one_line(_words(value))}")
     rows = [
         (
             t["name"],
@@ -179,7 +180,7 @@ def print_table(
         is_text = number in left
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(one_line, row))
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gba_hvd.errors import BadInput
+from recovery.redaction import redacted, redacted_command
 
 HOST_COOLDOWN_S = (
     30,
@@ -62,9 +63,9 @@ class Launch:
 
     @property
     def words(self) -> str:
-        """As a person would type it."""
-        settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*settings, shlex.join(self.argv)])
+        """As a person would type it, without secrets."""
+        settings = [redacted(f"{name}={shlex.quote(value)}") for name, value in self.variables.items()]
+        return " ".join([*settings, *map(shlex.quote, redacted_command(self.argv))])
 
 
 def parse_workers(text: str) -> tuple[int, int, bool]:

@@ -19,6 +19,7 @@ from gba_hvd.tracking.records import flatten
 from gba_hvd.tracking.report import glossary, next_steps, overview, timeline, traffic
 from gba_hvd.tracking.report.tables import Cell, Table, breakable, date, table
 from gba_hvd.tracking.run_history import asynchronous_modes, by_mode
+from recovery.printable import printable
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
@@ -43,7 +44,7 @@ def page(story: RunHistory) -> str:
 
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        finalize=_shown, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     templates.filters["breakable"] = breakable
     facts = {
@@ -71,6 +72,11 @@ def page(story: RunHistory) -> str:
         words=glossary.words_of(story),
         written=date(time.time() * 1000),
     )
+
+
+def _shown(value: object) -> object:
+    """What a template writes; what it has escaped already is of a type of its own."""
+    return printable(value) if type(value) is str else value
 
 
 def _times(story: RunHistory) -> list[str]:
