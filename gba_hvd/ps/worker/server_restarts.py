@@ -27,7 +27,7 @@ class Restart:
 
 
 class ServerRestarts:
-    """On a host leader. Belongs to the training thread; it looks at most every half second.
+    """On a host leader. Belongs to the training thread; it looks at most every half second, once it knows all servers.
 
     n_servers: of this host
     """
@@ -39,7 +39,7 @@ class ServerRestarts:
 
     def since_last(self) -> list[Restart]:
         """Those since it was asked last. The first process that is found alive is no restart."""
-        if self._clock() - self._looked_s < _LOOK_S:
+        if all(self._pids) and self._clock() - self._looked_s < _LOOK_S:
             return []
         self._looked_s = self._clock()
         return [one for server in range(len(self._pids)) if (one := self._look(server)) is not None]
