@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import io
 import os
+import pickle
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -469,3 +475,126 @@ def test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed(tmp_pat
         assert done.stderr.strip().splitlines()[-1] == "Exit code: 3", done.stderr
         assert "stop running" not in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "localhost.0" / "stdout").read_text().count("here") == 2
+
+
+class RunsCode:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def asked(port: int, method: str, path: str, body: bytes = b"") -> int:
+    """The status of the answer of the launcher's port."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    with contextlib.closing(connection):
+        connection.request(method, path, body or None)
+        return connection.getresponse().status
+
+
+@pytest.fixture
+def driver() -> Iterator[tuple[int, Mock]]:
+    """The port of an elastic launcher, and what has the worlds there."""
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server, driver = RendezvousServer(0), Mock()
+    port = server.start(create_rendezvous_handler(driver), host="127.0.0.1")
+    server.init([])
+    yield port, driver
+    server.stop()
+    server._httpd.server_close()
+
+
+def test_what_strangers_send_to_the_launcher_or_a_worker_is_not_executed(
+    driver: tuple[int, Mock], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor what is signed with a worker's key: the launcher takes both from whoever comes."""
+    from horovod.runner.common.util import codec, network
+    from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient, WorkerNotificationService
+
+    (port, launcher), path, code = driver, "/worker_addresses/localhost:0", RunsCode(tmp_path / "ran")
+    assert asked(port, "PUT", path, codec.dumps_base64(code, to_ascii=False)) == 400
+    assert "mkdir is refused: only plain data is read here" in caplog.text and caplog.text.count("\n") == 1
+    told, key = Mock(), b"k" * 32
+    service = WorkerNotificationService(key, ["lo"], told)
+    try:
+        value = (service.addresses(), key)
+        assert asked(port, "PUT", path, codec.dumps_base64(value, to_ascii=False)) == 200
+        launcher.register_worker_server.assert_called_once_with("localhost", 0, *value)
+        assert asked(port, "GET", path) == 404, "who has the key can send messages"
+        client = WorkerNotificationClient(*value, verbose=0)
+        client.notify_hosts_updated(7, HostUpdateResult.mixed)
+        told.handle_hosts_updated.assert_called_once_with(7, HostUpdateResult.mixed)
+        for wire in (service._wire, client._wire):
+            signed = io.BytesIO()
+            network.Wire(key).write(code, signed)
+            signed.seek(0)
+            with pytest.raises(pickle.UnpicklingError, match="only plain data"):
+                wire.read(signed)
+    finally:
+        service.shutdown()
+    assert not code.path.exists()
+
+
+def test_the_ports_of_horovod_are_those_of_the_named_interface(driver: tuple[int, Mock]) -> None:
+    from horovod.runner.elastic.worker import WorkerNotificationManager
+
+    port, launcher = driver
+    manager = WorkerNotificationManager()
+    manager.init("127.0.0.1", port, nic="lo", hostname="localhost", local_rank=0)
+    try:
+        assert manager._service._server.server_address[0] == "127.0.0.1"
+        assert launcher.register_worker_server.called
+    finally:
+        manager._service.shutdown()
+
+
+SHOWS_ITS_HOST = """
+import os, subprocess
+lines = subprocess.run(["ps", "-eww", "-o", "args"], check=True, text=True, capture_output=True).stdout
+print("secret:", os.environ["A_SECRET"][::-1], "shown:", os.environ["A_SECRET"] in lines)
+with open("/proc/net/tcp") as ports:
+    listens = {line.split()[1] for line in ports if line.split()[3] == "0A"}
+print("at:", [at for at in listens if int(at[-4:], 16) == int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])])
+"""
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_the_environment_of_local_workers_is_on_no_command_line(tmp_path: Path, elastic: bool) -> None:
+    """Nor is the launcher's port open at other addresses."""
+    script = tmp_path / "work.py"
+    script.write_text(SHOWS_ITS_HOST)
+    how = ["--min-np", "1", "--host-discovery-script", "echo localhost:1"] if elastic else []
+    command = [str(HOROVODRUN), "-np", "1", *how, "--network-interface", "lo", sys.executable, str(script)]
+    secret = f"xyz{os.getpid()}abc"
+    done = subprocess.run(
+        command, check=False, text=True, capture_output=True, timeout=PATIENCE_S, env={**os.environ, "A_SECRET": secret}
+    )
+    assert done.returncode == 0 and f"secret: {secret[::-1]} shown: False" in done.stdout, done.stdout + done.stderr
+    assert "at: ['0100007F:" in done.stdout, done.stdout
+
+
+def test_requests_without_end_are_refused(driver: tuple[int, Mock], monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner.common.util import network
+    from horovod.runner.elastic.worker import WorkerNotificationService
+
+    port, _ = driver
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    with contextlib.closing(connection):
+        connection.putrequest("PUT", "/global/0")
+        connection.putheader("Content-Length", str(1 << 40))
+        connection.endheaders()
+        assert connection.getresponse().status == 400
+    monkeypatch.setattr(network, "REQUEST_TIMEOUT_S", 0.01)
+    service = WorkerNotificationService(b"k" * 32, ["lo"], Mock())
+    try:
+        for sent in (b"", b"d" * 32 + struct.pack("i", -1), b"d" * 32 + struct.pack("i", (1 << 20) + 1)):
+            with socket.create_connection(("127.0.0.1", service.get_port()), PATIENCE_S) as stranger:
+                stranger.sendall(sent)
+                assert stranger.recv(1) == b"", "it closes the connection"
+    finally:
+        service.shutdown()
