@@ -592,9 +592,10 @@ def test_requests_without_end_are_refused(driver: tuple[int, Mock], monkeypatch:
     monkeypatch.setattr(network, "REQUEST_TIMEOUT_S", 0.01)
     service = WorkerNotificationService(b"k" * 32, ["lo"], Mock())
     try:
-        for sent in (b"", b"d" * 32 + struct.pack("i", -1), b"d" * 32 + struct.pack("i", (1 << 20) + 1)):
-            with socket.create_connection(("127.0.0.1", service.get_port()), PATIENCE_S) as stranger:
-                stranger.sendall(sent)
-                assert stranger.recv(1) == b"", "it closes the connection"
+        for n_bytes in (-1, (1 << 20) + 1):
+            with pytest.raises(EOFError, match=f"of {n_bytes} bytes was announced"):
+                service._wire.read(io.BytesIO(b"d" * 32 + struct.pack("i", n_bytes)))
+        with socket.create_connection(("127.0.0.1", service.get_port()), PATIENCE_S) as silent:
+            assert silent.recv(1) == b"", "it closes the connection"
     finally:
         service.shutdown()
