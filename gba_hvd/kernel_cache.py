@@ -26,7 +26,7 @@ def ensure(module: Path) -> bool:
     with _LOCK:
         named = os.environ.get("NUMBA_CACHE_DIR", "")
         beside = module.parent / "__pycache__"
-        if any(_is_writable(folder) for folder in (Path(named), beside, user_folder()) if folder.is_absolute()):
+        if any(is_writable(folder) for folder in (Path(named), beside, user_folder()) if folder.is_absolute()):
             return True
         made = private_folder()
         if made is None:
@@ -44,13 +44,9 @@ def user_folder() -> Path:
 
 @functools.cache
 def private_folder() -> Path | None:
-    """A folder that only this user can write; None: it cannot be had, which is logged once."""
+    """A folder for kernels that only this user can write; None: it cannot be had, which is logged once."""
     try:
-        folder = Path(tempfile.gettempdir()).absolute() / f"gba-hvd-kernels-{os.geteuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{folder} is not a folder of this user alone")
+        folder = make_private("kernels")
     except OSError as error:
         log.warning(
             "compiled kernels cannot be kept, and every process compiles them again, for up to half a minute (%s): set "
@@ -61,7 +57,17 @@ def private_folder() -> Path | None:
     return folder
 
 
-def _is_writable(folder: Path) -> bool:
+def make_private(purpose: str) -> Path:
+    """A folder among the temporary files that only this user can write, the same in each process. Raises OSError."""
+    folder = Path(tempfile.gettempdir()).absolute() / f"gba-hvd-{purpose}-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    return folder
+
+
+def is_writable(folder: Path) -> bool:
     """As numba finds it out: also root cannot write everywhere."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def module(tmp_path, monkeypatch):
     for name in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_is_writable", lambda folder: tmp_path / "package" not in folder.parents)
+    monkeypatch.setattr(kernel_cache, "is_writable", lambda folder: tmp_path / "package" not in folder.parents)
     kernel_cache.private_folder.cache_clear()
     yield tmp_path / "package" / "kernels.py"
     kernel_cache.private_folder.cache_clear()
@@ -82,6 +82,6 @@ def test_kernels_are_kept_where_there_is_a_folder(monkeypatch, there):
     assert asked == [there]
 
 
-def test_a_folder_that_can_be_made_is_writable(tmp_path):
-    assert kernel_cache._is_writable(tmp_path / "a" / "b")
-    assert not kernel_cache._is_writable(Path("/proc/a/b"))
+def test_a_folder_that_can_be_madeis_writable(tmp_path):
+    assert kernel_cache.is_writable(tmp_path / "a" / "b")
+    assert not kernel_cache.is_writable(Path("/proc/a/b"))
