@@ -17,10 +17,12 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from gba_hvd import kernel_cache
 from gba_hvd.gc_pause import gc_paused
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,13 +71,14 @@ class KernelFile:
                 self._python.clear()
 
     def _load(self) -> None:
+        is_cached = kernel_cache.ensure(Path(self._names["__file__"]))
         import numba  # not before a kernel is needed
 
         _import_numba_without_scipy()
         for make in self._operations:
             self._names[make.__name__] = make()
         for function, signatures, options in self._python:
-            self._names[function.__name__] = numba.njit(list(signatures), cache=True, **options)(function)
+            self._names[function.__name__] = numba.njit(list(signatures), cache=is_cached, **options)(function)
 
 
 _IMPORTING = threading.Lock()

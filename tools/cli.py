@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors a person can mend are one line, all others keep their traceback."""
+    _open_missing_streams()
     args = build_parser().parse_args(run.apart(sys.argv[1:] if argv is None else argv))
     try:
         with ended_cleanly():
@@ -50,6 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1
+
+
+def _open_missing_streams() -> None:
+    """/dev/null for a standard stream that was closed when Python started (`>&-`), here and in what is started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # the lowest free number, that of the missing stream
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

@@ -464,4 +464,4 @@ def _restart(saved_step: int) -> str:
     """Where a job without its state in memory begins again. saved_step: of the newest checkpoint; -1: there is none."""
     if saved_step >= 0:
         return "A restart will begin at the newest checkpoint"
-    return "A restart will begin at the start: no checkpoint is complete so far"
+    return "A restart will begin at the start until a checkpoint is complete, then at the newest one"

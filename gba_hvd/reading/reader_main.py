@@ -81,8 +81,9 @@ def _fork(control: socket.socket, end_fd: int, dataset_fd: int, number: int) -> 
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # as where it was closed when Python started
+                stream.flush()
         os._exit(code)
 
 

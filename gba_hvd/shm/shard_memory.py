@@ -42,7 +42,7 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import futex, reaper, sweep
+from gba_hvd.shm import futex, memory_limit, reaper, sweep
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
@@ -317,12 +317,22 @@ class ShardMemory:
         stat = os.statvfs(self.folder)
         own = 512 * os.stat(self.folder / "shards").st_blocks  # of it, shards that are not ready hold space for nothing
         spare = own - int((self._ready == _READY).sum()) * self.layout.region_bytes
-        free = stat.f_bavail * stat.f_frsize + max(0, spare)
+        spare = max(0, spare)
+        free = stat.f_bavail * stat.f_frsize + spare
         total = stat.f_blocks * stat.f_frsize
         if need > free:
             raise ShardMemoryError(
                 f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)} in {self.folder.parent}, which has "
                 f"{_size(total)}, {_size(free)} of it free: {_room(total - free + need)}{self._what_dead_jobs_hold()}"
+            )
+        limit = memory_limit.of_folder(self.folder)
+        if limit is not None and need - spare > limit.free:
+            raise ShardMemoryError(
+                f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)} of memory in {self.folder.parent}, "
+                f"and this container's limit is {_size(limit.limit)} ({limit.file}), {_size(limit.used)} of it in use: "
+                "the kernel would kill the workers. Raise the limit (docker run --memory="
+                f"{_mebibytes(limit.used + need)}m, Kubernetes: resources.limits.memory), or name a folder on a disk "
+                f"with GBA_HVD_SHARD_DIR{self._what_dead_jobs_hold()}"
             )
         with open(self.folder / "shards", "r+b") as file:
             for shard in shards:
@@ -763,11 +773,15 @@ def _state_of(pid: int) -> str:
 
 def _room(n_bytes: int) -> str:
     """What to do where a folder has no room. n_bytes: to be held there, in all"""
-    mebibytes = math.ceil(_SPARE * n_bytes / _SIZE_STEP) * (_SIZE_STEP >> 20)
+    mebibytes = _mebibytes(n_bytes)
     return (
         f"name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (docker run "
         f"--shm-size={mebibytes}m; elsewhere mount -o remount,size={mebibytes}m /dev/shm)"
     )
+
+
+def _mebibytes(n_bytes: int) -> int:
+    return math.ceil(_SPARE * n_bytes / _SIZE_STEP) * (_SIZE_STEP >> 20)
 
 
 def _size(n_bytes: int) -> str:

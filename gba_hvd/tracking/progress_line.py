@@ -65,7 +65,8 @@ class ProgressLine(Callback):
         self._total_steps = total_steps
         self._stream = stream
         self._clock = clock
-        self._terminal = (stream or sys.stdout).isatty()
+        out = stream or sys.stdout
+        self._terminal = out is not None and out.isatty()
         self._every_s = 0.25 if self._terminal else every_s
         self._job: Job | None = None
         self._record: StepRecord | None = None
@@ -287,6 +288,8 @@ class ProgressLine(Callback):
 
     def _write(self, text: str) -> None:
         stream = self._stream or sys.stdout
+        if stream is None:  # its descriptor was closed when Python started, as by `>&-`
+            return
         try:
             stream.write(text)
             stream.flush()

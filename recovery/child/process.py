@@ -132,7 +132,8 @@ def _main(connection: Connection, begin: Begin) -> None:
     trains = multiprocessing.parent_process()
     assert trains is not None
     serve(connection, begin, lambda: os.getppid() != trains.pid)
-    sys.stderr.flush()
+    if sys.stderr is not None:  # as where it was closed when Python started
+        sys.stderr.flush()
     os._exit(0)  # the other process waits for this one, and a Python with torch takes a second to clear up
 
 

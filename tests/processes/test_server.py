@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -696,5 +697,36 @@ def test_what_is_sent_twice_counts_once(tmp_path: Path) -> None:
         assert answer == messages.Dense(4)
         np.testing.assert_array_equal(np.frombuffer(frames[0], np.float32), BEGIN - np.float32(4 * LR))
         assert peer.ask(PullDense(GENERATION, 4))[1] == []
+    finally:
+        host.close()
+
+
+# --- containers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_of_a_user_without_a_home_trains_from_a_package_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    for name in ("gba_hvd", "recovery"):
+        shutil.copytree(Path(launch.__file__).parents[2] / name, package / name, ignore=lambda *_: ["__pycache__"])
+        for folder in {path.parent for path in (package / name).rglob("*.py")}:
+            (folder / "__pycache__").touch()  # a file: also root makes no folder there
+    for name in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc/no")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setattr(sys, "executable", str(Path(sys.prefix, "bin", "python")))  # a process that has no kernels yet
+    host = Host(tmp_path, job="container")
+    try:
+        peer = host.peer()
+        peer.ask(*fuzz_server.enter(host.endpoints))
+        fuzz_server.train_a_step(peer, host.layout, 1)
+        step, values = host.dense()
+        assert step == 1
+        assert np.array_equal(values, BEGIN - np.float32(LR))
+        assert list((tmp_path / f"gba-hvd-kernels-{os.geteuid()}").glob("*/*.nbi")), host.log()
     finally:
         host.close()

@@ -5,15 +5,18 @@ What both kinds of checkpointers promise is in `test_checkpointer`. Here the pro
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -21,6 +24,7 @@ import pytest
 import torch
 
 from recovery.catalog.claims import Claim
+from recovery.child import process
 from recovery.child.handle import ChildDied
 from recovery.child.process import Begin, Ready
 from recovery.config import Config
@@ -318,3 +322,17 @@ def test_tensors_stay_the_same_objects_in_shared_memory() -> None:
     assert weight.is_shared()
     assert torch.equal(weight.detach(), before)
     assert part.data_ptr() == weight.data_ptr() + 160
+
+
+def test_the_process_ends_well_where_the_job_has_no_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    log = logging.getLogger("recovery")
+    for name, value in (("handlers", []), ("propagate", True)):
+        monkeypatch.setattr(log, name, value)  # and afterwards as before
+    monkeypatch.setattr(process, "serve", lambda *_: None)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))
+    for name in ("setsid", "nice", "_exit"):
+        monkeypatch.setattr(os, name, lambda *status: ended.extend(status))
+    monkeypatch.setattr(sys, "stderr", None)
+    process._main(None, SimpleNamespace(nice=0))  # type: ignore[arg-type]
+    assert ended == [0, 0]

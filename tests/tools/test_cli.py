@@ -90,3 +90,11 @@ def test_a_result_that_cannot_be_written_is_reported_before_the_work(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailed, match="cannot be written here"):
         check_writable(tmp_path / "file" / "result.json")
+
+
+@pytest.mark.slow
+def test_a_standard_stream_that_is_closed_is_as_dev_null_for_the_command_and_its_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nfor fd in (1, 2):\n    os.write(fd, b'x')\nsys.stdout.write('x')\nos._exit(7)\n")
+    call = [sys.executable, "-m", "gba_hvd_tools.cli", "run", "-np", "1", str(script)]
+    assert subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *call], check=False, timeout=60).returncode == 7

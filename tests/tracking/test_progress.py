@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -248,6 +249,11 @@ def test_an_output_that_takes_nothing_does_not_stop_training(trouble: Exception)
     tried: list[str] = []
     run(ProgressLine(stream=Full(), clock=Clock()), [job("j")], [step(1)])
     assert tried
+
+
+def test_an_output_that_was_closed_before_the_start_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    run(ProgressLine(clock=Clock()), [job("j")], [step(1)])
 
 
 def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:

@@ -17,7 +17,7 @@ PACKAGES = {"gba_hvd": "gba_hvd", "recovery": "recovery", "gba_hvd_tools": "tool
 # Lowest first. A name stands for a file, or for a package and all in it that has no entry of its own.
 LAYERS = {
     "gba_hvd": [
-        ["errors", "extras", "config", "mode_names", "callbacks", "batch", "gc_pause", "kernels"],
+        ["errors", "extras", "config", "mode_names", "callbacks", "batch", "gc_pause", "kernel_cache", "kernels"],
         ["shm", "epoch"],
         ["embedding", "gradients", "comm", "torch_optimizers", "update_rules"],
         ["metrics", "faults", "trace", "data", "reading"],

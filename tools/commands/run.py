@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gba_hvd import kernel_cache
 from gba_hvd.errors import BadInput
 
 from ..launch import start_watch
@@ -127,8 +128,24 @@ def _start(launch: Launch, asked: Asked) -> None:
         fd = os.open(asked.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(os.urandom(32).hex() + "\n")
+    is_alone = not asked.discovery and all(is_local(host) for host in asked.hosts)
+    home = _home() if is_alone else {}  # (other hosts would get this host's)
     sys.stdout.flush()
     sys.stderr.flush()
     is_here = not asked.discovery and (not asked.hosts or any(is_local(host) for host in asked.hosts))
     watched = start_watch.watch() if is_here else {}
-    os.execvpe(launch.argv[0], list(launch.argv), {**os.environ, **launch.variables, **watched})
+    os.execvpe(launch.argv[0], list(launch.argv), {**os.environ, **home, **launch.variables, **watched})
+
+
+def _home() -> dict[str, str]:
+    """HOME of a user without one that can be written, as of a container: Horovod and MLflow fail without."""
+    home = Path(os.path.expanduser("~"))
+    if home.is_absolute() and kernel_cache.is_writable(home):
+        return {}
+    why = f"{home} cannot be written" if home.is_absolute() else "this user has none"
+    try:
+        made = kernel_cache.make_private("home")
+    except OSError as error:
+        raise BadInput(f"no home: {why}, nor can one be made ({error}); set HOME to a folder that can be") from error
+    print(f"gba-hvd: HOME={made}: {why}", file=sys.stderr)
+    return {"HOME": str(made)}

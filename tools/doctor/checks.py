@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from gba_hvd.config import Config
+from gba_hvd.shm import memory_limit
 from gba_hvd.shm.sweep import counted, free_and_held, held_elsewhere, orphaned_memory
 
 from .allreduce_probe import loopback_job, run_group
@@ -103,6 +104,7 @@ def check_shard_memory(
     folder: Path | None = None,
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     writable: Callable[[Path], bool] = lambda folder: os.access(folder, os.W_OK),
+    limit_of: Callable[[Path], memory_limit.MemoryLimit | None] = memory_limit.of_folder,
 ) -> Finding:
     folder = Config.from_env().shard_dir if folder is None else folder
     elsewhere = "or set GBA_HVD_SHARD_DIR to a folder on disk"
@@ -113,7 +115,14 @@ def check_shard_memory(
     if free < SMALL_SHARD_MEMORY:
         advice = f"in a container: docker run --shm-size=8g; else mount -o remount,size=8g /dev/shm; {elsewhere}"
         return Finding("shard memory", "warning", f"{folder} has only {free / MIB:.0f} MiB free", advice)
-    return Finding("shard memory", "ok", f"{folder} has {free / GIB:.1f} GiB free")
+    found = f"{folder} has {free / GIB:.1f} GiB free"
+    if (limit := limit_of(folder)) is not None and limit.free < free:
+        used = f"the container's memory limit is {limit.limit / GIB:.1f} GiB, {limit.used / GIB:.1f} GiB of it in use"
+        found += f", but {used} ({limit.file}): workers are killed when they use more"
+        if limit.free < SMALL_SHARD_MEMORY:
+            advice = f"docker run --memory=8g, Kubernetes: resources.limits.memory; {elsewhere}"
+            return Finding("shard memory", "warning", found, advice)
+    return Finding("shard memory", "ok", found)
 
 
 def check_orphaned_memory(folder: Path | None = None) -> Finding:

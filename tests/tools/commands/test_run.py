@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.commands.run import apart
+from gba_hvd_tools.commands.run import _start, apart
+from gba_hvd_tools.launch import start_watch
 from gba_hvd_tools.launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
 from gba_hvd_tools.launch.command_line import Asked, Here, Launch, parse_hosts, parse_workers, plan
 
@@ -150,6 +153,36 @@ def test_one_worker_is_as_python_with_its_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 3
     assert done.stdout.splitlines()[-1].endswith("['--epochs', '3']")
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "~"])
+def test_a_user_without_a_home_has_a_private_one_for_a_job_of_this_host(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(os, "execvpe", lambda file, argv, variables: started.append(variables["HOME"]))
+    monkeypatch.setattr(start_watch, "watch", lambda: {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", home)
+
+    def start(**more: Any) -> None:
+        _start(Launch(("x",), {}, ()), Asked(2, 2, False, ("train.py",), more.pop("hosts", {}), **more))
+
+    made = tmp_path / f"gba-hvd-home-{os.geteuid()}"
+    start()
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert capsys.readouterr().err.startswith(f"gba-hvd: HOME={made}: ")
+    start(hosts={"h9.invalid": 1})
+    start(discovery="./hosts.sh")
+    assert started == [str(made), home, home], "the home of this host is not sent to others"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start()
+    assert started[-1] == str(tmp_path)
+    assert not capsys.readouterr().err
+    made.chmod(0o777)
+    monkeypatch.setenv("HOME", home)
+    with pytest.raises(BadInput, match=r"is not a folder of this user alone.*set HOME"):
+        start()
 
 
 @pytest.mark.slow

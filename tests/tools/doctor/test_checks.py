@@ -15,6 +15,7 @@ from gba_hvd_tools import cli
 from gba_hvd_tools.commands import doctor
 from gba_hvd_tools.doctor.allreduce_probe import run_group
 from gba_hvd_tools.doctor.checks import (
+    GIB,
     MIB,
     Finding,
     check_allreduce,
@@ -28,6 +29,8 @@ from gba_hvd_tools.doctor.checks import (
     check_shard_memory,
     check_torch,
 )
+
+from gba_hvd.shm.memory_limit import MemoryLimit
 
 
 def modules(**known: Any) -> Callable[[str], Any]:
@@ -84,6 +87,15 @@ def test_small_shared_memory_names_every_way_out(tmp_path: Path) -> None:
     assert "64 MiB" in finding.found
     for way_out in ("--shm-size", "remount", "GBA_HVD_SHARD_DIR"):
         assert way_out in finding.advice
+
+
+@pytest.mark.parametrize(("used", "status"), [(3, "ok"), (7.5, "warning")])
+def test_a_memory_limit_below_what_the_folder_has_is_named(tmp_path: Path, used: float, status: str) -> None:
+    limit = MemoryLimit(8 * GIB, int(used * GIB), Path("/sys/fs/cgroup/memory.max"))
+    finding = check_shard_memory(tmp_path, free_bytes=lambda folder: 64 * GIB, limit_of=lambda folder: limit)
+    assert finding.status == status
+    assert f"memory limit is 8.0 GiB, {used:.1f} GiB of it in use (/sys/fs/cgroup/memory.max)" in finding.found
+    assert ("--memory" in finding.advice) == (status == "warning")
 
 
 def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_that_the_state_is_not_kept_is_reported_once_in_a_process(
     reported = log.of("memory_not_kept")
     assert len(reported) == 2, "once for each cause"
     assert {event.message for event in reported} == {
-        f"{stopped.reason}. A restart will begin at the start: no checkpoint is complete so far"
+        f"{stopped.reason}. A restart will begin at the start until a checkpoint is complete, then at the newest one"
     }
 
 

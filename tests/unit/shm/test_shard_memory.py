@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import futex, reaper, shard_memory
+from gba_hvd.shm import futex, memory_limit, reaper, shard_memory
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
+from gba_hvd.shm.memory_limit import MemoryLimit
 from gba_hvd.shm.shard_memory import ShardMemory, difference, lock_owners, owners_in, remove_orphaned_memory
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
@@ -197,6 +198,23 @@ def test_too_little_space_is_seen_before_anything_is_written(
     needed = 2 * 2**30 + 2 * memory.layout.region_bytes  # beside what others hold there
     assert needed < mebibytes * 2**20 < 1.3 * needed
     assert os.stat(memory.folder / "shards").st_blocks * 512 == 4 * 4096  # the marks
+
+
+def test_what_exceeds_the_memory_limit_of_the_container_is_refused(
+    open_memory: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_memory()
+    size = memory.layout.region_bytes
+    file = Path("/sys/fs/cgroup/memory.max")
+    monkeypatch.setattr(memory_limit, "of_folder", lambda _: MemoryLimit(2**30 + 2 * size, 2**30, file))
+    memory.reserve([0, 1])
+    words = r"2 of 4 shards need .* MiB of memory in .*limit is 1\.\d\d GiB \(/sys/fs/.*max\), 1\.00 GiB of it in use.*"
+    monkeypatch.setattr(memory_limit, "of_folder", lambda _: MemoryLimit(2**30, 2**30, file))
+    memory.reserve([0, 1])  # these are in use
+    for shard in (0, 1):
+        memory.init_shard(shard, step=1)
+    with pytest.raises(ShardMemoryError, match=words + r"--memory=\d+m.*GBA_HVD_SHARD_DIR"):
+        memory.reserve([2, 3])
 
 
 def test_a_folder_under_a_file_is_refused(open_memory: Open, tmp_path: Path) -> None:
