@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 
 from ..checkpoint.store_argument import options_of, store_of
-from ..checkpoint.terminal_report import print_table, progress
+from ..checkpoint.terminal_report import print_line, print_table, progress
 
 if TYPE_CHECKING:
     from gba_hvd.serving.follower import Update
@@ -377,7 +377,7 @@ def run_serve(args: argparse.Namespace) -> int:
             about = {"url": address, "version": model.manifest.version, "model": args.named}
             print(json.dumps(about), flush=True)
         else:
-            print(f"{_served(args, model.manifest.version)}: POST {address}/invocations", flush=True)
+            print_line(f"{_served(args, model.manifest.version)}: POST {address}/invocations", flush=True)
         with contextlib.suppress(KeyboardInterrupt):  # of the signal that ended it
             serve(app, listening)
     return 0
@@ -453,7 +453,7 @@ def run_verify(args: argparse.Namespace) -> int:
         print(json.dumps({"url": store.url, "version": manifest.version, "ok": not flaws, "flaws": flaws}, indent=2))
         return int(bool(flaws))
     for flaw in flaws:
-        print(flaw)
+        print_line(flaw)
     found = f"{len(flaws)} objects are DAMAGED. {_REPAIR}" if flaws else f"{manifest.n_bytes:,} bytes ok"
     print(f"version {manifest.version}: {found}")
     return int(bool(flaws))
@@ -477,7 +477,7 @@ def run_diff(args: argparse.Namespace) -> int:
         about: dict[str, Any] = {"from": old.version, "to": new.version, "tables": tables}
         print(json.dumps({**about, "tensors": found.tensors, "other": list(found.other)}, indent=2))
         return 0
-    print(f"version {old.version} to {new.version}" + (f" of {args.asked[1]}" if args.new_url else ""))
+    print_line(f"version {old.version} to {new.version}" + (f" of {args.asked[1]}" if args.new_url else ""))
     rows = [
         (
             t.table,
@@ -491,9 +491,9 @@ def run_diff(args: argparse.Namespace) -> int:
     headings = ("table", "rows", "changed", "added", "removed", "shared changed", "new shards", "bytes", "")
     print_table(headings, rows, left=(0, 8))
     for name, text in found.tensors.items():
-        print(f"{name}: {text}")
+        print_line(f"{name}: {text}")
     for line in found.other:
-        print(line)
+        print_line(line)
     return 0
 
 
