@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from recovery.errors import ProjectError
+from recovery.printable import printable
 
 from . import bench, chaos
 from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, model, plan, report, run, simulate
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not isinstance(error, ProjectError):
             raise
-        print(f"gba-hvd: {error}", file=sys.stderr)
+        print(f"gba-hvd: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -1,7 +1,7 @@
 """A saved model over HTTP: `gba-hvd model serve`. Requests and answers are those of `mlflow models serve`.
 
 MLflow's scoring server reads the requests; what it needs of a model is here. Answers to what the model refuses have
-status 400 and name the field; where rows cannot be read, status 503.
+status 400 and name the field; where rows cannot be read, status 503; bodies that are too large, status 413.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlflow.models import Model
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from mlflow.pyfunc import scoring_server
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
 
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.hashed_columns import check_hashed, id_columns, of_hashed_tables, with_hashes
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 128
 _MOST_WAIT_S = 30  # for requests that have begun, after SIGTERM
+_MOST_BYTES = 64 << 20  # of the body of a request
 
 
 class _Scorer:
@@ -94,8 +96,13 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
             "with one (`gba-hvd model export --example`)"
         )
     check_hashed(model.manifest, hashed, encoded)
-    app = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
+    app: Any = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
+    app.add_exception_handler(RecursionError, _too_deep)
     return app if encoded or model.encoder is None else _with_csv_as_written(app, model.encoder)
+
+
+async def _too_deep(request: Any, error: Exception) -> PlainTextResponse:
+    return PlainTextResponse(f"the JSON of the request is nested too deep to be read: {error}", 400)
 
 
 def _with_csv_as_written(app: Any, encoder: RowEncoder) -> Any:
@@ -146,9 +153,9 @@ def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:
     return answer
 
 
-async def _respond(send: Any, status: int, text: str) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+async def _respond(send: Any, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
+    headers = ((b"content-type", b"text/plain; charset=utf-8"), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
     await send({"type": "http.response.body", "body": text.encode()})
 
 
@@ -176,7 +183,7 @@ def _is_answering(connection: Any) -> bool:
 
 
 def _with_type(app: Any) -> Any:
-    """The application, for requests whose Content-Type MLflow would not read, and clients that leave."""
+    """The application, for requests whose Content-Type MLflow would not read, large bodies, and clients that leave."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != "/invocations" or scope["method"] != "POST":
@@ -188,7 +195,36 @@ def _with_type(app: Any) -> Any:
                            "application/x-parquet")  # fmt: skip
             return
         headers = [(name, value.lower() if name == b"content-type" else value) for name, value in scope["headers"]]
+        body = _LimitedBody(receive, send, int(dict(headers).get(b"content-length", b"0")))
         with contextlib.suppress(ClientDisconnect, asyncio.CancelledError):
-            await app({**scope, "headers": headers}, receive, send)
+            await app({**scope, "headers": headers}, body.receive, body.send)
 
     return answer
+
+
+class _LimitedBody:
+    """A request's channels. A body over the limit is answered here; to the application the client has left then.
+
+    n_bytes: as announced; what comes counts, too
+    """
+
+    def __init__(self, receive: Any, send: Any, n_bytes: int) -> None:
+        self._receive, self._send, self._announced, self._came = receive, send, n_bytes, 0
+        self._refused = False
+
+    async def receive(self) -> Any:
+        if self._announced <= _MOST_BYTES:
+            message = await self._receive()
+            self._came += len(message.get("body", b""))
+            if self._came <= _MOST_BYTES:
+                return message
+        if not self._refused:
+            self._refused = True
+            got = f"{self._announced:,}" if self._announced else "more"
+            text = f"the body of a request may have {_MOST_BYTES:,} bytes, got {got}"
+            await _respond(self._send, 413, f"{text}: send fewer samples at a time", (b"connection", b"close"))
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if not self._refused:
+            await self._send(message)

@@ -15,6 +15,22 @@ def is_address(url: str | Path) -> bool:
     return str(url).startswith(("models:/", "runs:/"))
 
 
+def is_alias(url: str | Path) -> bool:
+    return str(url).startswith("models:/") and "@" in str(url)
+
+
+def version_of_alias(address: str, tracking_uri: str | None = None) -> str:
+    """`models:/NAME/VERSION` of `models:/NAME@ALIAS`. Raises MissingPackage; MlflowException."""
+    with extra("mlflow", "mlflow", f"{address} needs"):
+        from mlflow import MlflowClient
+    from gba_hvd.tracking.mlflow_run import ask, resolved_uri
+
+    uri = resolved_uri(tracking_uri)
+    ask(uri)
+    name, _, alias = address.removeprefix("models:/").rpartition("@")
+    return f"models:/{name}/{MlflowClient(tracking_uri=uri).get_model_version_by_alias(name, alias).version}"
+
+
 @contextlib.contextmanager
 def downloaded(address: str, tracking_uri: str | None = None) -> Iterator[Path]:
     """The folder of the saved model, as `log_saved_model` and `LogModel` log it; it is gone after the context.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+import pytest
 from gba_hvd_tools.checkpoint import terminal_report
+from gba_hvd_tools.cli import main
+from gba_hvd_tools.commands.data_output import print_summary
 
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic.log_lines import FORMAT, _Line
@@ -46,6 +50,26 @@ def test_a_foreign_checkpoint_is_shown_on_lines_of_its_own(capsys: object) -> No
     )
     out = capsys.readouterr().out  # type: ignore[attr-defined]
     assert "\x1b" not in out and "  job       x\\x1b[2J\\n  mode forged\n" in out
+
+
+def test_commands_show_control_characters_of_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "x\x1b[2J"
+    (tmp_path / f"gba-hvd-{evil}" / "file").mkdir(parents=True)
+    assert main(["clean", "--dir", str(tmp_path / f"gba-hvd-{evil}")]) == 0
+    (tmp_path / evil).mkdir()
+    assert main(["checkpoint", "ls", str(tmp_path / evil)]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path / evil)]) == 0
+    assert main(["checkpoint", "ls", str(tmp_path / f"{evil}-gone")]) == 1
+    field = {"name": evil, "encoding": {"kind": evil}, "rows": 1, "id_0": {}, "values": {}, "multi_valued": False}
+    bad = {"count": 1, "rows_read": 1, "first": [evil]}
+    print_summary(tmp_path, {"splits": {}, "fields": [field], "numeric": [], "input": {"bad_rows": bad}})
+    deleted = {"name": evil, "step": 1}
+    terminal_report.print_rollback({"deleted": [deleted], "newest": None, "to": evil, "step": 1})
+    terminal_report.print_list(evil, [])
+    terminal_report.print_list("u", [{"name": "n", "ok": False, "why": evil}])
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert said.err.startswith("gba-hvd: there is no folder") and said.out.count("x\\x1b[2J") >= 8
 
 
 def test_the_report_has_no_control_characters() -> None:

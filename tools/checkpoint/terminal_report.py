@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from recovery.catalog.best_step import ahead_words
 from recovery.catalog.epoch_position import POSITION
@@ -46,13 +46,18 @@ def progress(doing: str, total: int | None, of: str = "bytes") -> Iterator[Calla
         yield done
 
 
+def print_line(text: object, file: TextIO | None = None, flush: bool = False) -> None:
+    """As `print`, for names and texts of others: control characters are shown, not carried out."""
+    print(one_line(str(text)), file=file, flush=flush)
+
+
 def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "") -> None:
     """One line for each checkpoint, newest first; what is wrong with the damaged ones below.
 
     unsaved: in words, the best model, where no checkpoint has it
     """
     if not listed:
-        print(f"{url}: no checkpoints")
+        print_line(f"{url}: no checkpoints")
         return
     rows = [
         (
@@ -71,9 +76,9 @@ def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "")
     print_table(("name", "kind", "step", "position", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 3, 8))
     for one in listed:
         if not one["ok"]:
-            print(one["why"])
+            print_line(one["why"])
     if unsaved:
-        print(unsaved)
+        print_line(unsaved)
 
 
 def _best(one: Mapping[str, Any], unsaved: str) -> str:
@@ -85,15 +90,15 @@ def _best(one: Mapping[str, Any], unsaved: str) -> str:
 
 def print_one(shown: Mapping[str, Any]) -> None:
     """What `show` says."""
-    print(f"{shown['name']}: {shown['kind']}, step {shown['step']:,}, {shown['samples']:,} samples")
-    print(f"  saved     {_age(shown['age_s'])} ago, {_size(shown['n_bytes'])}, blobs: {shown['blobs']}")
-    print(f"  chain     {', '.join(short(name) for name in shown['chain'])} ({_size(shown['chain_bytes'])})")
-    print(f"  state     {_size(shown['state_bytes'])}; rows in {shown['n_shards']} shards")
+    print_line(f"{shown['name']}: {shown['kind']}, step {shown['step']:,}, {shown['samples']:,} samples")
+    print_line(f"  saved     {_age(shown['age_s'])} ago, {_size(shown['n_bytes'])}, blobs: {shown['blobs']}")
+    print_line(f"  chain     {', '.join(short(name) for name in shown['chain'])} ({_size(shown['chain_bytes'])})")
+    print_line(f"  state     {_size(shown['state_bytes'])}; rows in {shown['n_shards']} shards")
     about = dict(shown["about"])
     if shown["position"] is not None:
         about[POSITION] = shown["position"]["words"]
     for key, value in about.items():
-        print(f"  {one_line(key):9} {one_line(_words(value))}")
+        print_line(f"  {key:9} {_words(value)}")
     rows = [
         (
             t["name"],
@@ -108,11 +113,13 @@ def print_one(shown: Mapping[str, Any]) -> None:
     ]
     print_table(("table", "rows", "ids", "columns", "saved here", "bytes", "of steps"), rows, left=(0, 3))
     if large := [t["name"] for t in shown["tables"] if t["hashed"] and t["ids"] is None]:
-        print(f"not counted: the ids of {', '.join(large)}, whose rows are large: --ids reads them")
+        print_line(f"not counted: the ids of {', '.join(large)}, whose rows are large: --ids reads them")
 
 
 def print_diff(found: Mapping[str, Any]) -> None:
-    print(f"{short(found['from'])} (step {found['from_step']:,}) to {short(found['to'])} (step {found['to_step']:,})")
+    print_line(
+        f"{short(found['from'])} (step {found['from_step']:,}) to {short(found['to'])} (step {found['to_step']:,})"
+    )
     rows = [
         (
             one["table"],
@@ -141,13 +148,13 @@ def print_diff(found: Mapping[str, Any]) -> None:
 
 def print_rollback(found: Mapping[str, Any]) -> None:
     for one in found["deleted"]:
-        print(f"{short(one['name'])}  step {_count(one['step'])}")
+        print_line(f"{short(one['name'])}  step {_count(one['step'])}")
     n, step = len(found["deleted"]), f"{found['step']:,}"
     these = f"{n} later checkpoint{'s' if n > 1 else ''}"
     if found["newest"] is None:
-        print(f"{these}, to be deleted; {short(found['to'])} (step {step}) becomes the newest: add --yes to do it")
+        print_line(f"{these}, to be deleted; {short(found['to'])} (step {step}) becomes the newest: add --yes to do it")
         return
-    print(
+    print_line(
         f"{these} deleted. {short(found['to'])} is the newest now, as {short(found['newest'])}: the next launch "
         f"resumes from step {step}, also where a host still has later training in memory. Saved models stay "
         "(`gba-hvd model rollback` withdraws versions of one)"
@@ -158,11 +165,11 @@ def print_deletion(found: Mapping[str, Any]) -> None:
     n, n_objects = len(found["checkpoints"]), found["objects"]
     what = f"{found['url']}: {n} checkpoint{'s' * (n != 1)}, {n_objects:,} objects, {found['n_bytes']:,} bytes"
     if not n and not n_objects:
-        print(f"{found['url']}: no checkpoints")
+        print_line(f"{found['url']}: no checkpoints")
     elif found["deleted"]:
-        print(f"{what} deleted. Saved models stay")
+        print_line(f"{what} deleted. Saved models stay")
     else:
-        print(f"{what}, to be deleted: add --yes to do it")
+        print_line(f"{what}, to be deleted: add --yes to do it")
 
 
 def print_table(
@@ -170,7 +177,7 @@ def print_table(
 ) -> None:
     """left: columns of words, which may be wrapped, also within a word: nothing is cut off; the others are figures."""
     if title is not None:
-        print(title)
+        print_line(title)
     from rich import box
     from rich.console import Console
     from rich.table import Table

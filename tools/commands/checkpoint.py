@@ -24,6 +24,7 @@ from ..checkpoint.store_argument import checkpoints_at
 from ..checkpoint.terminal_report import (
     print_deletion,
     print_diff,
+    print_line,
     print_list,
     print_one,
     print_rollback,
@@ -194,9 +195,9 @@ def run_verify(args: argparse.Namespace) -> int:
         print(json.dumps({"url": store.url, "checked": n_seen, "n_bytes": n_bytes, "flaws": flaws}, indent=2))
     else:
         for sentence in (sentence for found in flaws.values() for sentence in found):
-            print(sentence)
+            print_line(sentence)
         verdict = f"{len(flaws)} damaged" if flaws else "every byte is as it was saved"
-        print(f"{n_seen} checkpoints, {n_bytes:,} bytes: {verdict}")
+        print_line(f"{n_seen} checkpoints, {n_bytes:,} bytes: {verdict}")
     return 1 if flaws else 0
 
 
@@ -237,9 +238,9 @@ def run_gc(args: argparse.Namespace) -> int:
         print(json.dumps({"url": store.url, **about, "objects": dict(found.objects)}, indent=2))
         return 0
     for name, n_bytes in sorted(found.objects.items()):
-        print(f"{n_bytes:>15,}  {name}")
+        print_line(f"{n_bytes:>15,}  {name}")
     done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
-    print(f"{len(found.objects)} objects, {found.n_bytes:,} bytes{done * bool(found.objects)} ({found.reason})")
+    print_line(f"{len(found.objects)} objects, {found.n_bytes:,} bytes{done * bool(found.objects)} ({found.reason})")
     return 0
 
 
@@ -291,11 +292,11 @@ def run_export(args: argparse.Namespace) -> int:
         about |= {"not_saved": done.not_saved, "left_out": done.left_out}
         print(json.dumps({"name": chain.newest.name, **about}, indent=2))
         return 0
-    print(f"{args.out}: {done.n_tensors} tensors, {done.n_bytes:,} bytes ({form} of {short(chain.newest.name)})")
+    print_line(f"{args.out}: {done.n_tensors} tensors, {done.n_bytes:,} bytes ({form} of {short(chain.newest.name)})")
     for table, n_rows in done.not_saved.items():
-        print(f"table {table!r}: {n_rows:,} rows were never saved, they are zero", file=sys.stderr)
+        print_line(f"table {table!r}: {n_rows:,} rows were never saved, they are zero", file=sys.stderr)
     if done.left_out:
-        print(f"left out: {done.left_out}", file=sys.stderr)
+        print_line(f"left out: {done.left_out}", file=sys.stderr)
     return 0
 
 

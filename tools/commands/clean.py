@@ -21,6 +21,7 @@ from gba_hvd.shm.sweep import (
     remove,
 )
 
+from ..checkpoint.terminal_report import print_line
 from ..folder_argument import shard_folder
 
 _WORDS = {
@@ -60,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(about, indent=2))
         return 0
     for path, container in live:
-        print(f"{path}  left alone: a running job uses it, with processes of {container}")
+        print_line(f"{path}  left alone: a running job uses it, with processes of {container}")
     for path, why in foreign:
-        print(f"{path}  left alone: {why}")
+        print_line(f"{path}  left alone: {why}")
     if not found:
-        print(f"dead jobs have left nothing in {base}")
+        print_line(f"dead jobs have left nothing in {base}")
         return 0
     _print_table([(left, _fate(left, left in removed, args.yes)) for left in found])
     if free and not args.yes:
-        print(f"gba-hvd clean --yes removes {counted(free)}")
+        print_line(f"gba-hvd clean --yes removes {counted(free)}")
     return 0
 
 
@@ -84,7 +85,7 @@ def _print_table(found: Sequence[tuple[OrphanedMemory, str]]) -> None:
     """Memory with the fate of each; semaphores, of which there are many and none is large, by their number."""
     for left, fate in found:
         if left.kind != "semaphore":
-            print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {fate}")
+            print_line(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {fate}")
     semaphores = [(left, fate) for left, fate in found if left.kind == "semaphore"]
     for fate, n in Counter(fate for _, fate in semaphores).items():
-        print(f"{n:>10,}      {semaphores[0][0].path.parent}/sem.mp-*  {_WORDS['semaphore']}; {fate}")
+        print_line(f"{n:>10,}      {semaphores[0][0].path.parent}/sem.mp-*  {_WORDS['semaphore']}; {fate}")

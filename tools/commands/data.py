@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 
+from ..checkpoint.terminal_report import print_line
 from .data_output import print_summary, shown_progress
 
 if TYPE_CHECKING:
@@ -166,10 +167,10 @@ def run_prepare(args: argparse.Namespace) -> int:
         )
     print_summary(args.out, manifest)
     if missing := [split for split in SPLITS if split not in manifest["splits"]]:
-        print(f"no split {' and '.join(missing)}: examples/train_ctr.py needs it, your own script may not")
+        print_line(f"no split {' and '.join(missing)}: examples/train_ctr.py needs it, your own script may not")
     rows = sum(split["rows"] for split in manifest["splits"].values())
     seconds = time.monotonic() - started
-    print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
+    print_line(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
     return 0
 
 
@@ -186,9 +187,9 @@ def run_show(args: argparse.Namespace) -> int:
     except (KeyError, TypeError) as error:
         raise BadInput(f"{args.dataset}: its dataset.json lacks {error}; prepare the dataset again") from error
     for flaw in flaws:
-        print(flaw, file=sys.stderr)
+        print_line(flaw, file=sys.stderr)
     if args.verify and not flaws:
-        print("every part is as it was written", file=sys.stderr)
+        print_line("every part is as it was written", file=sys.stderr)
     return 1 if flaws else 0
 
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.terminal_report import print_line
+
 if TYPE_CHECKING:
     from gba_hvd.data.splits import PrepareProgress
 
@@ -50,7 +52,7 @@ def plain_lines(clock: Callable[[], float]) -> Callable[[PrepareProgress], None]
             return
         due = clock() + _LINE_EVERY_S
         share = progress.done_bytes / max(progress.total_bytes, 1)
-        print(
+        print_line(
             f"{progress.phase} {share:.0%}, {progress.rows:,} rows, {progress.bad_rows:,} malformed",
             file=sys.stderr,
             flush=True,
@@ -69,10 +71,11 @@ def _print_missing(manifest: dict[str, Any]) -> None:
             shares = "  ".join(f"{split} {n / rows[split]:.2%}" for split, n in missing.items())
             lines.append(f"  {column['name']:16} {_stands_for_missing(column):24} {shares}")
     if lines:
-        print(f"  {'missing values':16} {'become':24} share of rows by split")
-        print("\n".join(lines))
+        print_line(f"  {'missing values':16} {'become':24} share of rows by split")
+        for line in lines:
+            print_line(line)
     elif all("missing" in column for column in [*manifest["fields"], *manifest["numeric"]]):
-        print("  missing values: none")
+        print_line("  missing values: none")
 
 
 def _stands_for_missing(column: dict[str, Any]) -> str:
@@ -85,25 +88,25 @@ def _stands_for_missing(column: dict[str, Any]) -> str:
 
 def print_summary(path: Path, manifest: dict[str, Any]) -> None:
     splits = manifest["splits"]
-    print(f"{path}: {len(manifest['fields'])} fields, {len(manifest['numeric'])} numeric columns")
+    print_line(f"{path}: {len(manifest['fields'])} fields, {len(manifest['numeric'])} numeric columns")
     for name, split in splits.items():
         n_bytes = sum(part["bytes"] for part in split["parts"])
         means = split.get("label_means", {})
         labels = "  ".join(f"{label} {mean:.4g}" for label, mean in means.items()) + " on average"
         labels = labels if means else f"{split['positives'] / split['rows']:7.2%} positive"
-        print(f"  {name:6} {split['rows']:>13,} rows  {labels}  {n_bytes / 1e6:>10,.1f} MB")
-    print(f"  {'field':16} {'encoding':11} {'rows':>12}   id 0 (missing, rare, unseen), share of values by split")
+        print_line(f"  {name:6} {split['rows']:>13,} rows  {labels}  {n_bytes / 1e6:>10,.1f} MB")
+    print_line(f"  {'field':16} {'encoding':11} {'rows':>12}   id 0 (missing, rare, unseen), share of values by split")
     for field in manifest["fields"]:
         zero = "  ".join(f"{split} {n / max(1, field['values'][split]):.2%}" for split, n in field["id_0"].items())
         # With identity encoding 0 is an id like any other.
         zero = "-" if field["encoding"]["kind"] == "identity" else zero
         multi = " (multi-valued)" if field["multi_valued"] else ""
         multi += f" (table {field['table']})" if field.get("table", field["name"]) != field["name"] else ""
-        print(f"  {field['name']:16} {field['encoding']['kind']:11} {field['rows']:>12,}   {zero}{multi}")
+        print_line(f"  {field['name']:16} {field['encoding']['kind']:11} {field['rows']:>12,}   {zero}{multi}")
     _print_missing(manifest)
     if not_used := manifest["input"].get("not_used"):
-        print(f"  columns not used: {', '.join(not_used)}")
+        print_line(f"  columns not used: {', '.join(not_used)}")
     bad = manifest["input"]["bad_rows"]
-    print(f"  malformed rows left out: {bad['count']} of {bad['rows_read']:,}")
+    print_line(f"  malformed rows left out: {bad['count']} of {bad['rows_read']:,}")
     for row in bad["first"]:
-        print(f"    {row}")
+        print_line(f"    {row}")

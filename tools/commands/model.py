@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 
 from ..checkpoint.store_argument import options_of, store_of
-from ..checkpoint.terminal_report import print_table, progress
+from ..checkpoint.terminal_report import print_line, print_table, progress
 
 if TYPE_CHECKING:
     from gba_hvd.serving.follower import Update
@@ -32,6 +32,9 @@ _REPAIR = (
     "To repair them: in a store, delete them first; then save or export the same model at this URL again (in a local "
     "folder that writes them again). Without it, use another version"
 )
+
+# A store that is down fails a request before MLflow's server ends it (MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT: 60 s).
+_PATIENCE = {"tries": 2, "timeout_s": 10.0}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -167,13 +170,15 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_downloads(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """`run` with a folder in place of each address of MLflow. asked: the URLs as they were given, in their order."""
+    """`run` with a folder in place of each address of MLflow. asked: the URLs as they were given, in their order;
+    named: the first, with the version of the registry in place of an alias."""
 
     def downloading(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             args.asked = [url for url in (args.url, getattr(args, "new_url", None)) if url is not None]
             _check_addresses(args)
-            args.url = _local(args.url, args.tracking_uri, stack)
+            args.named = _pinned(args.url, args.tracking_uri)
+            args.url = _local(args.named, args.tracking_uri, stack)
             if getattr(args, "new_url", None) is not None:
                 args.new_url = _local(args.new_url, args.tracking_uri, stack)
             return run(args)
@@ -192,6 +197,15 @@ def _check_addresses(args: argparse.Namespace) -> None:
             raise BadInput(
                 f"--option {options[0]} is for the store of a model, and MLflow downloads {url}: leave it out"
             )
+
+
+def _pinned(url: str, tracking_uri: str | None) -> str:
+    from gba_hvd.serving.logged_model import is_alias, version_of_alias
+
+    if not is_alias(url):
+        return url
+    with _mlflow_in_one_line():
+        return version_of_alias(url, tracking_uri)
 
 
 def _local(url: str, tracking_uri: str | None, stack: contextlib.ExitStack) -> str:
@@ -351,7 +365,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 1 << 16:
         raise BadInput(f"--port must be 0 to 65535, got {args.port}")
     with bound(args.host, args.port) as listening, contextlib.ExitStack() as stack:
-        model = _open_model(args)
+        model = _open_model(args, **_PATIENCE if args.tables == "remote" else {})
         app = app_of(model, args.hashed, args.encoded)
         if args.follow is not None:
             of_store = options_of(args.follow_option)
@@ -360,12 +374,22 @@ def run_serve(args: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if args.json:
-            print(json.dumps({"url": address, "version": model.manifest.version}), flush=True)
+            about = {"url": address, "version": model.manifest.version, "model": args.named}
+            print(json.dumps(about), flush=True)
         else:
-            print(f"version {model.manifest.version} of {args.asked[0]}: POST {address}/invocations", flush=True)
+            print_line(f"{_served(args, model.manifest.version)}: POST {address}/invocations", flush=True)
         with contextlib.suppress(KeyboardInterrupt):  # of the signal that ended it
             serve(app, listening)
     return 0
+
+
+def _served(args: argparse.Namespace, version: int) -> str:
+    """An address in MLflow has the registry's number, not the model's own."""
+    from gba_hvd.serving.logged_model import is_address
+
+    if not is_address(args.named):
+        return f"version {version} of {args.named}"
+    return f"{args.named} ({args.asked[0]})" if args.named != args.asked[0] else str(args.named)
 
 
 def _show_update(update: Update) -> None:
@@ -429,7 +453,7 @@ def run_verify(args: argparse.Namespace) -> int:
         print(json.dumps({"url": store.url, "version": manifest.version, "ok": not flaws, "flaws": flaws}, indent=2))
         return int(bool(flaws))
     for flaw in flaws:
-        print(flaw)
+        print_line(flaw)
     found = f"{len(flaws)} objects are DAMAGED. {_REPAIR}" if flaws else f"{manifest.n_bytes:,} bytes ok"
     print(f"version {manifest.version}: {found}")
     return int(bool(flaws))
@@ -453,7 +477,7 @@ def run_diff(args: argparse.Namespace) -> int:
         about: dict[str, Any] = {"from": old.version, "to": new.version, "tables": tables}
         print(json.dumps({**about, "tensors": found.tensors, "other": list(found.other)}, indent=2))
         return 0
-    print(f"version {old.version} to {new.version}" + (f" of {args.asked[1]}" if args.new_url else ""))
+    print_line(f"version {old.version} to {new.version}" + (f" of {args.asked[1]}" if args.new_url else ""))
     rows = [
         (
             t.table,
@@ -467,9 +491,9 @@ def run_diff(args: argparse.Namespace) -> int:
     headings = ("table", "rows", "changed", "added", "removed", "shared changed", "new shards", "bytes", "")
     print_table(headings, rows, left=(0, 8))
     for name, text in found.tensors.items():
-        print(f"{name}: {text}")
+        print_line(f"{name}: {text}")
     for line in found.other:
-        print(line)
+        print_line(line)
     return 0
 
 
@@ -545,12 +569,13 @@ def run_gc(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open_model(args: argparse.Namespace) -> OpenModel:
+def _open_model(args: argparse.Namespace, **patience: Any) -> OpenModel:
+    """patience: with the store, where no --option says otherwise."""
     from gba_hvd.serving.load import open_model
 
     return open_model(
         args.url, version=_version(args), tables=args.tables or "memory", row_dtype=args.row_dtype,
-        cache_bytes=args.cache_bytes, **options_of(args.option),
+        cache_bytes=args.cache_bytes, **{**patience, **options_of(args.option)},
     )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-from typing import Any
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from gba_hvd_tools.checkpoint.store_argument import options_of
@@ -38,6 +40,51 @@ def test_content_types_and_clients_that_leave() -> None:
     assert status_of([], app) == [415] and not seen
     assert status_of([(b"content-type", b"Application/JSON")], app) == []
     assert seen == [b"application/json"]
+
+
+def answered(app: Any, pieces: Iterable[bytes], *headers: tuple[bytes, bytes]) -> tuple[int, str, int]:
+    """Status and text of the one answer, and how many pieces of the body were taken."""
+    sent: list[Any] = []
+    taken = 0
+    left = iter(pieces)
+
+    async def receive() -> Any:
+        nonlocal taken
+        taken += 1
+        body = next(left, None)
+        return {"type": "http.request", "body": body or b"", "more_body": body is not None}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/invocations", "query_string": b"",
+             "headers": [(b"content-type", b"application/json"), *headers]}  # fmt: skip
+    asyncio.run(_with_type(app)(scope, receive, send))
+    (status,) = [one["status"] for one in sent if "status" in one]
+    return status, b"".join(one.get("body", b"") for one in sent).decode(), taken
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(http_server, "check_hashed", lambda *about: None)
+    monkeypatch.setattr(http_server, "id_columns", lambda about: ())
+    return http_server.app_of(
+        cast(Any, SimpleNamespace(manifest=SimpleNamespace(input=(), takes_raw=False), encoder=None))
+    )
+
+
+def test_a_body_over_the_limit_is_refused_before_all_of_it_has_come(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_MOST_BYTES", 10)
+    status, text, taken = answered(app, [b"x"], (b"content-length", b"100000000000"))
+    assert (status, taken) == (413, 0) and "may have 10 bytes, got 100,000,000,000: send fewer" in text
+    status, text, taken = answered(app, [b"1234"] * 1000)
+    assert (status, taken) == (413, 3) and "may have 10 bytes, got more" in text
+    assert answered(app, [b"12345", b"67890"])[0] == 400
+
+
+def test_json_that_is_nested_too_deep_is_refused_in_a_line(app: Any) -> None:
+    status, text, _ = answered(app, [b'{"dataframe_records": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
+    assert status == 400 and text.startswith("the JSON of the request is nested too deep") and "\n" not in text
 
 
 @pytest.mark.slow
