@@ -2,7 +2,8 @@
 
 By name, and in URLs. A name is split into words (`dbPassword`, `db_password`): some words are secret wherever they
 stand (`_STRONG`), others where they are the last one and the value is neither a number nor a switch (`_WEAK`: a `token`
-is hidden, `n_tokens=512` is not). A name that ends otherwise (`password_file`, `token_dim`) is that of something else.
+is hidden, `n_tokens=512` is not); within a text, only if it looks like a key, for a table may be called `token`. A name
+that ends otherwise (`password_file`, `token_dim`) is that of something else.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 _NAME = re.compile(
-    r"(?<![\w.-])(?P<dashes>-*)(?P<name>\w[\w.-]*+)(?:(?P<is>\\*['\"]?\s*(?:=>|==?|:(?!//))\s*)|(?P<gap>\s+)(?!-))"
+    r"(?<![\w./-])(?P<dashes>-*)(?P<name>\w[\w.-]*+)(?:(?P<is>\\*['\"]?\s*(?:=>|==?|:(?!//))\s*)|(?P<gap>\s+)(?!-))"
 )
 _VALUE = re.compile(
-    r"(?P<quote>\\*['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\\]))*)(?P=quote)|(?:(?:bearer|basic|token)\s+)?[^\s;<>]+",
+    r"(?P<quote>\\*['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\\]))*)(?P=quote)|(?:(?:bearer|basic|token)\s+)?[^\s;<>,)\]}{(\[][^\s;<>,)\]}]*",
     re.IGNORECASE,
 )
+_KEY = re.compile(r"(?=[\w.~+=-]*\d)(?=[\w.~+=-]*[A-Za-z])[\w.~+=-]{12,}")  # as weak names have in texts
 _BEARER = re.compile(r"\b(?P<name>bearer\s+)(?=\S*[\d._-])[\w.~+/=-]{8,}", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _STRONG = re.compile(r"\w*(?:password|passwd|passphrase|passcode)s?|pwd|secrets?|credentials?|\w+credentials?")
@@ -107,7 +109,7 @@ def _is_secret(name: str, value: Any) -> bool:
     if is_text and any(_STRONG.fullmatch(word) for word in words) and not _is_number(value):
         return True
     if words[-1] in _WEAK and not (len(words) > 1 and words[-2] in _OF_LANGUAGE):
-        return not _is_number(value)
+        return not isinstance(value, Mapping) and not _is_number(value)
     return False
 
 
@@ -130,7 +132,9 @@ def _is_number(value: Any) -> bool:
 
 def _hides(named: re.Match[str], value: re.Match[str]) -> bool:
     bare = value["quoted"] if value["quote"] else value[0]
-    is_prose = not value["quote"] and (named["is"] or "").endswith(": ") and bare.rstrip(".,)]}").isalpha()
-    return (
-        not bare.startswith(HIDDEN) and is_secret(named["name"], bare) and (not is_prose or is_secret(named["name"], 1))
-    )
+    if bare.startswith(HIDDEN) or not is_secret(named["name"], bare):
+        return False
+    if not is_secret(named["name"], {"its": "own"}) and not named["dashes"]:  # a weak name, in a sentence
+        return _KEY.fullmatch(bare) is not None
+    is_sentence = re.match(r" [a-z]", value.string[value.end() :]) is not None and bare.isalpha()
+    return not (is_sentence and (named["is"] or "").endswith(": "))

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -131,20 +132,25 @@ def columns_in(request: Any) -> dict[str, Any]:
             "a request: expected columns by name, a mapping such as {'item': [3, 4]} or a pandas DataFrame, got "
             f"{type(request).__name__}" + " (of rows: pandas.DataFrame(rows))" * isinstance(request, (list, tuple))
         )
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise BadInput(f"column {twice[0]!r} is there {names.count(twice[0])} times: rename one")
+    if twice := [(name, n) for name, n in Counter(names).items() if n > 1]:
+        raise BadInput(f"column {twice[0][0]!r} is there {twice[0][1]} times: rename one")
     return {str(name): request[name] for name in request.keys()}  # noqa: SIM118  # (of a DataFrame as well)
 
 
 def refuse_doubtful(spec: Spec, columns: Mapping[str, Any]) -> None:
     """Raises BadInput where a field is given twice, by its column and others, or by more columns than it has."""
     every = {name for field in fields(spec) for name in columns_for(field)}
+    own = {field["column"] for field in fields(spec)}
     for field in fields(spec):
         name, shape = field["column"], field["shape"]
         # `RowEncoder.columns` has the array `dense` beside the raw columns that it is made of.
         is_array = np.ndim(columns[name]) == 2 if isinstance(columns.get(name), np.ndarray) else False
         ways = [[name], [] if is_array else field.get("names", []), _numbered(field)]
-        given = [found[0] for way in ways if (found := [one for one in way if one in columns])]
+        given = [
+            found[0]
+            for way in ways
+            if (found := [one for one in way if one in columns and (one == name or one not in own)])
+        ]
         if len(given) > 1:
             raise BadInput(f"field {name!r}: given as {given[0]!r} and as {given[1]!r}: leave one of them out")
         if len(shape) == 1 and (over := f"{name}_{shape[0]}") in columns and over not in every and name not in columns:

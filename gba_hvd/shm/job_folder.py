@@ -11,7 +11,7 @@ before it opens the first file:
 The owner of the base is trusted.
 
 A folder of such a name may also be the user's own, such as a clone `gba-hvd-main`. A job makes `door` in its folder
-before any other file, and no folder of another name than `faults`; who removes a folder looks at that (`foreign`).
+before any other file, and `faults` is the only folder in it; who removes a folder looks at that (`foreign`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gba_hvd.errors import ShardMemoryError
 PREFIX = "gba-hvd-"
 _MADE = re.compile(
     r"(door|alive|keeper|shards|memory\.json|owner|job\.json|progress|kept|not-kept|key|ps\.json|ended-\d+\.json"
-    r"|outbox-\d+-\d+|ps-\d+\.\w+|faults|fault-\d+-\w+\.json)(\.new(-\d+)*)?"
+    r"|outbox-\d+-\d+|ps-\d+\.\w+(\.residuals)?|faults|fault-\d+-\w+\.json)(\.new(-\d+)*)?"
 )
 
 

@@ -58,7 +58,7 @@ class LeftEpoch:
     def _waiting(self) -> str:
         return (
             f"{self.n_computed:,} samples that were computed wait for step {self.step + 1:,}, which is not complete: "
-            "if no worker trains the rest of the epoch they are in no count"
+            "they are in no count unless another worker trains the rest of the epoch"
         )
 
     @property

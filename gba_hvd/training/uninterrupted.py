@@ -34,5 +34,13 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for one in came:
-            signal.raise_signal(one)
+        _deliver(came)
+
+
+def _deliver(numbers: list[int]) -> None:
+    """All of them, also where the handler of one raises."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _deliver(numbers[1:])

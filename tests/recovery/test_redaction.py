@@ -27,7 +27,13 @@ from recovery.redaction import redacted, redacted_command, redacted_values
         ('{"a": {"apiKey": "x y"}, "lr": 1}', '{"a": {"apiKey": "***"}, "lr": 1}'),
         ("dsn=\"host=h password='it is'\"", "dsn=\"host=h password='***'\""),
         ("train.py --token abc --n-tokens 5", "train.py --token *** --n-tokens 5"),
-        ("Authorization: Bearer abc.def", "Authorization: ***"),
+        ("Authorization: Bearer abc.def0", "Authorization: Bearer ***"),
+        ("no: token=eyJhbGciOi0.x, again", "no: token=***, again"),
+        ('{"a":{"password":"x","b":[1]},"token":{"dim":16}}', '{"a":{"password":"***","b":[1]},"token":{"dim":16}}'),
+        ('{"password": null, "x": 1}', '{"password": null, "x": 1}'),
+        ("token=cols(16), auth: float32, tokens=12k", "token=cols(16), auth: float32, tokens=12k"),
+        ("s3://b/data/token=a/pass=1/part-0.parquet", "s3://b/data/token=a/pass=1/part-0.parquet"),
+        ("password: not given", "password: not given"),
         ("token: 812 is ahead, author=joe PWD=/home/joe", "token: 812 is ahead, author=joe PWD=/home/joe"),
         ("table 'auth': rows, pad_token='[PAD]'", "table 'auth': rows, pad_token='[PAD]'"),
         ("s3://bucket/job@step/x and mail joe@home", "s3://bucket/job@step/x and mail joe@home"),
@@ -52,7 +58,7 @@ def test_settings_are_shown_without_their_secrets() -> None:
 
 def test_whatever_has_a_secret_name_is_hidden() -> None:
     values = {
-        "credentials": {"pass": "x"}, "db_pass": "x", "passphrase": "x", "private_key": "x", "auth": {"user": "x"},
+        "credentials": {"pass": "x"}, "db_pass": "x", "passphrase": "x", "private_key": {"pem": "x"}, "auth": "x",
         "pw": "x", "dbPassword": "x", "bearer": "x", "tokens": ["x"], "sas": "x", "db.credentials.id_of": "x",
         "AWS_SECRET_ACCESS_KEY": "x", "apiKey": "x", "client_secret": "x", "password": 1234,
     }  # fmt: skip
@@ -63,7 +69,7 @@ def test_names_of_machine_learning_stay_readable() -> None:
     values = {
         "tokens_per_batch": 512, "author": "joe", "authority": "x", "n_tokens": "512", "token_dim": 8, "max_tokens": 4,
         "secretary": "a", "pwd": "/home/joe", "pass_through": True, "passes": 3, "auto": True, "tokens": 100, "pass": 2,
-        "use_auth": "true", "token": {"dim": 8}, "pad_token": "[PAD]", "key": "user_id", "primary_key": "id",
+        "use_auth": "true", "token": {"dim": 8, "kind": "x"}, "pad_token": "[PAD]", "key": "user_id", "primary_key": "id",
         "tokenizer": "bert", "password_file": "/x", "compass": "x", "signature": None, "use_secret": True,
     }  # fmt: skip
     assert redacted_values(values) == values

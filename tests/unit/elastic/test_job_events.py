@@ -317,7 +317,7 @@ def test_a_worker_that_leaves_samples_at_the_servers_says_that_others_may_comple
     left = LeftEpoch(0, None, 3, 3, 18, 360, 2050, 32, 2, steps_together=False)
     assert left.words_alone == (
         "left the loop over batches of epoch 0 after step 3: 32 samples that were computed wait for step 4, which is "
-        "not complete: if no worker trains the rest of the epoch they are in no count"
+        "not complete: they are in no count unless another worker trains the rest of the epoch"
     )
 
 

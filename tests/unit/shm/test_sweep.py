@@ -20,7 +20,7 @@ from gba_hvd_tools.doctor.checks import check_orphaned_memory
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_board import Board
-from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.job_folder import foreign, job_folder
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.sweep import OrphanedMemory, orphaned_memory
 from tests.processes.cluster import CONTAINER, needs_containers
@@ -286,3 +286,14 @@ def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(
     assert re.fullmatch(r" +\d+ +/dev/shm/sem\.mp-\*  semaphores of launchers that were killed; removed", line)
     assert not made.exists() and mine.exists()
     assert not event.is_set()
+
+
+@pytest.mark.parametrize(
+    "name", ["ps-0.dense.residuals", "ps-0.dense.residuals.new", "ps-12.dense.new-17", "key.new-1-2", "owner.new"]
+)
+def test_files_that_a_kill_leaves_half_written_are_those_of_a_job(tmp_path: Path, name: str) -> None:
+    for made in ("door", "alive", "memory.json", "ps-0.lock", "outbox-17-2", name):
+        (tmp_path / made).touch()
+    assert foreign(tmp_path) == ""
+    (tmp_path / "thesis.txt").touch()
+    assert foreign(tmp_path) == "it has 'thesis.txt', which no job makes"
