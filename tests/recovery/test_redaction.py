@@ -69,7 +69,7 @@ def test_names_of_machine_learning_stay_readable() -> None:
     values = {
         "tokens_per_batch": 512, "author": "joe", "authority": "x", "n_tokens": "512", "token_dim": 8, "max_tokens": 4,
         "secretary": "a", "pwd": "/home/joe", "pass_through": True, "passes": 3, "auto": True, "tokens": 100, "pass": 2,
-        "use_auth": "true", "token": {"dim": 8, "kind": "x"}, "pad_token": "[PAD]", "key": "user_id", "primary_key": "id",
+        "use_auth": "true", "token": {"dim": 8, "kind": "x"}, "pad_token": "[PAD]", "key": "user_id", "main_key": "i",
         "tokenizer": "bert", "password_file": "/x", "compass": "x", "signature": None, "use_secret": True,
     }  # fmt: skip
     assert redacted_values(values) == values
