@@ -143,9 +143,12 @@ def refuse_doubtful(spec: Spec, columns: Mapping[str, Any]) -> None:
     own = {field["column"] for field in fields(spec)}
     for field in fields(spec):
         name, shape = field["column"], field["shape"]
-        # `RowEncoder.columns` has the array `dense` beside the raw columns that it is made of.
-        is_array = np.ndim(columns[name]) == 2 if isinstance(columns.get(name), np.ndarray) else False
-        ways = [[name], [] if is_array else field.get("names", []), _numbered(field)]
+        # `RowEncoder.columns` has `dense` beside the raw columns that it is made of, and lines of JSON have it
+        # beside the values by name that were in it.
+        whole = columns.get(name)
+        is_array = isinstance(whole, np.ndarray) and np.ndim(whole) == 2
+        is_by_name = isinstance(whole, (list, np.ndarray)) and any(isinstance(one, Mapping) for one in whole[:1])
+        ways = [[name], [] if is_array or is_by_name else field.get("names", []), _numbered(field)]
         given = [
             found[0]
             for way in ways

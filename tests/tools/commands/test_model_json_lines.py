@@ -99,7 +99,7 @@ def test_values_by_name_may_be_one_object(saved: Any) -> None:
         (17, "[1]", "line 18: not a JSON object with names and values"),
         (17, {"user": "u7"}, "line 18: field 'user': expected numbers, got strings"),
         (17, {"user": 7.5}, "line 18: field 'user': expected int64, got float64"),
-        (17, {"user": None}, "line 18: field 'user': expected int64, got float64"),
+        (17, {"user": None}, "line 18: field 'user' is missing: expected int64, got null in every sample"),
         (17, {"user": 50}, "line 18: table 'user' has rows 0 to 49, got id 50"),
         (0, {"user": 50}, "line 1: table 'user' has rows 0 to 49, got id 50"),
         (17, {"price": "cheap"}, "line 18: field 'price': expected float32"),
