@@ -34,7 +34,7 @@ _KEY = re.compile(r"(?=[\w.~+=-]*\d)(?=[\w.~+=-]*[A-Za-z])[\w.~+=-]{12,}")  # as
 _BEARER = re.compile(r"\b(?P<name>bearer\s+)(?=\S*[\d._-])[\w.~+/=-]{8,}", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _STRONG = re.compile(r"\w*(?:password|passwd|passphrase|passcode)s?|pwd|secrets?|credentials?|\w+credentials?")
-_STRONG_KEY = re.compile(r"(?:\w+_)?(?:api|access|account|secret|private|encryption|signing|shared)_?keys?")
+_STRONG_KEY = re.compile(r"(?:\w+_)?(?:api|access|account|secret|private|encryption|signing|shared|hvd)_?keys?")
 _WEAK = frozenset({"pass", "pw", "auth", "authorization", "bearer", "token", "tokens", "accesstoken", "authtoken",
                    "sas", "sig", "signature", "cookie"})  # fmt: skip
 _OF_LANGUAGE = frozenset({"pad", "eos", "bos", "unk", "cls", "sep", "mask", "special", "stop", "start", "end", "oov"})

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -145,10 +145,10 @@ def refuse_doubtful(spec: Spec, columns: Mapping[str, Any]) -> None:
         name, shape = field["column"], field["shape"]
         # `RowEncoder.columns` has `dense` beside the raw columns that it is made of, and lines of JSON have it
         # beside the values by name that were in it.
-        whole = columns.get(name)
-        is_array = isinstance(whole, np.ndarray) and np.ndim(whole) == 2
-        is_by_name = isinstance(whole, (list, np.ndarray)) and any(isinstance(one, Mapping) for one in whole[:1])
-        ways = [[name], [] if is_array or is_by_name else field.get("names", []), _numbered(field)]
+        whole, by_names = columns.get(name), field.get("names", [])
+        rank = whole.ndim if isinstance(whole, np.ndarray) else int(isinstance(whole, list))
+        is_by_name = rank == 1 and bool(by_names) and any(isinstance(one, Mapping) for one in cast(Any, whole))
+        ways = [[name], [] if rank == 2 or is_by_name else by_names, _numbered(field)]
         given = [
             found[0]
             for way in ways

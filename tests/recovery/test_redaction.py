@@ -34,6 +34,7 @@ from recovery.redaction import redacted, redacted_command, redacted_values
         ("token=cols(16), auth: float32, tokens=12k", "token=cols(16), auth: float32, tokens=12k"),
         ("s3://b/data/token=a/pass=1/part-0.parquet", "s3://b/data/token=a/pass=1/part-0.parquet"),
         ("password: not given", "password: not given"),
+        ("GBA_HVD_KEY=0123abc GBA_HVD_KEY_FILE=/k", "GBA_HVD_KEY=*** GBA_HVD_KEY_FILE=/k"),
         ("token: 812 is ahead, author=joe PWD=/home/joe", "token: 812 is ahead, author=joe PWD=/home/joe"),
         ("table 'auth': rows, pad_token='[PAD]'", "table 'auth': rows, pad_token='[PAD]'"),
         ("s3://bucket/job@step/x and mail joe@home", "s3://bucket/job@step/x and mail joe@home"),

@@ -253,6 +253,15 @@ def test_a_field_that_is_given_twice_is_refused() -> None:
         with pytest.raises(BadInput, match=words):
             inputs.refuse_doubtful(spec, columns)
     inputs.refuse_doubtful(spec, {"hist": hist, "price": one, "age": one, "label": one})
+    by_name = [None, {"price": 0.0, "age": 0.0}]  # as lines of JSON have it, beside what was in it
+    inputs.refuse_doubtful(spec, {"hist": hist * 2, "dense": by_name, "price": one * 2, "age": one * 2})
+    inputs.refuse_doubtful(spec, {"hist": hist, "dense": np.float32(0)})
+
+
+def test_a_field_may_have_the_name_of_a_column_of_another() -> None:
+    ids = {"hist": torch.zeros(2, 4, dtype=torch.int64), "hist_0": torch.zeros(2, dtype=torch.int64)}
+    spec = inputs.spec_of(gba_hvd.Batch(ids, torch.zeros(2, 2), torch.zeros(2)), Model(), ["price", "age"])
+    inputs.refuse_doubtful(spec, {"hist": [[1, 2, 3, 4]], "hist_0": [7], "price": [0.0], "age": [0.0]})
 
 
 @pytest.mark.parametrize(("request_", "words"), [
