@@ -5,6 +5,7 @@ Nothing here talks to MLflow or imports it.
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import importlib.util
 import itertools
@@ -168,6 +169,7 @@ class MLflowCallback(Callback):
         self._logged_step = -1
         self._mode: str | None = None
         self._seen_step: int | None = None
+        self._newest_ms = 0  # of points and resumes
         self._since = _Interval()
         self._readings = gauges.Readings()
         # Of a worker that is not the chief, since the newest world: what it reports where the chief has died meanwhile.
@@ -305,7 +307,7 @@ class MLflowCallback(Callback):
             if record.mode != self._mode:
                 self._mode = record.mode
                 self._tag("gba_hvd.mode", record.mode)
-        self._write({"kind": "metrics", "step": record.step, "ms": _now_ms(), "values": values})
+        self._write({"kind": "metrics", "step": record.step, "ms": self._point_ms(), "values": values})
         self._logged_step = record.step
         if time.monotonic() >= self._next_look_s:
             self._look_after_sender()
@@ -327,7 +329,7 @@ class MLflowCallback(Callback):
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         values |= self._best.add(step, self._epoch, values)
-        records = metrics_records(step, _now_ms(), values)
+        records = metrics_records(step, self._point_ms(), values)
         if self._job.is_chief:
             self._write(*records)
         else:
@@ -338,6 +340,7 @@ class MLflowCallback(Callback):
             self._take_readings(event)
             return
         if event.kind == "resumed":
+            event = self._after_all_points(event)
             self._resumed_step = event.step
         if event.kind == "checkpoint":
             self._note_checkpoint(event.data)
@@ -353,6 +356,20 @@ class MLflowCallback(Callback):
         else:
             self._unreported.append(event)
 
+    def _point_ms(self) -> int:
+        """Now, unless a point or a resume has a later time already."""
+        self._newest_ms = max(self._newest_ms, _now_ms())
+        return self._newest_ms
+
+    def _after_all_points(self, resumed: Event) -> Event:
+        """With a time after that of every point so far: it supersedes only earlier ones, and they may be of the same
+        millisecond, or of a clock that was set back since."""
+        earliest_ms = self._newest_ms + 1
+        self._newest_ms = max(earliest_ms, recovery_records.ms_of({"unix_s": resumed.unix_s}))
+        if self._newest_ms > earliest_ms:
+            return resumed
+        return dataclasses.replace(resumed, unix_s=(earliest_ms + 0.5) / 1000)  # no rounding takes it back
+
     def _take_readings(self, event: Event) -> None:
         """They are reported with the next point, unless they are a point of their own."""
         readings = self._readings.take(event.data)
@@ -361,7 +378,7 @@ class MLflowCallback(Callback):
             return
         self._since.forget(readings)
         if self._job is not None and self._job.is_chief:
-            self._write(*metrics_records(event.step, _now_ms(), readings))
+            self._write(*metrics_records(event.step, self._point_ms(), readings))
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the job that are others now than when the world formed."""
@@ -406,7 +423,7 @@ class MLflowCallback(Callback):
         were lost, with a score of theirs."""
         last = max(self._step, self._logged_step)
         if self._best.step is not None and self._best.step < last:
-            self._write(*metrics_records(last, _now_ms(), self._best.values))
+            self._write(*metrics_records(last, self._point_ms(), self._best.values))
 
     def _write_model(self) -> bool:
         """Write the model that the sender logs; whether it could be written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT
+from gba_hvd.tracking.recovery_records import superseded_words
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import report_job
@@ -257,3 +259,25 @@ def test_a_whole_job_is_reported_to_both_trackers(quiet: MLflowCallback):
     assert history_of(quiet).n_steps == 400
     assert "[switch] step 120: allreduce -> gba: worker 2 takes 6.1x the median" in stream.getvalue()
     assert "decision" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("clock_s", [1_795_829_872.123, 0.0])  # stands still, or was set back
+def test_a_resume_supersedes_all_points_before_it_whatever_the_clock_says(
+    clock_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(time, "time", lambda: 1_795_829_872.123)
+    callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
+    callback.on_job(job("j"))
+    for k in range(1, 7):
+        callback.on_step(step(k, loss=1.0))
+    monkeypatch.setattr(time, "time", lambda: clock_s)
+    callback.on_event(Event("resumed", 3, "full recovery", unix_s=clock_s))
+    for k in range(4, 9):
+        callback.on_step(step(k, loss=2.0))
+    assert callback.spool is not None
+    found = from_files(callback.spool)
+    assert [(point.step, point.value) for point in found.history["train/loss"]] == [
+        (k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)
+    ]
+    assert superseded_words(found.resumes, found.applied).startswith("steps 4 to 6 from before ")
