@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.errors import BadInput
 
+from ..terminal import print_line
+
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
     from gba_hvd.update_rules.delay_sequence import Arrivals
@@ -122,7 +124,10 @@ def run(args: argparse.Namespace) -> int:
     arrivals = measured.arrivals if args.age is None else None
     advice = advise(lr, curvature, ages, momentum or 0.0, arrivals=arrivals, ahead=ahead, dampening=dampening)
     advice = replace(advice, reason="; ".join([advice.reason, *lacks]))
-    print(json.dumps(asdict(advice), indent=2) if args.json else advice.reason)
+    if args.json:
+        print(json.dumps(asdict(advice), indent=2))
+    else:
+        print_line(advice.reason)
     return 0 if advice.is_stable else 1
 
 
@@ -221,8 +226,8 @@ def sweep(
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        with_ahead = [f"values are {ahead:g} of a step ahead"] if ahead else []
-        print("\n".join([*with_ahead, *lacks]), end="\n" if with_ahead or lacks else "")
+        for line in ([f"values are {ahead:g} of a step ahead"] if ahead else []) + [*lacks]:
+            print_line(line)
     return 0 if any(one["most_workers"] for one in found) else 1
 
 

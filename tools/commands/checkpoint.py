@@ -21,16 +21,8 @@ from recovery.rows import FILTER, KEY, Table
 from recovery.storage.store import Store
 
 from ..checkpoint.store_argument import checkpoints_at
-from ..checkpoint.terminal_report import (
-    print_deletion,
-    print_diff,
-    print_line,
-    print_list,
-    print_one,
-    print_rollback,
-    progress,
-    short,
-)
+from ..checkpoint.terminal_report import print_deletion, print_diff, print_list, print_one, print_rollback, short
+from ..terminal import print_line, progress
 
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 
-from ..checkpoint.terminal_report import print_line
+from ..terminal import print_line
 from .data_output import print_summary, shown_progress
 
 if TYPE_CHECKING:

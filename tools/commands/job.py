@@ -19,8 +19,8 @@ from gba_hvd.mode_names import SETTINGS, any_of, known_mode
 from gba_hvd.ps.coordinator.recent_pace import PACE_S
 from gba_hvd.shm import job_board
 from gba_hvd.shm.job_board import ENDING
+from recovery.printable import one_line, printable
 
-from ..checkpoint.terminal_report import print_table
 from ..health_words import health_facts, moment
 from ..running_jobs import (
     ask_status,
@@ -34,6 +34,7 @@ from ..running_jobs import (
     with_name,
 )
 from ..step_time_words import step_time_facts, times_of
+from ..terminal import print_line, print_table
 
 _LOOK_AGAIN_S = 0.2
 _LONG_S = 5.0  # without a push of a worker
@@ -87,7 +88,7 @@ def run_ps(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(listed, indent=2))
     elif not listed:
-        print(f"no job of this user runs on this host{f' in {args.dir}' if args.dir else ''}")
+        print_line(f"no job of this user runs on this host{f' in {args.dir}' if args.dir else ''}")
     else:
         print_jobs(listed)
     return 0
@@ -109,22 +110,22 @@ def run_switch(args: argparse.Namespace) -> int:
     before = ask_status(folder, args.timeout)
     ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
     stays = before["mode"] == mode
-    print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
+    print_line(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
     awaited = [] if mode == "auto" or stays else inactive_workers(before)
     for line in awaited:
-        print(line, flush=True)
+        print_line(line, flush=True)
     if mode == "auto" or args.wait <= 0:
         return 0
     after = _wait_for(folder, mode, args.wait, args.timeout, with_a_step=bool(awaited))
     if after is None:
-        print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
+        print_line(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
         now = ask_status(folder, args.timeout)
         for line in inactive_workers(now) if "by_worker" in now else inactive_workers(before, args.wait):
-            print(line, file=sys.stderr)
+            print_line(line, file=sys.stderr)
         return 1
     at = f" at step {after['step']:,}" if "step" in after else ""
     held = ", and stays there until another mode or auto is asked for" if stays else ""
-    print(f"job {before['job']}: in {mode}{at}{held}")
+    print_line(f"job {before['job']}: in {mode}{at}{held}")
     return 0
 
 
@@ -307,11 +308,11 @@ def print_report(report: Mapping[str, Any]) -> None:
 
     is_terminal = sys.stdout.isatty()
     console = Console(highlight=False) if is_terminal else Console(highlight=False, soft_wrap=True, width=240)
-    name = f" ({escape(report['name'])})" if report.get("name") else ""
-    console.print(f"[bold]job {report['job']}{name}[/bold]")
+    name = f" ({report['name']})" if report.get("name") else ""
+    console.print(one_line(f"job {report['job']}{name}"), style="bold", markup=False)
     lines = Table.grid(padding=(0, 2))
     for word, sentence in facts(report):
-        lines.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
+        lines.add_row(escape(one_line(word)), escape(printable(sentence)), style="bold" if word == "mode" else None)
     console.print(lines)
     rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in workers(report)]
     if rows:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 
 from ..checkpoint.store_argument import options_of, store_of
-from ..checkpoint.terminal_report import print_line, print_table, progress
+from ..terminal import print_line, print_table, progress
 
 if TYPE_CHECKING:
     from gba_hvd.serving.follower import Update
@@ -270,7 +270,7 @@ def run_export(args: argparse.Namespace) -> int:
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if example is None:
-        print(
+        print_line(
             "without --example the fields of a request are not stored: `gba-hvd model predict` and `serve` refuse "
             "this model, and only code of your own can call what gba_hvd.load_for_inference returns",
             file=sys.stderr,
@@ -280,17 +280,17 @@ def run_export(args: argparse.Namespace) -> int:
             json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step, **_best_facts(opened)}, indent=2)
         )
         return 0
-    print(
+    print_line(
         f"{saved.url}: version {saved.version} of {opened.name} (step {opened.step:,}), {saved.n_rows:,} rows, "
         f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
     )
     if (best := opened.best) is not None:
-        print(
+        print_line(
             f"the best model{' that is saved' * bool(best.unsaved)}: {best.words}"
             + f"; {best.ahead}" * bool(best.ahead)
         )
     if args.encoder is not None:
-        print(described_vocabularies(saved))
+        print_line(described_vocabularies(saved))
     return 0
 
 
@@ -352,7 +352,7 @@ def run_predict(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
     else:
-        print(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
+        print_line(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
     return 0
 
 
@@ -394,7 +394,7 @@ def _served(args: argparse.Namespace, version: int) -> str:
 
 def _show_update(update: Update) -> None:
     """One line, beside the output of `--json`."""
-    print(
+    print_line(
         f"step {update.step:,}: {update.n_rows:,} rows, {update.n_bytes / 1e6:.1f} MB in {update.seconds:.2f} s, "
         f"{update.lag_s:.1f} s after it was saved",
         file=sys.stderr, flush=True,
@@ -422,9 +422,9 @@ def run_log(args: argparse.Namespace) -> int:
     served = f"models:/{args.registered_model_name}/{logged.version}" if logged.version else logged.model_uri
     alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
     of_step = "" if logged.step is None else f" of step {logged.step:,}"
-    print(f"run {logged.run_id}: version {manifest.version}{of_step} is {served}{alias}")
+    print_line(f"run {logged.run_id}: version {manifest.version}{of_step} is {served}{alias}")
     if logged.alias_move:
-        print(logged.alias_move)
+        print_line(logged.alias_move)
     return 0
 
 
@@ -455,7 +455,7 @@ def run_verify(args: argparse.Namespace) -> int:
     for flaw in flaws:
         print_line(flaw)
     found = f"{len(flaws)} objects are DAMAGED. {_REPAIR}" if flaws else f"{manifest.n_bytes:,} bytes ok"
-    print(f"version {manifest.version}: {found}")
+    print_line(f"version {manifest.version}: {found}")
     return int(bool(flaws))
 
 
@@ -515,13 +515,13 @@ def run_rollback(args: argparse.Namespace) -> int:
         print(json.dumps({**about, "done": args.yes, "withdrawn": gone}, indent=2))
         return 0
     for one in plan.manifests:
-        print(_described(one))
+        print_line(_described(one))
     n, kept = len(plan.later), _described(plan.to)
     these = f"{n} later version{'s' * (n > 1)} ({', '.join(map(str, plan.later))})"
     if not args.yes:
-        print(f"{these}, to be withdrawn; {kept}, becomes the newest: add --yes to do it")
+        print_line(f"{these}, to be withdrawn; {kept}, becomes the newest: add --yes to do it")
         return 0
-    print(
+    print_line(
         f"{these} withdrawn. The newest is {kept}: what opens the model from now on takes it. Processes that have a "
         "later one open keep it until they are started again; its objects stay until `gba-hvd model gc URL --yes`"
     )
@@ -565,7 +565,9 @@ def run_gc(args: argparse.Namespace) -> int:
     what = f"{gone}{len(found.objects):,} objects that no version names{' then' * bool(gone)}, {found.n_bytes:,} bytes"
     done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
     kept = ", ".join(map(str, found.kept))
-    print(f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})")
+    print_line(
+        f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})"
+    )
     return 0
 
 

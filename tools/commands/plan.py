@@ -18,8 +18,8 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import MeanTime, mean_time
 from recovery.schedule.planner import Costs, Estimate, JobProfile, Objectives, RecoveryPlan, plan
 
-from ..checkpoint.terminal_report import print_table
 from ..plan import measured_costs
+from ..terminal import print_line, print_table
 
 if TYPE_CHECKING:
     from ..plan.measured_costs import MeasuredCosts
@@ -117,16 +117,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         if found_at is not None:
             servers = f"{args.servers} servers" if args.servers != 1 else "1 server, whose loss is the loss of the job"
-            print(f"from {found_at.checkpoint}: {servers}, {args.table_gb:,.3g} GB of rows")
+            print_line(f"from {found_at.checkpoint}: {servers}, {args.table_gb:,.3g} GB of rows")
             if found_at.pace:
-                print(f"that job saved every {pace_in_words(found_at.pace)}")
+                print_line(f"that job saved every {pace_in_words(found_at.pace)}")
         show(found, mean, job.costs, priced=args.price > 0 or args.price_puts > 0)
     if args.plot:
         from ..plan.plot import draw
 
         draw(job, objectives, found, args.plot)
         if not args.json:
-            print(f"written to {args.plot}")
+            print_line(f"written to {args.plot}")
     return 0
 
 
@@ -221,7 +221,8 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
     ]
     if priced:
         lines.insert(3, f"cost: {found.cost_per_month:,.2f} per month")
-    print(*lines, sep="\n")
+    for line in lines:
+        print_line(line)
 
 
 def pace_in_words(pace: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from recovery.storage.rename import replace_file
 
-from ...checkpoint import terminal_report
+from ... import terminal
 from ...launch.command_line import CYCLE_MS
 from ...signals import stop
 
@@ -311,4 +311,4 @@ def cell(text: str, row: Mapping[str, Any]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    terminal_report.print_table(columns, rows, left=(0,), title=title)
+    terminal.print_table(columns, rows, left=(0,), title=title)

@@ -19,8 +19,8 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.planner import JobProfile, plan
 
-from ...checkpoint.terminal_report import print_table
 from ...simulated.output import settings_of, write
+from ...terminal import print_table
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
