@@ -148,7 +148,7 @@ class JobSummary(Callback):
             "samples_dropped": state.samples.dropped,
             "samples_lost": state.samples.lost,
             "samples_redone": state.samples.redone,
-            "refused": state.engine.progress.rejected,
+            "refused": state.engine.progress.refused,
             "reissued": state.engine.progress.reissued,
             "staleness": staleness_summary(state.engine.progress.staleness),
             "dense_age": staleness_summary(state.engine.progress.lags),

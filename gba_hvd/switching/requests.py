@@ -299,7 +299,7 @@ class ModeRequests(StepParticipant):
             return False
         self._rates_s = now
         words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
-        counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.rejected}
+        counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.refused}
         data = {"seconds": seconds, **counts, "reissued": progress.reissued, **progress.delays()}
         data["elp"] = self._engine.elp
         if self.callback.mode == "auto" and self.callback.last is not None:

@@ -134,7 +134,7 @@ class Progress:
     values that it was computed with, were so many steps old, in asynchronous modes. gaps: by rank, as of
     `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals: there, ages by
     step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on the wires of
-    all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
+    all workers, by mode (`comm.traffic`). refused: gradients that were not finite; reissued: micro-batches that were
     leased again. order, dataset: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand.
     factors: what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this
     worker asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has
@@ -154,7 +154,7 @@ class Progress:
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
         self.arrivals: Sequence[Sequence[tuple[int, float]]] = ()
         self.traffic: dict[str, Sums] = {}
-        self.rejected = self.reissued = 0
+        self.refused = self.reissued = 0
         self.factors = Factors()
         self.n_steps = 1
         self.epoch: int | None = None
@@ -205,7 +205,7 @@ class Progress:
             "lags": [[k, n] for k, n in self.lags.items()],
             "gaps": [[rank, *found] for rank, found in self.gaps.items()],
             "traffic": {mode: list(sums) for mode, sums in self.traffic.items()},
-            "refused": self.rejected,
+            "refused": self.refused,
             "reissued": self.reissued,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
         }
@@ -223,7 +223,7 @@ class Progress:
         self.lags = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}
         self.traffic = {mode: (a, b, c, d, e, f) for mode, (a, b, c, d, e, f) in state.get("traffic", {}).items()}
-        self.rejected, self.reissued = state["refused"], state["reissued"]
+        self.refused, self.reissued = state["refused"], state["reissued"]
         self._load_scale(state.get("loss_scale"))
 
     # --- on the wire, as the coordinator of servers has it -----------------------------------------------------------
@@ -232,7 +232,7 @@ class Progress:
         return JobPosition(
             step=self.step, epoch=self.cursor.epoch, segment=self.cursor.segment, steps_done=self.cursor.steps_done,
             n_steps=self.cursor.n_steps, account=asdict(self.account), staleness=dict(self.staleness),
-            lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
+            lags=dict(self.lags), refused=self.refused, reissued=self.reissued,
             remapped=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             traffic=dict(self.traffic),
         )  # fmt: skip
@@ -246,7 +246,7 @@ class Progress:
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps
         self.arrivals = position.arrivals or self.arrivals
         self.traffic = larger(self.traffic, position.traffic)
-        self.rejected, self.reissued = position.rejected, position.reissued
+        self.refused, self.reissued = position.refused, position.reissued
         self._load_scale(position.loss_scale)
 
     def merge(self, position: JobPosition) -> Passed | None:

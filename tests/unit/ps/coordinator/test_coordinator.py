@@ -436,15 +436,15 @@ def test_the_newest_learning_rates_count_in_whatever_order_they_come() -> None:
 def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
     coordinator = a_coordinator(Clock())
     coordinator.beat(beat(1))
-    done(coordinator, 1, lease(coordinator, 1, 1), rejected="the gradient of w is not finite")
+    done(coordinator, 1, lease(coordinator, 1, 1), refused="the gradient of w is not finite")
     done(coordinator, 1, lease(coordinator, 1, 2))
     step = coordinator.decide()
     assert step is not None
     assert [m.micro for m in step.members] == [1]
     coordinator.applied(step.step, set(), 0)
     assert (coordinator.account.applied, coordinator.account.dropped) == (8, 8)
-    assert coordinator.rejected_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
-    assert coordinator.position().rejected == 1
+    assert coordinator.refused_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
+    assert coordinator.position().refused == 1
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
