@@ -143,7 +143,8 @@ class JobPosition(Struct, tag="Position"):
     steps_done: int = 0
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
-    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with
+    # as staleness, but of the dense values that gradients were computed with
+    dense_ages: dict[int, int] = msgspec.field(name="lags", default_factory=dict)
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
     traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker

@@ -230,7 +230,7 @@ class ModeRequests(StepParticipant):
         """On the chief, every few seconds in mode gba."""
         step, progress = self._engine.progress.step, self._engine.progress
         events = self._drops_by_worker.look(step, servers.position.drops)
-        if (of_all := self._drops.look(step, progress.staleness, progress.lags)) is not None:
+        if (of_all := self._drops.look(step, progress.staleness, progress.dense_ages)) is not None:
             events.append(of_all)
         for event in events:
             self._engine.emit(event)

@@ -112,7 +112,7 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
+        self._staleness_before, self._dense_ages_before = dict(position.staleness), dict(position.dense_ages)
         self._refused_before, self._reissued_before = position.refused, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
@@ -160,7 +160,7 @@ class Coordinator:
             if self.requested_mode not in ("", "auto", ledger.discipline.name):
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before, self._lags_before = self.staleness(), self.lags()
+            self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
             self.ledger, self._order = new, None
@@ -445,18 +445,16 @@ class Coordinator:
         limit = max(_REFUSED_AT_LEAST, _REFUSED_STEPS * self.ledger.cut.n_micro)
         if self._refused_in_a_row < limit:
             return ""
-        return (
-            f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.refused_gradients[-1]}"
-        )
+        return f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.refused_gradients[-1]}"
 
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
         return _together(self._staleness_before, self.ledger.staleness_histogram)
 
-    def lags(self) -> dict[int, int]:
+    def dense_ages(self) -> dict[int, int]:
         """The same of the dense values that gradients were computed with; of several servers, the oldest."""
-        return _together(self._lags_before, self.ledger.age_histogram)
+        return _together(self._dense_ages_before, self.ledger.age_histogram)
 
     def _all_traffic(self) -> dict[str, Sums]:
         sums, mode = NOTHING, self._enter.discipline["name"]
@@ -479,7 +477,7 @@ class Coordinator:
             n_steps=ledger.cut.n_steps if n_steps is None else n_steps,
             account=vars(self.account).copy(),
             staleness=self.staleness(),
-            lags=self.lags(),
+            dense_ages=self.dense_ages(),
             traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             drops=sorted((s.rank, w, *self._drops[w]) for w, s in self.workers.items() if w in self._drops),
@@ -531,7 +529,7 @@ class Coordinator:
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
-            "lags": self._lags_before,
+            "lags": self._dense_ages_before,
             "refused": self._refused_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
@@ -555,7 +553,7 @@ class Coordinator:
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
-        self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
+        self._dense_ages_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, now) for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]

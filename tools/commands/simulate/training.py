@@ -138,7 +138,7 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> TrainingLine:
         losses=losses,
         staleness_mean=mean_of(first.staleness),
         staleness_max=max(first.staleness, default=0),
-        lag_mean=mean_of(first.lags),
+        lag_mean=mean_of(first.dense_ages),
         gap=mean_gap(first)[0],
         gap_in_steps=mean_gap(first)[1],
         gap_by_worker={worker: (gap / n, in_steps / n) for worker, (n, gap, in_steps) in first.gaps.items()},
