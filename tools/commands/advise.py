@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.errors import BadInput
 
+from ..bench.harness.measure import ShowsDefaults
 from ..terminal import print_line
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _HOW_TO_MEASURE = (
     "measure it in the script, gba_hvd.update_rules.stability.largest_curvature(loss_fn, model.parameters()), and "
     "either report it with state.report(curvature=...) or give it here with --curvature"
 )
+
 _NO_MOMENTUM = "momentum is not known and taken as 0: give --momentum"
 
 
@@ -30,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "advise",
         help="how old dense values may be at a learning rate, and how many workers help",
+        formatter_class=ShowsDefaults,
         description="Say how far a learning rate is from the stability limit, from a run's measurements or from "
         "figures, which win: where the error of SGD begins to grow, with the ages of the dense values in the order in "
         "which a run that has ended had them, else by the roots of the equation with their mean. Exit status 1 when it "
@@ -49,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--ahead", type=float, metavar="STEPS", help="of rule look_ahead, its steps (default: the run's, or 0)"
     )
     parser.add_argument("--age", type=float, metavar="MEAN", help="of the dense values, in steps (default: the run's)")
-    parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age; default: the mean is all there is")
+    parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age (default: the mean is all there is)")
     parser.add_argument("--workers", type=int, nargs="+", metavar="N", help="work out these numbers of workers instead")
     parser.add_argument(
         "--micro-batch-s",
@@ -58,14 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds of the workers, repeated in turn; with --workers",
     )
-    parser.add_argument("--serve-s", type=float, nargs="+", default=[0.0], help="a server's seconds for a push (0)")
-    parser.add_argument(
-        "--step", type=int, default=1, metavar="M", help="pushes of a step; 1: mode async (%(default)s)"
-    )
-    parser.add_argument(
-        "--tolerance", type=int, nargs="+", default=[4], help="steps; with --step above 1 (%(default)s)"
-    )
-    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
+    parser.add_argument("--serve-s", type=float, nargs="+", default=[0.0], help="a server's seconds for a push")
+    parser.add_argument("--step", type=int, default=1, metavar="M", help="pushes of a step; 1: mode async")
+    parser.add_argument("--tolerance", type=int, nargs="+", default=[4], help="steps; with --step above 1")
+    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own, MLFLOW_TRACKING_URI")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
     parser.set_defaults(run=run)
 

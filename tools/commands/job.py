@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what a running job is doing: mode, step, workers, staleness, switches",
         description="Show what a job on this host is doing.",
     )
-    status.add_argument("of", nargs="?", metavar="JOB", help="its id or its name; default: the only job on this host")
+    status.add_argument("of", nargs="?", metavar="JOB", help="its id or its name (default: the only job on this host)")
     status.add_argument("--json", action="store_true", help="print the report as one JSON object")
     status.set_defaults(run=run_status)
     switch = subparsers.add_parser(
@@ -69,18 +69,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     switch.add_argument("mode", metavar="MODE", help=any_of(SETTINGS))
     switch.add_argument("--reason", default="", help="kept in the log and in MLflow")
     switch.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (60; 0: only ask)"
+        "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (default: 60; 0: only ask)"
     )
     switch.set_defaults(run=run_switch)
     for parser in (status, switch):
-        parser.add_argument("--job", metavar="JOB", help="its id or its name; default: the only job on this host")
+        parser.add_argument("--job", metavar="JOB", help="its id or its name (default: the only job on this host)")
         parser.add_argument(
             "--dir",
             type=Path,
-            help="look only here (default: where shards lie, GBA_HVD_SHARD_DIR or else /dev/shm, then in all other "
+            help="look only here (default: GBA_HVD_SHARD_DIR, else /dev/shm, where shards lie, then in all other "
             "folders in use)",
         )
-        parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (10)")
+        parser.add_argument(
+            "--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (default: 10)"
+        )
 
 
 def run_ps(args: argparse.Namespace) -> int:

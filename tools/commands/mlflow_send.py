@@ -16,9 +16,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     mlflow = subparsers.add_parser("mlflow", help="send records that a job could not send to MLflow itself")
     commands = mlflow.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = commands.add_parser("send", help="send what is in a spool file, or a folder of them")
-    parser.add_argument("spool", type=Path, nargs="+", help="a spool file (*.jsonl), or a folder of them")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="give up on a file after S seconds (300)"
+        "spool", type=Path, nargs="+", metavar="SPOOL", help="a spool file (*.jsonl), or a folder of them"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="give up on a file after S seconds (default: 300)"
     )
     parser.set_defaults(run=send)
 
