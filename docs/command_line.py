@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from gba_hvd_tools.bench.harness.measure import ShowsDefaults, with_default
 from gba_hvd_tools.cli import build_parser
 from mkdocs.structure.pages import Page
 
@@ -65,6 +66,8 @@ def row(command: argparse.ArgumentParser, action: argparse.Action) -> str:
     """A line of the table: how it is written, and its help with the values that argparse puts in."""
     formatter = argparse.HelpFormatter(command.prog, width=WIDTH)
     written = formatter._format_action_invocation(action)
+    if issubclass(command.formatter_class, ShowsDefaults):
+        action = with_default(action)
     text = formatter._expand_help(action) if action.help else ""
     required = "(required)" if action.required and action.option_strings else ""
     return f"| `{cell(written)}` | {cell(f'{as_markdown(text)} {required}')} |"

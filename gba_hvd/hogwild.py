@@ -147,7 +147,7 @@ class _Threads:
         self._busy: set[int] = set()  # threads that compute
         self._ending = self._warned = self.compute_failed = False
         self._error: BaseException | None = None
-        self._rejected: list[tuple[int, str]] = []  # to be reported by the calling thread
+        self._refused: list[tuple[int, str]] = []  # to be reported by the calling thread
 
     def hand(self, batch: Any, mode: SharesReplica) -> None:
         """Give the micro-batch that was begun to a thread; return when another is free. Raises what one raised."""
@@ -221,9 +221,9 @@ class _Threads:
 
     def _report(self) -> None:
         with self._changed:
-            rejected, self._rejected = self._rejected, []
-        for micro, bad in rejected:
-            self._engine.reports.rejected(micro, bad)
+            refused, self._refused = self._refused, []
+        for micro, bad in refused:
+            self._engine.reports.refused(micro, bad)
         self._engine.reports.compression()
         if self._error is not None:
             raise self._error
@@ -265,11 +265,11 @@ class _Threads:
             self._busy.add(threading.get_ident())
             return self._jobs.popleft()
 
-    def _note_done(self, micro: int, rejected: str) -> None:
+    def _note_done(self, micro: int, refused: str) -> None:
         with self._changed:
             self._busy.discard(threading.get_ident())
-            if rejected:
-                self._rejected.append((micro, rejected))
+            if refused:
+                self._refused.append((micro, refused))
             self._changed.notify_all()
 
     def _computed(self, job: _MicroBatchWork, model: SharedModel) -> Tensor | float | None:

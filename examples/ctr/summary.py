@@ -148,10 +148,10 @@ class JobSummary(Callback):
             "samples_dropped": state.samples.dropped,
             "samples_lost": state.samples.lost,
             "samples_redone": state.samples.redone,
-            "refused": state.engine.progress.rejected,
+            "refused": state.engine.progress.refused,
             "reissued": state.engine.progress.reissued,
             "staleness": staleness_summary(state.engine.progress.staleness),
-            "dense_age": staleness_summary(state.engine.progress.lags),
+            "dense_age": staleness_summary(state.engine.progress.dense_ages),
             "gap": {
                 str(rank): {"mean": gap / n, "mean_in_steps": in_steps / n}
                 for rank, (n, gap, in_steps, _) in sorted(state.engine.progress.gaps.items())

@@ -179,11 +179,11 @@ class ParameterServerMode:
             )  # fmt: skip
         grads = engine.take_gradients(micro, loss)
         if grads.not_finite:
-            engine.reports.rejected(micro.index, grads.not_finite)
-        if rejected := self.servers.push(
+            engine.reports.refused(micro.index, grads.not_finite)
+        if refused := self.servers.push(
             lease, grads.rows_on_host, grads.loss, grads.seconds, grads.not_finite, self._before_push()
         ):
-            engine.reports.rejected(lease.micro, rejected)
+            engine.reports.refused(lease.micro, refused)
         engine.reports.compression()
         engine.model.dense.zero_()
 

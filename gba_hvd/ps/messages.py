@@ -143,12 +143,13 @@ class JobPosition(Struct, tag="Position"):
     steps_done: int = 0
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
-    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with
+    # as staleness, but of the dense values that gradients were computed with
+    dense_ages: dict[int, int] = msgspec.field(name="lags", default_factory=dict)
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
     traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
     drops: list[tuple[int, int, int, int]] = []  # rank, worker, its pushes in steps, those dropped as stale
-    rejected: int = msgspec.field(name="refused", default=0)
+    refused: int = 0
     reissued: int = 0
     n_waiting: int = 0  # samples of pushes that wait for a step that is not complete yet
     loss: float | None = None  # of the newest step
@@ -325,7 +326,7 @@ class PushDone(Struct, tag="Done"):
     serial: int
     loss: float | None = None
     seconds: float = 0.0
-    rejected: str = msgspec.field(name="refused", default="")
+    refused: str = ""
     lrs: list[float] = []
     lrs_step: int = -1
     dense_step: int = -1

@@ -230,7 +230,7 @@ class ModeRequests(StepParticipant):
         """On the chief, every few seconds in mode gba."""
         step, progress = self._engine.progress.step, self._engine.progress
         events = self._drops_by_worker.look(step, servers.position.drops)
-        if (of_all := self._drops.look(step, progress.staleness, progress.lags)) is not None:
+        if (of_all := self._drops.look(step, progress.staleness, progress.dense_ages)) is not None:
             events.append(of_all)
         for event in events:
             self._engine.emit(event)
@@ -299,7 +299,7 @@ class ModeRequests(StepParticipant):
             return False
         self._rates_s = now
         words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
-        counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.rejected}
+        counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.refused}
         data = {"seconds": seconds, **counts, "reissued": progress.reissued, **progress.delays()}
         data["elp"] = self._engine.elp
         if self.callback.mode == "auto" and self.callback.last is not None:

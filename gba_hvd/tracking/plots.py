@@ -256,7 +256,7 @@ _DELAYS = (
     _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}),
     _Panel("age of dense values (steps)", {gauges.DENSE_AGE_MEAN: "mean", gauges.DENSE_AGE_MAX: "largest"}),
     _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
-    _Panel("micro-batches so far", {gauges.REJECTED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
+    _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
     _Panel("samples at once (ELP)", {gauges.ELP: None}, counts=True),
 )
 _ROUNDS = (

@@ -130,12 +130,13 @@ class Passed:
 class Progress:
     """How far the training is. Between two steps it is the same on all workers in allreduce mode.
 
-    step: optimizer applications so far. account: of all samples. staleness, lags: how often a gradient, or the dense
-    values that it was computed with, were so many steps old, in asynchronous modes. gaps: by rank, as of
-    `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals: there, ages by
-    step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on the wires of
-    all workers, by mode (`comm.traffic`). rejected: gradients that were not finite; reissued: micro-batches that were
-    leased again. order, dataset: of the newest epoch whose batches were asked for. n_steps: in the epoch at hand.
+    step: optimizer applications so far. account: of all samples. staleness, dense_ages (stored as `lags`): how often a
+    gradient, or the dense values that it was computed with, were so many steps old, in asynchronous modes. gaps: by
+    rank, as of `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals:
+    there, ages by step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on
+    the wires of all workers, by mode (`comm.traffic`). refused: gradients that were not finite; reissued: micro-batches
+    that were leased again. order, dataset: of the newest epoch whose batches were asked for. n_steps: in the epoch at
+    hand.
     factors: what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this
     worker asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has
     changed. launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when
@@ -150,11 +151,11 @@ class Progress:
         self.order: EpochOrder | None = None
         self.dataset: object = None
         self.staleness: dict[int, int] = {}
-        self.lags: dict[int, int] = {}
+        self.dense_ages: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
         self.arrivals: Sequence[Sequence[tuple[int, float]]] = ()
         self.traffic: dict[str, Sums] = {}
-        self.rejected = self.reissued = 0
+        self.refused = self.reissued = 0
         self.factors = Factors()
         self.n_steps = 1
         self.epoch: int | None = None
@@ -187,7 +188,7 @@ class Progress:
         """How late gradients came, in the job so far; for events."""
         return {
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
-            "lags": {str(k): n for k, n in sorted(self.lags.items())},
+            "lags": {str(k): n for k, n in sorted(self.dense_ages.items())},
             "gaps": {str(rank): list(found) for rank, found in sorted(self.gaps.items())},
         }
 
@@ -202,10 +203,10 @@ class Progress:
             "restarts": self.restarts,
             "step_hooks": self.hooks.ran_until,
             "staleness": [[k, n] for k, n in self.staleness.items()],
-            "lags": [[k, n] for k, n in self.lags.items()],
+            "lags": [[k, n] for k, n in self.dense_ages.items()],
             "gaps": [[rank, *found] for rank, found in self.gaps.items()],
             "traffic": {mode: list(sums) for mode, sums in self.traffic.items()},
-            "refused": self.rejected,
+            "refused": self.refused,
             "reissued": self.reissued,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
         }
@@ -220,10 +221,10 @@ class Progress:
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
         self.staleness = {k: n for k, n in state["staleness"]}
-        self.lags = {k: n for k, n in state.get("lags", ())}
+        self.dense_ages = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}
         self.traffic = {mode: (a, b, c, d, e, f) for mode, (a, b, c, d, e, f) in state.get("traffic", {}).items()}
-        self.rejected, self.reissued = state["refused"], state["reissued"]
+        self.refused, self.reissued = state["refused"], state["reissued"]
         self._load_scale(state.get("loss_scale"))
 
     # --- on the wire, as the coordinator of servers has it -----------------------------------------------------------
@@ -232,7 +233,7 @@ class Progress:
         return JobPosition(
             step=self.step, epoch=self.cursor.epoch, segment=self.cursor.segment, steps_done=self.cursor.steps_done,
             n_steps=self.cursor.n_steps, account=asdict(self.account), staleness=dict(self.staleness),
-            lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
+            dense_ages=dict(self.dense_ages), refused=self.refused, reissued=self.reissued,
             remapped=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             traffic=dict(self.traffic),
         )  # fmt: skip
@@ -242,11 +243,11 @@ class Progress:
         self.step, self.account = position.step, SampleAccount(**position.account)
         self.hooks.run(self.n_applied)
         self.cursor = Cursor(position.epoch, position.steps_done, position.remapped, position.segment, position.n_steps)
-        self.staleness, self.lags = position.staleness, position.lags
+        self.staleness, self.dense_ages = position.staleness, position.dense_ages
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps
         self.arrivals = position.arrivals or self.arrivals
         self.traffic = larger(self.traffic, position.traffic)
-        self.rejected, self.reissued = position.rejected, position.reissued
+        self.refused, self.reissued = position.refused, position.reissued
         self._load_scale(position.loss_scale)
 
     def merge(self, position: JobPosition) -> Passed | None:

@@ -59,7 +59,7 @@ class Reports:
         self._server_patience = Patience(again_s=LATE_S)
         self._vocabularies = VocabularyWatch(model.tables)
         self._vocabularies_at: int | None = None  # step of the newest point of their own
-        self._n_rejected = 0
+        self._n_refused = 0
         self._reported: set[str] = set()  # kinds of events, see `once`
         self._full: set[str] = set()  # tables of which it was reported
         self._looked_for_unused = False
@@ -300,14 +300,14 @@ class Reports:
         )
         self.once(Event("no_gradient", self._progress.step, text, {"micro_batch": micro}, level="warning"), True)
 
-    def rejected(self, micro: int, what: str) -> None:
+    def refused(self, micro: int, what: str) -> None:
         """The gradient of a micro-batch was not sent, since `what` is not finite."""
-        self._n_rejected += 1
-        if self._n_rejected > 10 and self._n_rejected.bit_count() > 1:
+        self._n_refused += 1
+        if self._n_refused > 10 and self._n_refused.bit_count() > 1:
             return  # after ten, the 16th, 32nd, ... are reported
         epoch = self._progress.cursor.epoch
         text = f"micro-batch {micro} of epoch {epoch}: {what} is not finite; its gradient is dropped"
-        data = {"micro_batch": micro, "what": what, "so_far": self._n_rejected}
+        data = {"micro_batch": micro, "what": what, "so_far": self._n_refused}
         self.emit(Event("refused", self._progress.step, text, data, level="warning"), only_here=True)
 
     def missing_servers(self) -> None:

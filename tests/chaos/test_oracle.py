@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def test_an_old_checkpoint_of_which_somebody_warned_passes(record: Record) -> No
     without_checkpoints_from(15)(record)
     record.words.append((1060.0, "warning", "the checkpoint failed"))
     assert violations(record) == []
+
+
+@pytest.mark.parametrize(("standstills", "is_old"), [(4, False), (0, True)])
+def test_standstills_make_no_checkpoint_old_and_steps_do(record: Record, standstills: int, is_old: bool) -> None:
+    """Steps of 0.1 s for 4 s and four standstills of 5 s, after the newest checkpoint; or steps for 24 s."""
+    n = 40 if standstills else 240
+    gaps = [5.0 if standstills and k % (n // standstills) == 5 else 0.1 for k in range(n)]
+    record.steps = [(1010.0 + at, k) for k, at in enumerate(accumulate(gaps, initial=0.0))]
+    record.checkpoints = [1010.0]
+    assert any("newest checkpoint" in wrong for wrong in violations(record)) is is_old
 
 
 def test_a_warning_of_something_else_is_no_warning(record: Record) -> None:

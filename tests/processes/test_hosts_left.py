@@ -24,6 +24,7 @@ from .test_memory_left import end_all_workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 TWO = NAMES[:2]
+SAVED_BY = 7  # a step, or a later one: there both workers wait for the checkpoint, so none is begun after it
 KILLED_AT = 10  # both workers stand there, and have not begun the next step
 
 
@@ -58,16 +59,17 @@ def server_of(folder: Path) -> int:
 @contextmanager
 def two_hosts_without_workers(tmp_path: Path, final_checkpoint_s: float, grace_s: int = 6) -> Iterator[Cluster]:
     """Their servers and keepers live on. One checkpoint is there."""
-    plan = plan_of(tmp_path, final_checkpoint_s) | {"holds": {1: "go", KILLED_AT: "never"}}
+    plan = plan_of(tmp_path, final_checkpoint_s) | {"holds": {1: "go", SAVED_BY: "saved", KILLED_AT: "never"}}
     with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": str(grace_s)}, **plan) as job:
         job.start_elastic(TWO)
         servers = lambda: list(job.shard_dir.glob("*/*/ps-0.address"))  # noqa: E731
         wait_for(lambda: job.ended or len(servers()) == 2, "two servers", PATIENCE_S)
         (job.out / "go").touch()
-        held = lambda: list(job.out.glob("held-by-never-*"))  # noqa: E731
-        wait_for(lambda: job.ended or len(held()) == 2, f"both workers at step {KILLED_AT}", PATIENCE_S)
         saved = lambda: any((tmp_path / "checkpoints").glob("manifests/*.json"))  # noqa: E731
         wait_for(lambda: job.ended or saved(), "a checkpoint", PATIENCE_S)
+        (job.out / "saved").touch()
+        held = lambda: list(job.out.glob("held-by-never-*"))  # noqa: E731
+        wait_for(lambda: job.ended or len(held()) == 2, f"both workers at step {KILLED_AT}", PATIENCE_S)
         end_all_workers(job)
         yield job
         wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)

@@ -707,7 +707,7 @@ def write_result() -> None:
     np.savez(OUT / "accesses.npz", **training.accesses())  # type: ignore[arg-type]
     engine = state.engine
     facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.progress.restarts, **vars(state.samples)}
-    facts |= {"refused": engine.progress.rejected, "reissued": engine.progress.reissued, "mode": engine.mode.name}
+    facts |= {"refused": engine.progress.refused, "reissued": engine.progress.reissued, "mode": engine.mode.name}
     facts["hooked"] = len(hooked)
     facts["scaler"] = None if scaler is None else scaler.state_dict()
     facts["staleness"] = {str(steps): count for steps, count in engine.progress.staleness.items()}

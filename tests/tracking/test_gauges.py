@@ -37,7 +37,7 @@ def test_staleness_is_that_of_the_micro_batches_since_the_last_reading():
     )
     assert read == {
         g.STALENESS_MEAN: (1 * 1 + 3 * 2) / 3, g.STALENESS_MAX: 3,
-        g.DROPPED: 64, g.LOST: 0, g.REJECTED: 1, g.REISSUED: 2,
+        g.DROPPED: 64, g.LOST: 0, g.REFUSED: 1, g.REISSUED: 2,
     }  # fmt: skip
 
 

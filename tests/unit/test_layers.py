@@ -73,6 +73,7 @@ LAYERS = {
     ],
     "gba_hvd_tools": [
         [
+            "terminal",
             "signals",
             "virtual_hosts",
             "picture",

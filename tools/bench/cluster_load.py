@@ -45,10 +45,8 @@ def add_parser(subparsers: Subparsers) -> None:
     does = "samples/s over an emulated day of cluster load, in all modes"
     parser = measure.add_benchmark(subparsers, "cluster-load", does, __doc__, run, help="rows in it are kept")
     measure.add_chosen(parser, "--modes", MODES, "MODE", help=", ".join(MODES))
-    parser.add_argument("--day", type=float, default=120.0, metavar="SECONDS", help="length of the day (%(default)s)")
-    parser.add_argument(
-        "--service-ms", type=float, default=100.0, help="time of a micro-batch without load (%(default)s)"
-    )
+    parser.add_argument("--day", type=float, default=120.0, metavar="SECONDS", help="length of the day")
+    parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch without load")
     parser.add_argument("--runs", type=int, default=1, help="launches of each mode")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is there at the end; .svg or .png")
 

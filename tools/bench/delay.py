@@ -46,12 +46,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = measure.add_benchmark(subparsers, "delay", "update rules under delay, simulated", __doc__, run)
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument(
-        "--optimizer", default="momentum", choices=tuple(RATES), help="momentum: SGD with (%(default)s)"
-    )
+    parser.add_argument("--optimizer", default="momentum", choices=tuple(RATES), help="momentum: SGD with momentum")
     parser.add_argument("--rules", nargs="+", metavar="RULE", help="default: all that go with the optimizer")
-    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of a run (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each")
 
 
 @measure.benchmark

@@ -230,23 +230,23 @@ def add_parser(subparsers: Subparsers) -> None:
         help="frappe: the folder of train.csv.gz, valid.csv.gz and test.csv.gz (BARS frappe_x1)",
     )
     names: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    of_datasets = f"{', '.join(DATASETS)} (default: {' '.join(USUAL_DATASETS)})"
+    of_datasets = f"{', '.join(DATASETS)}"
     parser.add_argument("--datasets", default=USUAL_DATASETS, choices=DATASETS, help=of_datasets, **names)
     parser.add_argument(
         "--protocols", default=USUAL, type=_protocol_name,
         help=", ".join(PROTOCOLS) + "; with other settings as in shadow_bmuf:block_rate=1", **names,
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N", help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
     parser.add_argument(
         "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())
     )
     parser.add_argument("--micro-batch", type=int, metavar="N", help="samples; the global batch stays as it is")
     parser.add_argument(
         "--row-average", nargs="+", default=[USUAL_AVERAGE], choices=ROW_AVERAGES, metavar="HOW",
-        help=", ".join(ROW_AVERAGES) + " (%(default)s)",
+        help=", ".join(ROW_AVERAGES),
     )  # fmt: skip
     number: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--workers", default=[WORKERS], help="(%(default)s)", **number)
+    parser.add_argument("--workers", default=[WORKERS], **number)
     parser.add_argument("--threads", default=[1], help="of each worker, for protocols with replicas", **number)
     parser.add_argument(
         "--rules", default=["none"], type=rule_name, help="see docs/DELAY.md; for protocols with delay", **names
@@ -256,7 +256,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"learning rates of SGD with momentum {MOMENTUM} for the dense part, in place of the configuration's Adam",
     )  # fmt: skip
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further run after so long")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run")
 
 
 @measure.benchmark

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from .plan import STORE
@@ -167,16 +168,18 @@ def _model(record: Record) -> Iterator[str]:
 
 def _age(record: Record) -> Iterator[str]:
     """While steps are made, the newest checkpoint is at most two intervals old, or there was a warning."""
-    if record.checkpoint_s is None or not record.steps:
+    if record.checkpoint_s is None or len(record.steps) < 2:
         return
     late_s = max(_LATE_S, record.start_s / 2)
     limit = 2 * record.checkpoint_s + late_s
     newest, moved = record.steps[0][0], 0.0
+    # A standstill makes nothing that could be lost: it counts as a slow step, however busy the machine is.
+    slowest_s = min(2.0, 10 * median(at - begun for (begun, _), (at, _) in pairwise(record.steps)))
     for (begun, _), (at, step) in pairwise(record.steps):
         complete = [time for time in record.checkpoints if time <= at]
         if complete and complete[-1] > newest:
             newest, moved = complete[-1], 0.0
-        moved += min(at - max(begun, newest), 2.0)  # a standstill makes nothing that could be lost
+        moved += min(at - max(begun, newest), slowest_s)
         warned = any(
             newest <= time <= at + late_s and level != "info" and "checkpoint" in text
             for time, level, text in record.words

@@ -1,54 +1,15 @@
-"""What a person sees of `gba-hvd checkpoint`: tables, sizes and ages in words, a bar while it reads."""
+"""What a person sees of `gba-hvd checkpoint`: tables, sizes and ages in words."""
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from recovery.catalog.best_step import ahead_words
 from recovery.catalog.epoch_position import POSITION
-from recovery.printable import one_line
 from recovery.units import size
 
-
-@contextmanager
-def progress(doing: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. Takes how many more are done, from any thread.
-
-    total: None: not known. of: what is counted
-    """
-    if not sys.stderr.isatty():
-        yield lambda n_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    counts = (DownloadColumn(), TransferSpeedColumn()) if of == "bytes" else (MofNCompleteColumn(), TextColumn(of))
-    columns = (TextColumn("{task.description}"), BarColumn(), *counts)
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task, lock = bar.add_task(doing, total=total), threading.Lock()
-
-        def done(n_bytes: int) -> None:
-            with lock:
-                bar.advance(task, n_bytes)
-
-        yield done
-
-
-def print_line(text: object, file: TextIO | None = None, flush: bool = False) -> None:
-    """As `print`, for names and texts of others: control characters are shown, not carried out."""
-    print(one_line(str(text)), file=file, flush=flush)
+from ..terminal import print_line, print_table
 
 
 def print_list(url: str, listed: Sequence[Mapping[str, Any]], unsaved: str = "") -> None:
@@ -170,25 +131,6 @@ def print_deletion(found: Mapping[str, Any]) -> None:
         print_line(f"{what} deleted. Saved models stay")
     else:
         print_line(f"{what}, to be deleted: add --yes to do it")
-
-
-def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (), title: str | None = None
-) -> None:
-    """left: columns of words, which may be wrapped, also within a word: nothing is cut off; the others are figures."""
-    if title is not None:
-        print_line(title)
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        is_text = number in left
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    for row in rows:
-        table.add_row(*map(one_line, row))
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def short(name: str) -> str:

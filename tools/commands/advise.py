@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from gba_hvd.errors import BadInput
 
+from ..bench.harness.measure import ShowsDefaults
+from ..terminal import print_line
+
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
     from gba_hvd.update_rules.delay_sequence import Arrivals
@@ -21,6 +24,7 @@ _HOW_TO_MEASURE = (
     "measure it in the script, gba_hvd.update_rules.stability.largest_curvature(loss_fn, model.parameters()), and "
     "either report it with state.report(curvature=...) or give it here with --curvature"
 )
+
 _NO_MOMENTUM = "momentum is not known and taken as 0: give --momentum"
 
 
@@ -28,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "advise",
         help="how old dense values may be at a learning rate, and how many workers help",
+        formatter_class=ShowsDefaults,
         description="Say how far a learning rate is from the stability limit, from a run's measurements or from "
         "figures, which win: where the error of SGD begins to grow, with the ages of the dense values in the order in "
         "which a run that has ended had them, else by the roots of the equation with their mean. Exit status 1 when it "
@@ -47,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--ahead", type=float, metavar="STEPS", help="of rule look_ahead, its steps (default: the run's, or 0)"
     )
     parser.add_argument("--age", type=float, metavar="MEAN", help="of the dense values, in steps (default: the run's)")
-    parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age; default: the mean is all there is")
+    parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age (default: the mean is all there is)")
     parser.add_argument("--workers", type=int, nargs="+", metavar="N", help="work out these numbers of workers instead")
     parser.add_argument(
         "--micro-batch-s",
@@ -56,14 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds of the workers, repeated in turn; with --workers",
     )
-    parser.add_argument("--serve-s", type=float, nargs="+", default=[0.0], help="a server's seconds for a push (0)")
-    parser.add_argument(
-        "--step", type=int, default=1, metavar="M", help="pushes of a step; 1: mode async (%(default)s)"
-    )
-    parser.add_argument(
-        "--tolerance", type=int, nargs="+", default=[4], help="steps; with --step above 1 (%(default)s)"
-    )
-    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
+    parser.add_argument("--serve-s", type=float, nargs="+", default=[0.0], help="a server's seconds for a push")
+    parser.add_argument("--step", type=int, default=1, metavar="M", help="pushes of a step; 1: mode async")
+    parser.add_argument("--tolerance", type=int, nargs="+", default=[4], help="steps; with --step above 1")
+    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own, MLFLOW_TRACKING_URI")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
     parser.set_defaults(run=run)
 
@@ -122,7 +123,10 @@ def run(args: argparse.Namespace) -> int:
     arrivals = measured.arrivals if args.age is None else None
     advice = advise(lr, curvature, ages, momentum or 0.0, arrivals=arrivals, ahead=ahead, dampening=dampening)
     advice = replace(advice, reason="; ".join([advice.reason, *lacks]))
-    print(json.dumps(asdict(advice), indent=2) if args.json else advice.reason)
+    if args.json:
+        print(json.dumps(asdict(advice), indent=2))
+    else:
+        print_line(advice.reason)
     return 0 if advice.is_stable else 1
 
 
@@ -221,8 +225,8 @@ def sweep(
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        with_ahead = [f"values are {ahead:g} of a step ahead"] if ahead else []
-        print("\n".join([*with_ahead, *lacks]), end="\n" if with_ahead or lacks else "")
+        for line in ([f"values are {ahead:g} of a step ahead"] if ahead else []) + [*lacks]:
+            print_line(line)
     return 0 if any(one["most_workers"] for one in found) else 1
 
 

@@ -21,16 +21,8 @@ from recovery.rows import FILTER, KEY, Table
 from recovery.storage.store import Store
 
 from ..checkpoint.store_argument import checkpoints_at
-from ..checkpoint.terminal_report import (
-    print_deletion,
-    print_diff,
-    print_line,
-    print_list,
-    print_one,
-    print_rollback,
-    progress,
-    short,
-)
+from ..checkpoint.terminal_report import print_deletion, print_diff, print_list, print_one, print_rollback, short
+from ..terminal import print_line, progress
 
 if TYPE_CHECKING:
     from recovery.catalog.chains import Chain, Skipped
@@ -56,10 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     show.set_defaults(run=run_show)
     verify = _add(commands, "verify", "read every byte and compare checksums; names all that is damaged")
-    verify.add_argument("name", nargs="?", metavar="NAME", help="this one and those it is based on; default: all")
+    verify.add_argument("name", nargs="?", metavar="NAME", help="this one and those it is based on (default: all)")
     verify.set_defaults(run=run_verify)
     diff = _add(commands, "diff", "which rows differ between two checkpoints, and by how much")
-    diff.add_argument("old", metavar="OLD")
+    diff.add_argument("old", metavar="OLD", help="of `gba-hvd checkpoint ls`")
     diff.add_argument("new", metavar="NEW", nargs="?", default="newest", help="default: the newest that is whole")
     diff.set_defaults(run=run_diff)
     gc = _add(commands, "gc", "objects that no checkpoint refers to: list them, or with --yes delete them")

@@ -21,8 +21,8 @@ from gba_hvd.shm.sweep import (
     remove,
 )
 
-from ..checkpoint.terminal_report import print_line
 from ..folder_argument import shard_folder
+from ..terminal import print_line
 
 _WORDS = {
     "job": "memory of a dead job",

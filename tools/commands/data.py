@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 
-from ..checkpoint.terminal_report import print_line
+from ..terminal import print_line
 from .data_output import print_summary, shown_progress
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(commands)
     show = commands.add_parser("show", help="what a prepared dataset holds")
-    show.add_argument("dataset", type=Path)
+    show.add_argument("dataset", type=Path, metavar="DATASET", help="its folder")
     show.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     show.add_argument("--verify", action="store_true", help="read every part and compare checksums")
     show.set_defaults(run=run_show)
@@ -60,14 +60,16 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--format", choices=("csv", "tsv", "parquet", "jsonl"), help="default: what the input looks like"
     )
     columns.add_argument(
-        "--delimiter", metavar="X", help="between columns: tab, comma, '::', ...; default: as it looks"
+        "--delimiter", metavar="X", help="between columns: tab, comma, '::', ... (default: as it looks)"
     )
     columns.add_argument(
-        "--header", action=argparse.BooleanOptionalAction, help="the first line names the columns; default: as it looks"
+        "--header",
+        action=argparse.BooleanOptionalAction,
+        help="the first line has the columns' names (default: as it looks)",
     )
     names: dict[str, Any] = {"metavar": "A,B,...", "action": "append", "default": []}
     columns.add_argument("--columns", **names, help="names of the columns of a file without header, in order")
-    columns.add_argument("--label", **names, help="0 or 1; several are several labels; default: label")
+    columns.add_argument("--label", **names, help="0 or 1; several are several labels (default: label)")
     columns.add_argument("--label-from", metavar="N", type=float, help="labels are 1 from this number up")
     columns.add_argument("--rating", **names, help="labels that are numbers, kept as they are")
     columns.add_argument(
@@ -80,7 +82,7 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="COLUMN[=FORMAT]",
         action="append",
         default=[],
-        help="gives COLUMN_hour and COLUMN_weekday; unix, unix_ms, iso or a strptime pattern; default: as it looks",
+        help="gives COLUMN_hour and COLUMN_weekday; unix, unix_ms, iso or a strptime pattern (default: as it looks)",
     )
     columns.add_argument(
         "--multi",
@@ -107,9 +109,11 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FIELD=ROWS[:OFFSET]",
         action="append",
         default=[],
-        help="values of this field are integers already; the id is value - OFFSET (default 0)",
+        help="values of this field are integers already; the id is value - OFFSET (default: 0)",
     )
-    encoding.add_argument("--transform", choices=("log", "none"), default="log", help="numeric: log(1+x) or as it is")
+    encoding.add_argument(
+        "--transform", choices=("log", "none"), default="log", help="numeric: log(1+x) or as it is (default: log)"
+    )
     encoding.add_argument(
         "--standardise",
         action="store_true",
@@ -121,16 +125,16 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         what = f"files or folders of {split}"
         splits.add_argument(f"--{split}", type=Path, nargs="+", action="extend", metavar="PATH", help=what)
     splits.add_argument(
-        "--split", metavar="A,B,C", type=_shares, help="shares of train,valid,test; default 0.8,0.1,0.1"
+        "--split", metavar="A,B,C", type=_shares, help="shares of train,valid,test (default: 0.8,0.1,0.1)"
     )
     splits.add_argument("--split-by", choices=("random", "order"), help="rows at random (default), or in their order")
-    splits.add_argument("--seed", type=int, default=0, help="of the random split; default 0")
+    splits.add_argument("--seed", type=int, default=0, help="of the random split (default: 0)")
     parser.add_argument(
         "--max-bad-rows",
         metavar="X",
         type=float,
         default=0.001,
-        help="stop past this share (below 1) or number (from 1) of malformed rows; default 0.001",
+        help="stop past this share (below 1) or number (from 1) of malformed rows (default: 0.001)",
     )
     parser.set_defaults(run=run_prepare)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.terminal_report import print_line
+from ..terminal import print_line
 
 if TYPE_CHECKING:
     from gba_hvd.data.splits import PrepareProgress

@@ -31,6 +31,8 @@ from gba_hvd.data.sniff import NAMES, Looks, have_commas, look, split, why_no_nu
 from gba_hvd.data.times import format_of
 from gba_hvd.errors import BadInput
 
+from ..terminal import print_line
+
 By = Literal["random", "order"]
 REST = "rest"
 _NAMED = {"parquet": "Parquet", "jsonl": "JSON-lines"}
@@ -200,16 +202,16 @@ def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iter
 def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) -> None:
     """What was guessed, and what is left out, before anything is read."""
     if looks.format == "jsonl":
-        print(f"{looks.path}: JSON, an object a line", file=sys.stderr)
+        print_line(f"{looks.path}: JSON, an object a line", file=sys.stderr)
     elif looks.format != "parquet":
         what = "a header" if columns.in_file else "no header"
-        print(f"{looks.path}: {_shown(looks.delimiter)} between columns, {what}", file=sys.stderr)
+        print_line(f"{looks.path}: {_shown(looks.delimiter)} between columns, {what}", file=sys.stderr)
     for name in not_used:
         if name in looks.nested:
-            print(f"not used: {looks.nested[name]}", file=sys.stderr)
+            print_line(f"not used: {looks.nested[name]}", file=sys.stderr)
     if not_used := [name for name in not_used if name not in looks.nested]:
         one = _listed(not_used, 1) if len(not_used) == 1 else "COLUMN"
-        print(
+        print_line(
             f"not used: {_listed(not_used)}; --numeric {one} or --categorical {one} takes it in, "
             f"--ignore {one} says that it is left out on purpose",
             file=sys.stderr,

@@ -19,6 +19,7 @@ from ..doctor import checks
 from ..doctor.checks import Finding
 from ..launch.checks import check_discovery, check_interface, check_key_file, check_ssh, check_threads
 from ..launch.command_line import parse_hosts
+from ..terminal import print_line
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     checks.check_python, checks.check_torch, checks.check_kernels, checks.check_machine, checks.check_horovod,
@@ -85,9 +86,9 @@ def diagnose(some: Iterable[Callable[[], Finding]]) -> Iterable[Finding]:
 
 
 def print_finding(finding: Finding, screen: TextIO) -> None:
-    print(f"{finding.status:<8} {finding.name:<14} {finding.found}", file=screen)
+    print_line(f"{finding.status:<8} {finding.name:<14} {finding.found}", file=screen)
     for line in finding.advice.splitlines():
-        print(f"{'':<8} -> {line}", file=screen)
+        print_line(f"{'':<8} -> {line}", file=screen)
     screen.flush()
 
 

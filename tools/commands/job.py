@@ -19,8 +19,8 @@ from gba_hvd.mode_names import SETTINGS, any_of, known_mode
 from gba_hvd.ps.coordinator.recent_pace import PACE_S
 from gba_hvd.shm import job_board
 from gba_hvd.shm.job_board import ENDING
+from recovery.printable import one_line, printable
 
-from ..checkpoint.terminal_report import print_table
 from ..health_words import health_facts, moment
 from ..running_jobs import (
     ask_status,
@@ -34,6 +34,7 @@ from ..running_jobs import (
     with_name,
 )
 from ..step_time_words import step_time_facts, times_of
+from ..terminal import print_line, print_table
 
 _LOOK_AGAIN_S = 0.2
 _LONG_S = 5.0  # without a push of a worker
@@ -54,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what a running job is doing: mode, step, workers, staleness, switches",
         description="Show what a job on this host is doing.",
     )
-    status.add_argument("of", nargs="?", metavar="JOB", help="its id or its name; default: the only job on this host")
+    status.add_argument("of", nargs="?", metavar="JOB", help="its id or its name (default: the only job on this host)")
     status.add_argument("--json", action="store_true", help="print the report as one JSON object")
     status.set_defaults(run=run_status)
     switch = subparsers.add_parser(
@@ -68,18 +69,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     switch.add_argument("mode", metavar="MODE", help=any_of(SETTINGS))
     switch.add_argument("--reason", default="", help="kept in the log and in MLflow")
     switch.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (60; 0: only ask)"
+        "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (default: 60; 0: only ask)"
     )
     switch.set_defaults(run=run_switch)
     for parser in (status, switch):
-        parser.add_argument("--job", metavar="JOB", help="its id or its name; default: the only job on this host")
+        parser.add_argument("--job", metavar="JOB", help="its id or its name (default: the only job on this host)")
         parser.add_argument(
             "--dir",
             type=Path,
-            help="look only here (default: where shards lie, GBA_HVD_SHARD_DIR or else /dev/shm, then in all other "
+            help="look only here (default: GBA_HVD_SHARD_DIR, else /dev/shm, where shards lie, then in all other "
             "folders in use)",
         )
-        parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (10)")
+        parser.add_argument(
+            "--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (default: 10)"
+        )
 
 
 def run_ps(args: argparse.Namespace) -> int:
@@ -87,7 +90,7 @@ def run_ps(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(listed, indent=2))
     elif not listed:
-        print(f"no job of this user runs on this host{f' in {args.dir}' if args.dir else ''}")
+        print_line(f"no job of this user runs on this host{f' in {args.dir}' if args.dir else ''}")
     else:
         print_jobs(listed)
     return 0
@@ -109,22 +112,22 @@ def run_switch(args: argparse.Namespace) -> int:
     before = ask_status(folder, args.timeout)
     ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
     stays = before["mode"] == mode
-    print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
+    print_line(f"job {before['job']}: asked for {mode}; it is in {before['mode']} {'already' if stays else 'now'}")
     awaited = [] if mode == "auto" or stays else inactive_workers(before)
     for line in awaited:
-        print(line, flush=True)
+        print_line(line, flush=True)
     if mode == "auto" or args.wait <= 0:
         return 0
     after = _wait_for(folder, mode, args.wait, args.timeout, with_a_step=bool(awaited))
     if after is None:
-        print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
+        print_line(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
         now = ask_status(folder, args.timeout)
         for line in inactive_workers(now) if "by_worker" in now else inactive_workers(before, args.wait):
-            print(line, file=sys.stderr)
+            print_line(line, file=sys.stderr)
         return 1
     at = f" at step {after['step']:,}" if "step" in after else ""
     held = ", and stays there until another mode or auto is asked for" if stays else ""
-    print(f"job {before['job']}: in {mode}{at}{held}")
+    print_line(f"job {before['job']}: in {mode}{at}{held}")
     return 0
 
 
@@ -307,11 +310,11 @@ def print_report(report: Mapping[str, Any]) -> None:
 
     is_terminal = sys.stdout.isatty()
     console = Console(highlight=False) if is_terminal else Console(highlight=False, soft_wrap=True, width=240)
-    name = f" ({escape(report['name'])})" if report.get("name") else ""
-    console.print(f"[bold]job {report['job']}{name}[/bold]")
+    name = f" ({report['name']})" if report.get("name") else ""
+    console.print(one_line(f"job {report['job']}{name}"), style="bold", markup=False)
     lines = Table.grid(padding=(0, 2))
     for word, sentence in facts(report):
-        lines.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
+        lines.add_row(escape(one_line(word)), escape(printable(sentence)), style="bold" if word == "mode" else None)
     console.print(lines)
     rows = [_of_a_step(one) if "computing_s" in one else _of_leases(one) for one in workers(report)]
     if rows:

@@ -9,14 +9,18 @@ from pathlib import Path
 from gba_hvd.errors import BadInput
 from recovery.redaction import redacted
 
+from ..terminal import print_line
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     mlflow = subparsers.add_parser("mlflow", help="send records that a job could not send to MLflow itself")
     commands = mlflow.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = commands.add_parser("send", help="send what is in a spool file, or a folder of them")
-    parser.add_argument("spool", type=Path, nargs="+", help="a spool file (*.jsonl), or a folder of them")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="give up on a file after S seconds (300)"
+        "spool", type=Path, nargs="+", metavar="SPOOL", help="a spool file (*.jsonl), or a folder of them"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="give up on a file after S seconds (default: 300)"
     )
     parser.set_defaults(run=send)
 
@@ -32,15 +36,15 @@ def send(args: argparse.Namespace) -> int:
     for spool in spools:
         with locked(spool) as mine:
             if not mine:
-                print(f"{spool}: its job's own sender is at work, left alone")
+                print_line(f"{spool}: its job's own sender is at work, left alone")
                 continue
             status = send_left_behind(spool, args.timeout)
         if status.done:
             dropped = f", {status.dropped} refused by MLflow" if status.dropped else ""
-            print(f"{spool}: sent to run {status.run_id} at {redacted(status.tracking_uri or '')}{dropped}")
+            print_line(f"{spool}: sent to run {status.run_id} at {redacted(status.tracking_uri or '')}{dropped}")
         else:
             failed += 1
-            print(f"{spool}: not sent, kept: {status.problem or 'no answer in time'}")
+            print_line(f"{spool}: not sent, kept: {status.problem or 'no answer in time'}")
     return 1 if failed else 0
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 
 from ..checkpoint.store_argument import options_of, store_of
-from ..checkpoint.terminal_report import print_line, print_table, progress
+from ..terminal import print_line, print_table, progress
 
 if TYPE_CHECKING:
     from gba_hvd.serving.follower import Update
@@ -51,7 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     option = "for the store of the checkpoints; may be given several times (--option: of the model)"
     export.add_argument("--source-option", action="append", default=[], metavar="KEY=VALUE", help=option)
     export.add_argument("--build", required=True, metavar="WHAT", help="package.module:callable, or file.py:callable")
-    export.add_argument("--arguments", default="{}", metavar="JSON", help="what it is called with, as one JSON object")
+    called = "what it is called with, as one JSON object (default: {})"
+    export.add_argument("--arguments", default="{}", metavar="JSON", help=called)
     export.add_argument(
         "--example",
         metavar="WHAT",
@@ -65,17 +66,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--encoder", type=Path, metavar="STORE", help=encoder)
     _add_hashed(export)
     which = export.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; default: the newest")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint that CheckpointCallback(keep_best=) keeps")
-    export.add_argument("--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed")
-    export.add_argument("--activation", choices=("none", "sigmoid"), default="none", help="of predictions")
+    export.add_argument(
+        "--tables", choices=("all", "touched"), default="all", help="rows: all, the default, or those that changed"
+    )
+    export.add_argument(
+        "--activation", choices=("none", "sigmoid"), default="none", help="of predictions (default: none)"
+    )
     dense = (
         "also store the dense part as a program of torch.export (torch, the default) or ONNX; needs --example, of two"
     )
     dense += " samples or more"
     formats = ("torch", "onnx")
     export.add_argument("--dense-program", nargs="*", choices=formats, metavar="FORMAT", help=dense)
-    export.add_argument("--tracking-uri", metavar="URI", help="of the run; default: MLflow's own (MLFLOW_TRACKING_URI)")
+    export.add_argument("--tracking-uri", metavar="URI", help="of the run (default: MLflow's own, MLFLOW_TRACKING_URI)")
     export.set_defaults(run=run_export)
     predict = _add(commands, "predict", "write the scores of the samples in a file")
     _add_url(predict)
@@ -84,14 +89,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
     _add_encoded(predict)
-    predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time; default: 4096")
+    predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time (default: 4096)")
     _add_rows(predict)
     _add_version(predict)
     predict.set_defaults(run=_with_downloads(run_predict))
     serve = _add(commands, "serve", "answer requests over HTTP as `mlflow models serve` does, until SIGTERM")
     _add_url(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="to listen on; default: 127.0.0.1, this machine alone")
-    serve.add_argument("--port", type=int, default=5001, metavar="N", help="0: a free one; default: 5001")
+    serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1, this machine alone)")
+    serve.add_argument("--port", type=int, default=5001, metavar="N", help="0: a free one (default: 5001)")
     follow = "checkpoints of the job that trains the model: each new one is taken over between two requests"
     serve.add_argument("--follow", metavar="URL", help=follow)
     option = "for the store of --follow; may be given several times (--option: of the model)"
@@ -106,11 +111,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     log.add_argument("--registered-model-name", metavar="NAME", help="of the registry, which gets a new version")
     log.add_argument("--alias", help="of that version")
     log.add_argument(
-        "--run", dest="run_name", metavar="RUN", help="id or name of a run, or its job; default: a new run"
+        "--run", dest="run_name", metavar="RUN", help="id or name of a run, or its job (default: a new run)"
     )
-    experiment = "of a new run; default: MLFLOW_EXPERIMENT_NAME, else that of MLFLOW_EXPERIMENT_ID, else gba-hvd"
+    experiment = "of a new run (default: MLFLOW_EXPERIMENT_NAME, else that of MLFLOW_EXPERIMENT_ID, else gba-hvd)"
     log.add_argument("--experiment", metavar="NAME", help=experiment)
-    log.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
+    log.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own, MLFLOW_TRACKING_URI")
     more = "further ones, such as a package that the builder imports: my-models==1.2"
     log.add_argument("--requirements", nargs="+", default=[], metavar="PACKAGE", help=more)
     _add_version(log)
@@ -124,7 +129,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     old = "number of a version; may be left out for an address of MLflow, which has one version"
     diff.add_argument("old", type=int, metavar="OLD", nargs="?", help=old)
     diff.add_argument("new", type=int, metavar="NEW", nargs="?", help="default: the newest")
-    diff.add_argument("--new-url", metavar="URL", help="where the new version is, as URL; default: the same")
+    diff.add_argument("--new-url", metavar="URL", help="where the new version is, as URL (default: the same)")
     diff.add_argument(
         "--new-option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --new-url"
     )
@@ -143,7 +148,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     rollback.set_defaults(run=run_rollback)
     gc = _add(commands, "gc", "objects that no version names, and old versions: list them, or with --yes delete them")
     gc.add_argument("url", metavar="URL", help="of the model")
-    keep = "also versions but the newest N, whose readers fail then; default: all versions are kept"
+    keep = "also versions but the newest N, whose readers fail then (default: all versions are kept)"
     gc.add_argument("--keep-last", type=int, metavar="N", help=keep)
     gc.add_argument("--yes", action="store_true", help="delete them")
     gc.add_argument("--force", action="store_true", help=waits)
@@ -165,7 +170,7 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
         "of the model, or its address in MLflow: models:/NAME/VERSION, models:/NAME@ALIAS, models:/ID, runs:/RUN/NAME"
     )
     parser.add_argument("url", metavar="URL", help=what)
-    where = "of an address in MLflow; default: MLflow's own (MLFLOW_TRACKING_URI)"
+    where = "of an address in MLflow (default: MLflow's own, MLFLOW_TRACKING_URI)"
     parser.add_argument("--tracking-uri", metavar="URI", help=where)
 
 
@@ -234,10 +239,10 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
     where += "Mapped ones are not verified: run `gba-hvd model verify`; replace files, never write into them"
     parser.add_argument("--tables", choices=("memory", "mmap", "remote"), help=where)
     parser.add_argument("--mmap", action="store_const", dest="tables", const="mmap", help="the same as --tables mmap")
-    cache = "of --tables remote: most bytes of rows kept in memory, at least 1048576; default: 256 MiB"
+    cache = "of --tables remote: most bytes of rows kept in memory, at least 1048576 (default: 256 MiB)"
     parser.add_argument("--cache-bytes", type=int, metavar="N", help=cache)
     dtypes = ("float32", "int8", "bfloat16")
-    parser.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory; default: float32")
+    parser.add_argument("--row-dtype", choices=dtypes, default="float32", help="of rows in memory (default: float32)")
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +275,7 @@ def run_export(args: argparse.Namespace) -> int:
             activation=args.activation, dense_program=formats, on_bytes=on_bytes, **options_of(args.option),
         )  # fmt: skip
     if example is None:
-        print(
+        print_line(
             "without --example the fields of a request are not stored: `gba-hvd model predict` and `serve` refuse "
             "this model, and only code of your own can call what gba_hvd.load_for_inference returns",
             file=sys.stderr,
@@ -280,17 +285,17 @@ def run_export(args: argparse.Namespace) -> int:
             json.dumps({**vars(saved), "checkpoint": opened.name, "step": opened.step, **_best_facts(opened)}, indent=2)
         )
         return 0
-    print(
+    print_line(
         f"{saved.url}: version {saved.version} of {opened.name} (step {opened.step:,}), {saved.n_rows:,} rows, "
         f"{saved.n_bytes:,} bytes; {saved.new_shards:,} shards were new ({saved.new_bytes:,} bytes)"
     )
     if (best := opened.best) is not None:
-        print(
+        print_line(
             f"the best model{' that is saved' * bool(best.unsaved)}: {best.words}"
             + f"; {best.ahead}" * bool(best.ahead)
         )
     if args.encoder is not None:
-        print(described_vocabularies(saved))
+        print_line(described_vocabularies(saved))
     return 0
 
 
@@ -352,7 +357,7 @@ def run_predict(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), "samples": n, "version": model.manifest.version}, indent=2))
     else:
-        print(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
+        print_line(f"{args.out}: scores of {n:,} samples, by version {model.manifest.version}")
     return 0
 
 
@@ -394,7 +399,7 @@ def _served(args: argparse.Namespace, version: int) -> str:
 
 def _show_update(update: Update) -> None:
     """One line, beside the output of `--json`."""
-    print(
+    print_line(
         f"step {update.step:,}: {update.n_rows:,} rows, {update.n_bytes / 1e6:.1f} MB in {update.seconds:.2f} s, "
         f"{update.lag_s:.1f} s after it was saved",
         file=sys.stderr, flush=True,
@@ -422,9 +427,9 @@ def run_log(args: argparse.Namespace) -> int:
     served = f"models:/{args.registered_model_name}/{logged.version}" if logged.version else logged.model_uri
     alias = f", models:/{args.registered_model_name}@{args.alias}" if args.alias else ""
     of_step = "" if logged.step is None else f" of step {logged.step:,}"
-    print(f"run {logged.run_id}: version {manifest.version}{of_step} is {served}{alias}")
+    print_line(f"run {logged.run_id}: version {manifest.version}{of_step} is {served}{alias}")
     if logged.alias_move:
-        print(logged.alias_move)
+        print_line(logged.alias_move)
     return 0
 
 
@@ -455,7 +460,7 @@ def run_verify(args: argparse.Namespace) -> int:
     for flaw in flaws:
         print_line(flaw)
     found = f"{len(flaws)} objects are DAMAGED. {_REPAIR}" if flaws else f"{manifest.n_bytes:,} bytes ok"
-    print(f"version {manifest.version}: {found}")
+    print_line(f"version {manifest.version}: {found}")
     return int(bool(flaws))
 
 
@@ -515,13 +520,13 @@ def run_rollback(args: argparse.Namespace) -> int:
         print(json.dumps({**about, "done": args.yes, "withdrawn": gone}, indent=2))
         return 0
     for one in plan.manifests:
-        print(_described(one))
+        print_line(_described(one))
     n, kept = len(plan.later), _described(plan.to)
     these = f"{n} later version{'s' * (n > 1)} ({', '.join(map(str, plan.later))})"
     if not args.yes:
-        print(f"{these}, to be withdrawn; {kept}, becomes the newest: add --yes to do it")
+        print_line(f"{these}, to be withdrawn; {kept}, becomes the newest: add --yes to do it")
         return 0
-    print(
+    print_line(
         f"{these} withdrawn. The newest is {kept}: what opens the model from now on takes it. Processes that have a "
         "later one open keep it until they are started again; its objects stay until `gba-hvd model gc URL --yes`"
     )
@@ -565,7 +570,9 @@ def run_gc(args: argparse.Namespace) -> int:
     what = f"{gone}{len(found.objects):,} objects that no version names{' then' * bool(gone)}, {found.n_bytes:,} bytes"
     done = " deleted" if args.yes else ", to be deleted: add --yes to do it"
     kept = ", ".join(map(str, found.kept))
-    print(f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})")
+    print_line(
+        f"{what}{done * bool(found.versions or found.objects)} (kept: version{'s' * (len(found.kept) > 1)} {kept})"
+    )
     return 0
 
 

@@ -18,8 +18,9 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import MeanTime, mean_time
 from recovery.schedule.planner import Costs, Estimate, JobProfile, Objectives, RecoveryPlan, plan
 
-from ..checkpoint.terminal_report import print_table
+from ..bench.harness.measure import ShowsDefaults
 from ..plan import measured_costs
+from ..terminal import print_line, print_table
 
 if TYPE_CHECKING:
     from ..plan.measured_costs import MeasuredCosts
@@ -29,12 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plan",
         help="which recovery, how often to save, what it costs",
+        formatter_class=ShowsDefaults,
         description="Compare full and partial recovery by CPR's closed forms and say which to use, with the interval "
         "between saves, the expected portion of lost samples (PLS), bytes per day and the cost of storage.",
     )
     measured_costs.add_options(parser)
     add_job_options(parser)
-    parser.add_argument("--servers", type=int, help="that hold rows (8)")
+    parser.add_argument("--servers", type=int, help="that hold rows (default: 8)")
     parser.add_argument("--mtbf-hours", type=float, help="mean time between failures of any one server of the job")
     parser.add_argument(
         "--failures",
@@ -54,28 +56,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 REBASE_HELP = (
     "partial saves may have so many times the bytes of the base they are on top of before all rows are saved again "
-    "(inf: never, as CPR's formulas have it; default %(default)s)"
+    "(inf: never, as CPR's formulas have it)"
 )
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` and `simulate` ask for alike."""
-    parser.add_argument("--table-gb", type=float, help="all rows, with optimizer slots (100)")
+    parser.add_argument("--table-gb", type=float, help="all rows, with optimizer slots (default: 100)")
     parser.add_argument("--costs", type=Path, metavar="FILE.json", help="measured costs; the options below win")
     parser.add_argument("--save-s", type=float, help="a save of all rows, until durable")
     parser.add_argument("--load-s", type=float, help="loading all rows (default: as long as saving)")
     parser.add_argument("--partial-load-s", type=float, help="loading one server's rows (default: as --load-s)")
     parser.add_argument("--reschedule-s", type=float, help="until a lost server is replaced (default: 180, assumed)")
-    parser.add_argument("--stall-share", type=float, help="share of a save for which training stands still (default 1)")
+    parser.add_argument(
+        "--stall-share", type=float, help="share of a save for which training stands still (default: 1)"
+    )
     parser.add_argument("--delta-share", type=float, help="share of the bytes that change between saves")
     parser.add_argument(
-        "--partial-stall-s", type=float, help="training stands still for so long for a partial save (by its bytes)"
+        "--partial-stall-s",
+        type=float,
+        help="training stands still for so long for a partial save (default: by its bytes)",
     )
-    parser.add_argument("--target-pls", type=float, help="tolerable portion of lost samples (0.1)")
-    parser.add_argument("--policy", help="what partial saves take: full, delta, mfu, ssu, scar (mfu)")
-    parser.add_argument("--r", type=share_or_auto, help="share of rows of a partial save (0.125), or auto: picked")
-    parser.add_argument("--margin", type=float, default=0.1, help="partial must cost this share less (%(default)s)")
-    parser.add_argument("--max-interval-hours", type=float, help="between rounds of saves (no limit)")
+    parser.add_argument("--target-pls", type=float, help="tolerable portion of lost samples (default: 0.1)")
+    parser.add_argument("--policy", help="what partial saves take: full, delta, mfu, ssu, scar (default: mfu)")
+    parser.add_argument(
+        "--r", type=share_or_auto, help="share of rows of a partial save, or auto: picked (default: 0.125)"
+    )
+    parser.add_argument("--margin", type=float, default=0.1, help="partial must cost this share less")
+    parser.add_argument("--max-interval-hours", type=float, help="between rounds of saves (default: no limit)")
 
 
 def share_or_auto(text: str) -> float | str:
@@ -117,16 +125,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         if found_at is not None:
             servers = f"{args.servers} servers" if args.servers != 1 else "1 server, whose loss is the loss of the job"
-            print(f"from {found_at.checkpoint}: {servers}, {args.table_gb:,.3g} GB of rows")
+            print_line(f"from {found_at.checkpoint}: {servers}, {args.table_gb:,.3g} GB of rows")
             if found_at.pace:
-                print(f"that job saved every {pace_in_words(found_at.pace)}")
+                print_line(f"that job saved every {pace_in_words(found_at.pace)}")
         show(found, mean, job.costs, priced=args.price > 0 or args.price_puts > 0)
     if args.plot:
         from ..plan.plot import draw
 
         draw(job, objectives, found, args.plot)
         if not args.json:
-            print(f"written to {args.plot}")
+            print_line(f"written to {args.plot}")
     return 0
 
 
@@ -221,7 +229,8 @@ def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> Non
     ]
     if priced:
         lines.insert(3, f"cost: {found.cost_per_month:,.2f} per month")
-    print(*lines, sep="\n")
+    for line in lines:
+        print_line(line)
 
 
 def pace_in_words(pace: Mapping[str, Any]) -> str:

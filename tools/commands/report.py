@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-NAME.html here")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object; no page")
-    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
+    parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own, MLFLOW_TRACKING_URI")
     parser.set_defaults(run=run)
 
 

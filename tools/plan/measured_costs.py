@@ -32,10 +32,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="costs, tables, failures: what the newest checkpoint there says was measured")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --url")
     parser.add_argument("--job", metavar="ID", help="as --url, of the location where this running job saves")
-    parser.add_argument("--dir", type=Path, help="of --job: where shards lie (default: GBA_HVD_SHARD_DIR, or /dev/shm)")
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="wait so long for the job's answer (10)"
+        "--dir", type=Path, help="of --job: where shards lie (default: GBA_HVD_SHARD_DIR, else /dev/shm)"
     )
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="wait so long for the job's answer")
 
 
 def of_arguments(args: argparse.Namespace) -> MeasuredCosts | None:

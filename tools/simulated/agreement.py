@@ -83,8 +83,8 @@ def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
     task = ClickTask(data, n_samples, job.micro_batch)
     found = train(task, setting, job.workers, draws(job))
     return {
-        "staleness": found.staleness, "lags": found.lags, **found.scores, "time": found.time, "steps": found.steps,
-        "dropped": found.dropped,
+        "staleness": found.staleness, "lags": found.dense_ages, **found.scores, "time": found.time,
+        "steps": found.steps, "dropped": found.dropped,
     }  # fmt: skip
 
 

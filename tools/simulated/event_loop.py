@@ -74,7 +74,7 @@ class TrainingOutcome:
     """What came of it.
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
-    staleness: histogram in steps, by token; lags: the same by the dense values that gradients were computed with
+    staleness: histogram in steps, by token; dense_ages: the same by the dense values that gradients were computed with
     gaps: by worker, as of `gba_hvd.ps.partition.gaps.GapMeter.by_worker`
     arrivals: (age, share) of the gradients of the newest steps, `gba_hvd.update_rules.delay_sequence`
     applied, dropped: samples. scores: of the task, at the end. why: of a loss that diverged
@@ -82,7 +82,7 @@ class TrainingOutcome:
 
     curve: tuple[tuple[float, int, float], ...]
     staleness: dict[int, int]
-    lags: dict[int, int]
+    dense_ages: dict[int, int]
     steps: int
     applied: int
     dropped: int

@@ -54,8 +54,9 @@ def main() -> None:
         if state.world.rank == 0:
             progress = state.engine.progress
             result = {
-                "staleness": progress.staleness, "lags": progress.lags, "auc": scores.auc, "log_loss": scores.logloss,
-                "time": seconds / job.service_s, "steps": state.step, "dropped": state.samples.dropped, "late": late,
+                "staleness": progress.staleness, "lags": progress.dense_ages, "auc": scores.auc,
+                "log_loss": scores.logloss, "time": seconds / job.service_s, "steps": state.step,
+                "dropped": state.samples.dropped, "late": late,
             }  # fmt: skip
             args.result.write_text(json.dumps(result))
 

@@ -91,9 +91,9 @@ def observe(delay: int) -> Limit:
     optimizer = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
     setting = Setting(EpochPlan(steps, 1, 1), Discipline("async"), "none", optimizer, start_over=1.0, points=1)
     outcome = train(task, setting, delay + 1, Fleet(delay + 1, shape=math.inf).draws())
-    late = {lag: n for lag, n in outcome.lags.items() if lag > delay or n > steps / 2}
+    late = {lag: n for lag, n in outcome.dense_ages.items() if lag > delay or n > steps / 2}
     if list(late) != [delay]:
-        raise GbaError(f"the gradients were to be {delay} steps old, they were {outcome.lags}")
+        raise GbaError(f"the gradients were to be {delay} steps old, they were {outcome.dense_ages}")
     grows = task.grows
     first = int(np.argmax(grows))
     if not grows.any() or first == 0 or not grows[first:].all():
@@ -154,7 +154,7 @@ def observe_fleet(
     fleet = Fleet(workers, spread, SHAPE, seed)
     first = replace(setting, cut=EpochPlan(_MEASURED * n_micro, n_micro, 1))
     measured = train(Quadratic([1e-4]), first, workers, fleet.draws())
-    ages = measured.lags
+    ages = measured.dense_ages
     scale = 1 - Momentum.of(spec).dampening
     roots = delay_roots.limit(ages, momentum, ahead) / scale
     curvatures = roots * np.geomspace(1 / 3, 2, 400)

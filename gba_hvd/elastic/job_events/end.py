@@ -40,7 +40,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     facts = {
         **account,
         "restarts": engine.progress.restarts,
-        "refused": engine.progress.rejected,
+        "refused": engine.progress.refused,
         "reissued": engine.progress.reissued,
         "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),
         "dropped_for": engine.progress.account.dropped_for,

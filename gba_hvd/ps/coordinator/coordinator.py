@@ -53,7 +53,7 @@ class _Handed:
 # Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
 _STOPPED_AFTER = 5  # a worker that lives is reported after so many times `heartbeat_timeout_s` without heartbeats
 _PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
-_REJECTED_STEPS, _REJECTED_AT_LEAST = 3, 100
+_REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
 _CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
 _NORMS = 64  # of so many steps workers learn the norms: more than are made between two requests of a worker
 _MISSED_S = 1.0  # so long it waits for rank 0 before anybody looks whether that has died
@@ -112,13 +112,13 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
-        self._rejected_before, self._reissued_before = position.rejected, position.reissued
+        self._staleness_before, self._dense_ages_before = dict(position.staleness), dict(position.dense_ages)
+        self._refused_before, self._reissued_before = position.refused, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
-        self.rejected_gradients: list[str] = []
-        self._rejected_in_a_row = 0
+        self.refused_gradients: list[str] = []
+        self._refused_in_a_row = 0
         self._ending = False
         # Both counted by the part of this server: by step, of the newest steps, and
         self.arrivals: Collection[list[tuple[int, float]]] = ()
@@ -160,8 +160,8 @@ class Coordinator:
             if self.requested_mode not in ("", "auto", ledger.discipline.name):
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before, self._lags_before = self.staleness(), self.lags()
-            self._rejected_before += ledger.rejected
+            self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
+            self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
             self.ledger, self._order = new, None
             ledger = new
@@ -224,7 +224,7 @@ class Coordinator:
         # Both only grow.
         self._traffic[request.worker] = max(self._traffic.get(request.worker, NOTHING), request.traffic)
         answer = self.ledger.accept(
-            request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
+            request.worker, request.micro, request.serial, request.refused or None, request.dense_step
         )
         if answer == "accepted":
             self._given.pop(request.micro, None)
@@ -234,12 +234,12 @@ class Coordinator:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
                 self.workers[request.worker].took(request.seconds, self._clock())
-            self._rejected_in_a_row = self._rejected_in_a_row + 1 if request.rejected else 0
-            if request.rejected:
+            self._refused_in_a_row = self._refused_in_a_row + 1 if request.refused else 0
+            if request.refused:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
-                self.rejected_gradients = [
-                    *self.rejected_gradients[-9:],
-                    f"worker {rank}, micro-batch {request.micro}: {request.rejected[:200]}",
+                self.refused_gradients = [
+                    *self.refused_gradients[-9:],
+                    f"worker {rank}, micro-batch {request.micro}: {request.refused[:200]}",
                 ]  # fmt: skip
         return answer
 
@@ -429,7 +429,7 @@ class Coordinator:
             self.loss_scale.step(plan.overflowed)
         for m in () if plan.overflowed else plan.members:
             pushes, dropped = self._drops.get(m.worker, (0, 0))
-            self._drops[m.worker] = pushes + (not m.rejected), dropped + (m.weight == 0 and not m.rejected)
+            self._drops[m.worker] = pushes + (not m.refused), dropped + (m.weight == 0 and not m.refused)
         lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
         self.ledger.applied(step)
         if plan.clipped is not None:
@@ -442,21 +442,19 @@ class Coordinator:
 
     def _failure(self) -> str:
         """Why training makes no sense any more: nothing but gradients that are not finite."""
-        limit = max(_REJECTED_AT_LEAST, _REJECTED_STEPS * self.ledger.cut.n_micro)
-        if self._rejected_in_a_row < limit:
+        limit = max(_REFUSED_AT_LEAST, _REFUSED_STEPS * self.ledger.cut.n_micro)
+        if self._refused_in_a_row < limit:
             return ""
-        return (
-            f"{self._rejected_in_a_row} gradients in a row were not finite, the last of {self.rejected_gradients[-1]}"
-        )
+        return f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.refused_gradients[-1]}"
 
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
         return _together(self._staleness_before, self.ledger.staleness_histogram)
 
-    def lags(self) -> dict[int, int]:
+    def dense_ages(self) -> dict[int, int]:
         """The same of the dense values that gradients were computed with; of several servers, the oldest."""
-        return _together(self._lags_before, self.ledger.age_histogram)
+        return _together(self._dense_ages_before, self.ledger.age_histogram)
 
     def _all_traffic(self) -> dict[str, Sums]:
         sums, mode = NOTHING, self._enter.discipline["name"]
@@ -479,11 +477,11 @@ class Coordinator:
             n_steps=ledger.cut.n_steps if n_steps is None else n_steps,
             account=vars(self.account).copy(),
             staleness=self.staleness(),
-            lags=self.lags(),
+            dense_ages=self.dense_ages(),
             traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             drops=sorted((s.rank, w, *self._drops[w]) for w, s in self.workers.items() if w in self._drops),
-            rejected=self._rejected_before + ledger.rejected,
+            refused=self._refused_before + ledger.refused,
             reissued=self._reissued_before + ledger.reissued,
             n_waiting=ledger.n_waiting,
             loss=self.last_loss,
@@ -531,8 +529,8 @@ class Coordinator:
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
-            "lags": self._lags_before,
-            "refused": self._rejected_before,
+            "lags": self._dense_ages_before,
+            "refused": self._refused_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
@@ -555,8 +553,8 @@ class Coordinator:
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
-        self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
-        self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
+        self._dense_ages_before = {int(k): v for k, v in state.get("lags", {}).items()}
+        self._refused_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, now) for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
         }
@@ -639,5 +637,5 @@ def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline, row_averag
     n_samples = sum(m.n_samples for m in all_of_it)
     dropped: list[tuple[int, int]] = []
     if row_average == "contributors" and kept and not is_round:
-        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.rejected]
+        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.refused]
     return WeighedStep(members, micro_batch / n_samples, dropped, len(all_of_it))

@@ -51,7 +51,7 @@ class Drained:
 class Member:
     """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
 
-    rejected: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
+    refused: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
     computed with, in steps; -1: not known. worker: that pushed it; -1: not known
     """
 
@@ -60,7 +60,7 @@ class Member:
     weight: float
     n_samples: int
     staleness: int
-    rejected: bool = False
+    refused: bool = False
     age: int = -1
     worker: int = field(default=-1, compare=False)
 
@@ -94,12 +94,12 @@ class _Work:
     micro: int
     serial: int
     token: int
-    rejected: bool = False
+    refused: bool = False
     values_step: int = -1
 
 
 def _fields(work: _Work) -> list[Any]:
-    return [work.worker, work.request, work.micro, work.serial, work.token, work.rejected, work.values_step]
+    return [work.worker, work.request, work.micro, work.serial, work.token, work.refused, work.values_step]
 
 
 class Ledger:
@@ -138,7 +138,7 @@ class Ledger:
         self.skips = skips
         self.staleness_histogram: dict[int, int] = {}
         self.age_histogram: dict[int, int] = {}  # of the dense values, where they are known
-        self.reissued = self.repeated = self.rejected = 0
+        self.reissued = self.repeated = self.refused = 0
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self._by_index = discipline.step_of == "batch"  # tokens; M pushes make a step
         self._first_step = step - steps_done
@@ -236,12 +236,12 @@ class Ledger:
         return found[:n]
 
     def accept(
-        self, worker: int, micro: int, serial: int, rejected: str | None = None, values_step: int = -1
+        self, worker: int, micro: int, serial: int, refused: str | None = None, values_step: int = -1
     ) -> Literal["accepted", "repeated", "revoked"]:
         """Every server has the push of this lease: it will be a member of a step, if the answer is "accepted".
 
         "repeated": it was accepted before; "revoked": it came too late, the micro-batch is for others to compute.
-        rejected: why its gradient must not be applied (not finite); it becomes a dropped member.
+        refused: why its gradient must not be applied (not finite); it becomes a dropped member.
         values_step: the step of the dense values it was computed with, the oldest; -1: not known.
         """
         work = self._outstanding.get(serial)
@@ -251,8 +251,8 @@ class Ledger:
         if work is None or (work.worker, work.micro) != (worker, micro):
             return "revoked"
         self._take_back(work)
-        self._accepted.append(replace(work, rejected=rejected is not None, values_step=values_step))
-        self.rejected += rejected is not None
+        self._accepted.append(replace(work, refused=refused is not None, values_step=values_step))
+        self.refused += refused is not None
         if worker in self._clock:
             self._clock[worker] += 1
         return "accepted"
@@ -276,7 +276,7 @@ class Ledger:
         if not pushes:
             return None
         members = tuple(self._member(work) for work in sorted(pushes, key=lambda work: work.micro))
-        overflowed = self.skips and any(work.rejected for work in pushes)
+        overflowed = self.skips and any(work.refused for work in pushes)
         if overflowed:
             members = tuple(replace(member, weight=0.0) for member in members)
         n_samples = sum(member.n_samples for member in members)
@@ -318,7 +318,7 @@ class Ledger:
         self.account.dropped += member.n_samples
         if overflowed:
             self.account.overflowed += member.n_samples
-        elif member.rejected:
+        elif member.refused:
             self.account.not_finite += member.n_samples
 
     def undo(self) -> None:
@@ -418,7 +418,7 @@ class Ledger:
             "ages": [list(pair) for pair in sorted(self.age_histogram.items())],
             "reissued": self.reissued,
             "repeated": self.repeated,
-            "refused": self.rejected,
+            "refused": self.refused,
             "first_step": self._first_step,
             "next": self._next,
             "row": list(self._row),
@@ -454,7 +454,7 @@ class Ledger:
         )
         ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
         ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
-        ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
+        ledger.reissued, ledger.repeated, ledger.refused = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
         ledger._row = list(state.get("row", ()))
         if "row" not in state and ledger._next % cut.n_micro:  # a version before gave them out in order
@@ -527,13 +527,13 @@ class Ledger:
     def _member(self, work: _Work) -> Member:
         staleness = max(0, self.step - work.token)
         weight = 1.0
-        if work.rejected or (self.discipline.step_of == "round" and not self._is_fresh(work)):
+        if work.refused or (self.discipline.step_of == "round" and not self._is_fresh(work)):
             weight = 0.0
         elif self.discipline.name == "gba":
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
         age = -1 if work.values_step < 0 else self._age(work)
-        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age, work.worker)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.refused, age, work.worker)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step

@@ -77,7 +77,7 @@ class CoordinatorService:
 
     def done(self, request: PushDone) -> Ok:
         is_void = request.serial <= self.coordinator.void or (request.micro, request.serial) not in self.part.buffer
-        if is_void and not request.rejected:
+        if is_void and not request.refused:
             self.coordinator.lost_push(request)  # it went down with a server, unless the step had it already
         self.coordinator.done(request)
         before = self._records.n_ledgers

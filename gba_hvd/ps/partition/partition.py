@@ -255,8 +255,8 @@ class Partition:
         for member in request.members:
             push = found.get((member.micro, member.serial))
             if push is not None and push.dense_step >= 0:
-                lag = request.step - 1 - push.dense_step
-                shares[lag] = shares.get(lag, 0.0) + member.weight * request.scale
+                age = request.step - 1 - push.dense_step
+                shares[age] = shares.get(age, 0.0) + member.weight * request.scale
         if shares:
             self.arrivals.append(sorted(shares.items()))
 

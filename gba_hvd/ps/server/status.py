@@ -89,7 +89,7 @@ def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
         **position,
         "samples_per_s": round(coordinator.sample_pace.per_s(now), 1),
         "under_way": coordinator.ledger.n_outstanding,
-        "refused_gradients": coordinator.rejected_gradients,
+        "refused_gradients": coordinator.refused_gradients,
         "by_worker": [
             {"rank": s.rank, "pid": s.pid, "host": s.host_name, "silent_s": round(now - s.last_seen_s, 1),
              "micro_batches": s.done, "seconds_per_micro_batch": round(s.seconds, 4),

@@ -124,9 +124,9 @@ class PushWindow:
             if body.kind != "NotFinite":
                 self._lost(push, GbaError(f"a server refused a gradient: {body.why}"))
                 return
-            done = msgspec.structs.replace(done, rejected=body.why)
+            done = msgspec.structs.replace(done, refused=body.why)
         waiting[0] -= 1
-        if (waiting[0] == 0 or done.rejected) and push.settle():
+        if (waiting[0] == 0 or done.refused) and push.settle():
             self.report(push, done)
 
     def report(self, push: PushOnTheWay, done: PushDone) -> None:

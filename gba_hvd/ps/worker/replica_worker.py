@@ -127,16 +127,16 @@ class ReplicaWorker(PsWorker):
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
-        rejected: str, drop: bool = False, dense: DenseGradients | None = None,
+        refused: str, drop: bool = False, dense: DenseGradients | None = None,
     ) -> str:  # fmt: skip
         """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
 
         A push that is to be lost steps nothing: its micro-batch is computed again, and counts then.
         dense: the gradients of one of several threads that share the replica (`hogwild`); None: those of the mode
         """
-        found = super().push(lease, rows, loss, seconds, rejected, drop)
+        found = super().push(lease, rows, loss, seconds, refused, drop)
         step_dense = self._step_dense if dense is None else partial(self._step_with, dense)
-        step = None if rejected or drop else self.replica.step(step_dense)
+        step = None if refused or drop else self.replica.step(step_dense)
         self.rounds.end_micro(step, self._tables.config.lease_s)
         return found
 

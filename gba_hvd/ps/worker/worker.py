@@ -206,11 +206,11 @@ class PsWorker:
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
-        rejected: str, drop: bool = False,
+        refused: str, drop: bool = False,
     ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and return.
 
-        rejected: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
+        refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
         Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
         Returns what is not finite with the residual added, and still to be reported, or nothing. Raises
@@ -228,10 +228,10 @@ class PsWorker:
                 return ""
             step, lrs = self.rates
             done = messages.PushDone(
-                self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, rejected, lrs, step,
+                self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step,
                 min(self._values.steps),
             )  # fmt: skip
-            if rejected:
+            if refused:
                 self._push_window.report(push, done)
                 return ""
             return self._send_push(push, rows, done)
@@ -251,7 +251,7 @@ class PsWorker:
                 raise NonFiniteResidual(why) from error
             log.warning("%s; nothing of it is sent, and the residual stays", why)
             what = str(error).removesuffix(" is not finite")
-            self._push_window.report(push, msgspec.structs.replace(done, rejected=what))
+            self._push_window.report(push, msgspec.structs.replace(done, refused=what))
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
             frames[self.own_server].append(self.saved_residual.residual.copy())

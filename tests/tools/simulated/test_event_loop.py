@@ -53,9 +53,9 @@ def trained(
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_values_are_as_old_as_there_are_other_workers(workers: int) -> None:
-    lags = trained(Discipline("async"), workers).lags
-    assert set(lags) == set(range(workers))
-    assert lags[workers - 1] == 60 - (workers - 1)  # the first push of each finds fewer
+    dense_ages = trained(Discipline("async"), workers).dense_ages
+    assert set(dense_ages) == set(range(workers))
+    assert dense_ages[workers - 1] == 60 - (workers - 1)  # the first push of each finds fewer
 
 
 def test_one_worker_without_delay_is_gradient_descent() -> None:
@@ -65,7 +65,7 @@ def test_one_worker_without_delay_is_gradient_descent() -> None:
 
 def test_steps_of_a_global_batch_are_those_of_its_mean() -> None:
     outcome = trained(Discipline("gba", lookahead=0), 4, latency=0.01)
-    assert (outcome.steps, outcome.staleness, outcome.lags) == (15, {0: 60}, {0: 60})
+    assert (outcome.steps, outcome.staleness, outcome.dense_ages) == (15, {0: 60}, {0: 60})
     np.testing.assert_allclose(outcome.values, np.array([0.9, 0.95]) ** 15, rtol=1e-4)
 
 
@@ -78,8 +78,8 @@ def test_time_passes_as_the_fleet_says() -> None:
 
 
 def test_a_worker_goes_on_without_waiting_for_its_own_push_to_arrive() -> None:
-    assert max(trained(Discipline("async"), 1, latency=0.3).lags) == 1
-    assert max(trained(Discipline("async"), 1).lags) == 0
+    assert max(trained(Discipline("async"), 1, latency=0.3).dense_ages) == 1
+    assert max(trained(Discipline("async"), 1).dense_ages) == 0
 
 
 def test_a_slow_worker_holds_nobody_up_and_its_pushes_are_dropped() -> None:
@@ -111,7 +111,7 @@ def test_a_thousand_workers_are_simulated_like_three() -> None:
     outcome = run(Experiment(workers=1000, micro_batches=1500, lr=1e-5))
     assert outcome.applied == 1500 * 64
     assert outcome.time < 4
-    assert max(outcome.lags) > 700
+    assert max(outcome.dense_ages) > 700
 
 
 @pytest.mark.slow
@@ -120,8 +120,8 @@ def test_ten_thousand_workers_are_simulated_in_seconds() -> None:
     outcome = run(Experiment(workers=10_000, micro_batches=12_000, **settings))
     assert (outcome.applied, outcome.steps) == (12_000, 120)
     assert outcome.time < 4
-    assert sum(outcome.lags.values()) == 12_000
-    assert max(outcome.lags) >= 99, "the last of the first 10,000 finds the steps of all the others"
+    assert sum(outcome.dense_ages.values()) == 12_000
+    assert max(outcome.dense_ages) >= 99, "the last of the first 10,000 finds the steps of all the others"
 
 
 def test_what_diverges_ends_early_and_says_so() -> None:
@@ -264,7 +264,7 @@ def test_a_run_keeps_the_ages_of_its_steps_in_their_order() -> None:
     outcome = trained(Discipline("async"), 3)
     ages = [age for step in outcome.arrivals for age, _ in step]
     assert ages == [0, 1] + [2] * 58
-    assert {age: ages.count(age) for age in set(ages)} == outcome.lags
+    assert {age: ages.count(age) for age in set(ages)} == outcome.dense_ages
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def reported(
     tables.initial_rows = SimpleNamespace(assigned=list(assigned))
     progress = Progress(None, StepHooks())
     progress.step, progress.account = step, SampleAccount(total=500, applied=400)
-    progress.staleness, progress.lags, progress.gaps = {1: 3, 0: 8}, {2: 11}, {1: (11, 0.5, 5.5, 42)}
+    progress.staleness, progress.dense_ages, progress.gaps = {1: 3, 0: 8}, {2: 11}, {1: (11, 0.5, 5.5, 42)}
     engine: Any = SimpleNamespace(
         job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit, faults=None,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),

@@ -163,7 +163,7 @@ def test_a_gradient_that_was_refused_is_in_no_buffer(servers: Callable[..., Serv
     some = servers(1, "contributors")
     before = some.rows()
     some.push(0, 1, {0: 1.0})
-    some.step(1, [Member(0, 1, 1.0, B, 0), Member(1, 2, 0.0, B, 0, rejected=True)])
+    some.step(1, [Member(0, 1, 1.0, B, 0), Member(1, 2, 0.0, B, 0, refused=True)])
     # The global batch's mean has half of it; among two micro-batches, one contains the row.
     assert (some.rows() - before)[0] == pytest.approx(-ROW_LR * 1.0)
 

@@ -92,8 +92,8 @@ def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.Monkey
     )  # fmt: skip
     participant = requests.ModeRequests(engine, GBACallback(mode="gba", tolerance=0, staleness_of="values"))
     participant.mode_entered()
-    for lags in ({0: 100}, {0: 120, 1: 80}, {0: 140, 1: 160}, {0: 300, 1: 160}):
-        progress.step, progress.lags, progress.staleness = progress.step + 1, lags, {0: sum(lags.values())}
+    for ages in ({0: 100}, {0: 120, 1: 80}, {0: 140, 1: 160}, {0: 300, 1: 160}):
+        progress.step, progress.dense_ages, progress.staleness = progress.step + 1, ages, {0: sum(ages.values())}
         position = JobPosition(step=progress.step, rates=[(0, 0.2), (1, 0.2)])
         servers: Any = SimpleNamespace(
             name="gba", position=position, drain_metrics=lambda: ({}, []), contact=SimpleNamespace(report={})

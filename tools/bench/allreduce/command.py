@@ -87,7 +87,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--shapes", nargs="*", default=["dlrm"], choices=SHAPE_NAMES, metavar="SHAPE",
         help=f"{', '.join(SHAPE_NAMES)}, or all of them where none is named",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step; default: what a shape has")
+    parser.add_argument("--batch", type=int, nargs="+", help="samples per worker and step (default: what a shape has)")
     parser.add_argument("--hosts", type=int, default=1, choices=range(1, len(measure.NAMES) + 1), metavar="N")
     parser.add_argument("--runs", type=int, default=5, help="launches of each peer with each shape and batch")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per run")

@@ -63,18 +63,18 @@ def add_parser(subparsers: Subparsers) -> None:
     measure.add_chosen(parser, "--modes", MODES, "MODE", help=", ".join(MODES) + "; sync is always among them")
     measure.add_chosen(parser, "--directions", DIRECTIONS, "DIRECTION", help=", ".join(DIRECTIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
-    parser.add_argument("--base-days", type=int, default=2, metavar="N", help="days before the change (%(default)s)")
-    parser.add_argument("--days", type=int, default=3, metavar="N", help="days after it (%(default)s)")
-    parser.add_argument("--samples", type=int, metavar="N", help="training samples of a day; default: the example's")
+    parser.add_argument("--base-days", type=int, default=2, metavar="N", help="days before the change")
+    parser.add_argument("--days", type=int, default=3, metavar="N", help="days after it")
+    parser.add_argument("--samples", type=int, metavar="N", help="training samples of a day (default: the example's)")
     parser.add_argument(
         "--row-average", default=USUAL["row_average"], choices=ROW_AVERAGES, metavar="HOW",
-        help=", ".join(ROW_AVERAGES) + ": what a row's gradient is divided by (%(default)s)",
+        help=", ".join(ROW_AVERAGES) + ": what a row's gradient is divided by",
     )  # fmt: skip
     parser.add_argument(
         "--rule", default=USUAL["rule"], type=rule_name, metavar="NAME",
-        help="of the servers in asynchronous modes, see docs/DELAY.md (%(default)s)",
+        help="of the servers in asynchronous modes, see docs/DELAY.md",
     )  # fmt: skip
-    parser.add_argument("--models", type=Path, metavar="DIR", help="base models; default: --out with .models behind it")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="base models (default: --out with .models added)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is there at the end; .svg or .png")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further job after so long")
     parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="for one job")

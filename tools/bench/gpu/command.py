@@ -72,7 +72,6 @@ class Run:
 def add_parser(subparsers: Subparsers) -> None:
     does = "samples/s of one GPU, embedding tables on it or in host memory"
     parser = measure.add_benchmark(subparsers, "gpu", does, __doc__, run, help="rows in it are kept")
-    parser.formatter_class = _AsWritten
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000_000, 100_000_000], help="of all tables together")
     parser.add_argument("--dim", type=int, nargs="+", default=[16, 64], help="of a row")
     parser.add_argument("--batch", type=int, nargs="+", default=[8192, 32768], help="samples of a step")
@@ -81,7 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--warm-up", type=int, default=20, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a run")
     measure.add_chosen(parser, "--peers", PEERS, "PEER", default=USUAL, help=f"of {', '.join(PEERS)}")
-    parser.add_argument("--hot-rows", type=int, metavar="N", help="of all tables together; default: a tenth of --rows")
+    parser.add_argument("--hot-rows", type=int, metavar="N", help="of all tables together (default: a tenth of --rows)")
     parser.add_argument("--optimizer", choices=RULES, default="adagrad", help="of the rows")
     parser.add_argument("--device", default="cuda", help="of the dense modules; cpu: to try the benchmark")
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: as many as torch takes")
@@ -205,10 +204,6 @@ def profile_of(out: Path, one: Run) -> Path:
 
 def _of_one(failed: str, one: Run) -> bool:
     return failed.rpartition(",")[0] == str(one).rpartition(",")[0]
-
-
-class _AsWritten(measure.ShowsDefaults, argparse.RawDescriptionHelpFormatter):
-    """Defaults, and a description whose lines stay as they are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from recovery.storage.rename import replace_file
 
-from ...checkpoint import terminal_report
+from ... import terminal
 from ...launch.command_line import CYCLE_MS
 from ...signals import stop
 
@@ -76,21 +77,31 @@ def benchmark(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 class ShowsDefaults(argparse.HelpFormatter):
-    """Help that ends with the default of each option that has one; where that is all there is to choose, with `all`."""
+    """Help as of `with_default`. Paragraphs stay apart; one that lists terms beside their meaning stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = re.split(r"\n\s*\n", text.strip())
+        return "\n\n".join(part if re.search(r"\S {2,}\S", part) else fill(part, width, indent) for part in parts)
 
     def _format_action(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        value, text = action.default, action.help or ""
-        if value == math.inf:
-            shown.default = "no limit"
-        elif isinstance(value, (list, tuple)):
-            everything = action.choices is not None and list(value) == list(action.choices)
-            shown.default = "all" if everything else " ".join(str(one) for one in value if one is not None)
-        has_default = action.option_strings and str(shown.default) not in ("None", "", "False", argparse.SUPPRESS)
-        if has_default and "%(default)s" not in text:
-            text = f"{text} (%(default)s)".strip()
-        shown.help = text or action.help
-        return super()._format_action(shown)
+        return super()._format_action(with_default(action))
+
+
+def with_default(action: argparse.Action) -> argparse.Action:
+    """Help that ends with the option's default, if it has one; with `all`, where that is all there is to choose."""
+    shown = copy.copy(action)
+    value, text = action.default, action.help or ""
+    if value == math.inf:
+        shown.default = "no limit"
+    elif isinstance(value, (list, tuple)):
+        everything = action.choices is not None and list(value) == list(action.choices)
+        shown.default = "all" if everything else " ".join(str(one) for one in value if one is not None)
+    has_default = action.option_strings and str(shown.default) not in ("None", "", "False", argparse.SUPPRESS)
+    if has_default and "default" not in text:
+        text = f"{text} (default: %(default)s)".strip()
+    shown.help = text or action.help
+    return shown
 
 
 def add_benchmark(
@@ -99,7 +110,9 @@ def add_benchmark(
 ) -> argparse.ArgumentParser:  # fmt: skip
     """A subcommand with --out. out: what differs from usual in its declaration."""
     parser = subparsers.add_parser(name, help=does, description=doc, formatter_class=ShowsDefaults)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", **{"required": True, **out})
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", **{"required": True, "help": "the figures, as JSON", **out}
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -311,4 +324,4 @@ def cell(text: str, row: Mapping[str, Any]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    terminal_report.print_table(columns, rows, left=(0,), title=title)
+    terminal.print_table(columns, rows, left=(0,), title=title)

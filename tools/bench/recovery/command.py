@@ -40,9 +40,9 @@ EXPERIMENTS = ("pls", "r", "servers", "mtbf")
 def add_parser(subparsers: Subparsers) -> None:
     parser = measure.add_benchmark(subparsers, "recovery", "full against partial recovery, emulated", __doc__, run)
     parser.add_argument("--costs", type=Path, metavar="FILE.json", help="measured costs: save_s, load_s, ...")
-    parser.add_argument("--traces", type=int, default=300, help="random sequences of failures (%(default)s; 0: none)")
-    parser.add_argument("--shape", type=float, default=1.0, help="of their gamma law (%(default)s)")
-    parser.add_argument("--r", type=float, default=0.125, help="share of rows of a priority save (%(default)s)")
+    parser.add_argument("--traces", type=int, default=300, help="random sequences of failures; 0: none")
+    parser.add_argument("--shape", type=float, default=1.0, help="of their gamma law")
+    parser.add_argument("--r", type=float, default=0.125, help="share of rows of a priority save")
     parser.add_argument("--seed", type=int, default=0)
     names = ("frappe", "synthetic")
     parser.add_argument(

@@ -57,7 +57,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=5, help="launches of each system with each model")
     measure.add_chosen(parser, "--models", MODELS, "MODEL")
-    measure.add_chosen(parser, "--systems", SYSTEMS, "SYSTEM", help=f"all: {', '.join(SYSTEMS)}")
+    measure.add_chosen(parser, "--systems", SYSTEMS, "SYSTEM", help=", ".join(SYSTEMS))
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for one run")
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 
+from ...bench.harness.measure import ShowsDefaults
+
 if TYPE_CHECKING:
     from ...simulated.agreement import JobSettings
 
@@ -29,18 +31,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "agreement",
         help="real jobs with emulated workers beside their simulations",
+        formatter_class=ShowsDefaults,
         description="Run the real system with workers of known speeds and simulate the same, and print staleness, "
         "log loss and AUC of both; with several runs, also how far two real jobs are apart.",
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8], metavar="N")
-    parser.add_argument("--mode", nargs="+", default=["gba", "async"], help="(gba async)")
+    parser.add_argument("--mode", nargs="+", default=["gba", "async"], metavar="MODE")
     parser.add_argument("--rule", nargs="+", default=["none"], help="none, gap_aware or staleness_lr: Adagrad trains")
-    parser.add_argument("--runs", type=int, default=1, help="real jobs of the same settings (%(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="real jobs of the same settings")
     parser.add_argument("--slow", type=float, default=1.0, help="the last worker takes so many times as long")
-    parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch (%(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=800, help="of a job (%(default)s)")
-    parser.add_argument("--latency-ms", type=float, default=2.0, help="of a message, in the simulation (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=800, help="of a job")
+    parser.add_argument("--latency-ms", type=float, default=2.0, help="of a message, in the simulation")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
     parser.set_defaults(run=run)
 
 

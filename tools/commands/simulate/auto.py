@@ -12,6 +12,7 @@ import numpy as np
 
 from gba_hvd.errors import BadInput
 
+from ...bench.harness.measure import ShowsDefaults
 from ...simulated.output import write
 
 if TYPE_CHECKING:
@@ -27,23 +28,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "auto",
         help="mode auto against the better of allreduce and gba",
+        formatter_class=ShowsDefaults,
         description="Simulate workers whose speed changes, let the real GBACallback choose the mode, and compare with "
         "runs that stay in one. The share is of the better mode's micro-batches over the whole run; the worst minute "
         "is one after the first two, against the mode that was better in it. A switch is needless if its mode was the "
         "slower one for the stay that followed.",
     )
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="NAME",
-                        help=f"{', '.join(SCENARIOS)} (all)")  # fmt: skip
+                        help=f"{', '.join(SCENARIOS)} (default: all)")  # fmt: skip
     parser.add_argument(
         "--clusters", type=int, default=0, metavar="N", help="instead: so many drawn clusters, 1 h each"
     )
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of a scenario, at least 360 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the scenarios, or of the first cluster (%(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="that simulate clusters (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of a scenario, at least 360")
+    parser.add_argument("--seed", type=int, default=0, help="of the scenarios, or of the first cluster")
+    parser.add_argument("--processes", type=int, default=1, help="that simulate clusters")
     parser.add_argument(
         "--informed", action="store_true", help="in place of auto, a policy that sees a run of each mode: a bound"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
     parser.set_defaults(run=run)
 
 

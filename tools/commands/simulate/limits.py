@@ -9,6 +9,7 @@ from typing import Any
 
 from gba_hvd.errors import BadInput
 
+from ...bench.harness.measure import ShowsDefaults
 from ...simulated.output import write
 
 
@@ -16,6 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "limits",
         help="the largest stable learning rate by delay: predicted and observed",
+        formatter_class=ShowsDefaults,
         description="Train a quadratic with gradients that are all equally old, and find the learning rate from which "
         "on it diverges. Predicted is what `gba-hvd advise` goes by.",
     )
@@ -30,20 +32,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--step", type=int, default=1, metavar="M", help="of fleets: 1 is mode async, more is gba")
     parser.add_argument(
         "--optimizer", choices=("sgd", "adam"), default="sgd",
-        help="of fleets: adam has the momentum as its first beta, and a constant preconditioner (%(default)s)",
+        help="of fleets: adam has the momentum as its first beta, and a constant preconditioner",
     )  # fmt: skip
-    parser.add_argument("--momentum", type=float, default=0.0, help="of fleets: of the optimizer (%(default)s)")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of fleets: of the optimizer")
     parser.add_argument(
         "--ahead", type=float, default=0.0, metavar="STEPS",
-        help="of fleets: rule look_ahead with so many steps; needs momentum (%(default)s)",
+        help="of fleets: rule look_ahead with so many steps; needs momentum",
     )  # fmt: skip
-    parser.add_argument(
-        "--spread", type=float, default=0.0, help="of fleets: of the workers' mean speeds (%(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], metavar="N", help="of fleets: of speeds and times (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--spread", type=float, default=0.0, help="of fleets: of the workers' mean speeds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="of fleets: of speeds and times")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
     parser.set_defaults(run=run)
 
 

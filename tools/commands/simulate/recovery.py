@@ -19,8 +19,9 @@ from recovery.errors import BadInput
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.planner import JobProfile, plan
 
-from ...checkpoint.terminal_report import print_table
+from ...bench.harness.measure import ShowsDefaults
 from ...simulated.output import settings_of, write
+from ...terminal import print_table
 from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "recovery",
         help="a year of failures, saves and recoveries on a virtual clock",
+        formatter_class=ShowsDefaults,
         description="Run the planner, the choice of rows and the chain of saves against failures of thousands of "
         "servers, and compare overhead and PLS with CPR's closed forms. The tables grow with the servers: "
         "--table-gb is one server's, and a save takes as long however many there are.",
@@ -42,17 +44,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--servers", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="N")
     parser.add_argument("--strategy", nargs="+", default=["full", "partial"], choices=STRATEGIES)
     parser.add_argument(
-        "--server-mtbf-hours", type=float, default=5000.0, help="mean time between failures of one server (%(default)s)"
+        "--server-mtbf-hours", type=float, default=5000.0, help="mean time between failures of one server"
     )
-    parser.add_argument("--shape", type=float, default=1.0, help="of the gamma law; below 1: bursts (%(default)s)")
+    parser.add_argument("--shape", type=float, default=1.0, help="of the gamma law; below 1: bursts")
     parser.add_argument("--failures", type=Path, metavar="FILE", help="lines of hour,server instead of random failures")
-    parser.add_argument("--years", type=float, default=1.0, help="length of one operation (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=16, help="independent operations (%(default)s)")
+    parser.add_argument("--years", type=float, default=1.0, help="length of one operation")
+    parser.add_argument("--repeats", type=int, default=16, help="independent operations")
     parser.add_argument("--sampled-servers", type=int, default=16, help="whose rows are simulated; 0: none")
     parser.add_argument("--fixed-plan", action="store_true", help="never plan again, as the closed forms have it")
     parser.add_argument("--rebase-at", type=float, default=math.inf, help=REBASE_HELP)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
     parser.set_defaults(run=run)
 
 

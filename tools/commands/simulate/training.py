@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import SHARED_MODES, any_of
 
+from ...bench.harness.measure import ShowsDefaults
 from ...simulated.output import json_values, loss_text, settings_of, silent_servers, write
 
 if TYPE_CHECKING:
@@ -29,32 +30,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "training",
         help="asynchronous training by 1 to 10,000 workers of drawn speeds",
+        formatter_class=ShowsDefaults,
         description="Train a small task with the ledger, buffer, rules and optimizers of real servers, by workers "
         "whose service times are drawn from gamma laws, and show what loss, staleness and speed come of it.",
     )
-    parser.add_argument("--task", default="quadratic", help="quadratic, logistic or clicks (%(default)s)")
+    parser.add_argument("--task", default="quadratic", help="quadratic, logistic or clicks")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64], metavar="N")
-    parser.add_argument("--mode", default="async", help=f"{any_of(SHARED_MODES)} (%(default)s)")
+    parser.add_argument("--mode", default="async", help=any_of(SHARED_MODES))
     parser.add_argument("--rule", nargs="+", default=["none", "dana_zero", "staleness_lr"], metavar="RULE")
     parser.add_argument(
         "--rule-settings", nargs="+", default=[], metavar="NAME=VALUE", help="of the rules that have settings: lambda=2"
     )
-    parser.add_argument("--optimizer", default="momentum", help="sgd, momentum, adam, nadam, adagrad (%(default)s)")
+    parser.add_argument("--optimizer", default="momentum", help="sgd, momentum, adam, nadam, adagrad")
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--micro-batches", type=int, default=2000, help="of a run (%(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=64, help="samples (%(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=2000, help="of a run")
+    parser.add_argument("--micro-batch", type=int, default=64, help="samples")
     parser.add_argument("--step", type=int, default=8, metavar="M", help="micro-batches of a step (gba, bsp)")
     parser.add_argument("--spread", type=float, default=0.0, help="of the workers' mean speeds; 0: equal")
-    parser.add_argument("--shape", type=float, default=100.0, help="of the gamma law of a worker's times (%(default)s)")
+    parser.add_argument("--shape", type=float, default=100.0, help="of the gamma law of a worker's times")
     parser.add_argument("--latency", type=float, default=0.0, help="worker to server, in mean service times")
     parser.add_argument("--serve", type=float, default=0.0, help="the server's time for a push, in the same unit")
-    parser.add_argument("--tolerance", type=int, default=4, help="gba: steps (%(default)s)")
-    parser.add_argument("--lookahead", type=int, help="gba, bsp: steps; 0 is lock-step (no limit)")
-    parser.add_argument(
-        "--row-average", default="global", metavar="HOW", help="clicks: as of DistributedOptimizer (%(default)s)"
-    )
+    parser.add_argument("--tolerance", type=int, default=4, help="gba: steps")
+    parser.add_argument("--lookahead", type=int, help="gba, bsp: steps; 0 is lock-step (default: no limit)")
+    parser.add_argument("--row-average", default="global", metavar="HOW", help="clicks: as of DistributedOptimizer")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, with other samples, noise and speeds")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="loss over time, by workers and rule")
     parser.set_defaults(run=run)
 
@@ -138,7 +138,7 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> TrainingLine:
         losses=losses,
         staleness_mean=mean_of(first.staleness),
         staleness_max=max(first.staleness, default=0),
-        lag_mean=mean_of(first.lags),
+        lag_mean=mean_of(first.dense_ages),
         gap=mean_gap(first)[0],
         gap_in_steps=mean_gap(first)[1],
         gap_by_worker={worker: (gap / n, in_steps / n) for worker, (n, gap, in_steps) in first.gaps.items()},

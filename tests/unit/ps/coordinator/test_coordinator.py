@@ -138,19 +138,19 @@ def test_an_epoch_is_every_micro_batch_once_and_serials_go_on() -> None:
 
 
 def test_ages_of_dense_values_add_up_over_epochs_and_survive_a_restart() -> None:
-    position = JobPosition(account=vars(SampleAccount()), lags={3: 5}, step=10)
+    position = JobPosition(account=vars(SampleAccount()), dense_ages={3: 5}, step=10)
     coordinator = a_coordinator(Clock(), position=position)
     for request, dense_step in enumerate((10, 9, 7, -1), start=1):  # -1: not known
         done(coordinator, 1, lease(coordinator, 1, request), dense_step=dense_step)
     apply_steps(coordinator)
-    assert coordinator.position().lags == {0: 1, 1: 1, 3: 5, 4: 1}  # two steps of two
+    assert coordinator.position().dense_ages == {0: 1, 1: 1, 3: 5, 4: 1}  # two steps of two
     finish_epoch(coordinator, 0)
-    before = coordinator.position().lags
+    before = coordinator.position().dense_ages
     finish_epoch(coordinator, 1)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
     successor = a_coordinator(Clock(), position=position)
     successor.resume(state)
-    assert successor.position().lags == coordinator.position().lags == before
+    assert successor.position().dense_ages == coordinator.position().dense_ages == before
 
 
 def test_what_is_dropped_is_counted_by_worker() -> None:
@@ -436,15 +436,15 @@ def test_the_newest_learning_rates_count_in_whatever_order_they_come() -> None:
 def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
     coordinator = a_coordinator(Clock())
     coordinator.beat(beat(1))
-    done(coordinator, 1, lease(coordinator, 1, 1), rejected="the gradient of w is not finite")
+    done(coordinator, 1, lease(coordinator, 1, 1), refused="the gradient of w is not finite")
     done(coordinator, 1, lease(coordinator, 1, 2))
     step = coordinator.decide()
     assert step is not None
     assert [m.micro for m in step.members] == [1]
     coordinator.applied(step.step, set(), 0)
     assert (coordinator.account.applied, coordinator.account.dropped) == (8, 8)
-    assert coordinator.rejected_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
-    assert coordinator.position().rejected == 1
+    assert coordinator.refused_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
+    assert coordinator.position().refused == 1
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

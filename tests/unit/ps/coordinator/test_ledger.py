@@ -358,9 +358,9 @@ def test_a_refused_gradient_is_a_member_that_is_dropped() -> None:
     job = Asking(ledger())
     for i in range(4):
         lease = job.lease()
-        job.of.accept(0, lease.micro, lease.serial, rejected="dense gradient is not finite" if i == 2 else None)
+        job.of.accept(0, lease.micro, lease.serial, refused="dense gradient is not finite" if i == 2 else None)
     assert weights(job.step()) == [1, 1, 0, 1]
-    assert job.of.rejected == 1
+    assert job.of.refused == 1
     assert job.of.account == SampleAccount(total=16, applied=12, dropped=4, not_finite=4)
     assert job.of.account.dropped_for == {"not_finite": 4}
 
@@ -686,13 +686,13 @@ class Job(RuleBasedStateMachine):
         return isinstance(answer, LeaseGrant)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), rejected=st.sampled_from([None, None, None, "not finite"]))
-    def push(self, data: st.DataObject, rejected: str | None) -> None:
+    @rule(data=st.data(), refused=st.sampled_from([None, None, None, "not finite"]))
+    def push(self, data: st.DataObject, refused: str | None) -> None:
         serial = data.draw(st.sampled_from(sorted(self.held)))
         worker, lease = self.held.pop(serial)
-        assert self.it.accept(worker, lease.micro, serial, rejected) == "accepted"
+        assert self.it.accept(worker, lease.micro, serial, refused) == "accepted"
         self.pushed[serial] = (worker, lease)
-        self.n_refused += rejected is not None
+        self.n_refused += refused is not None
 
     @precondition(lambda self: self.pushed)
     @rule(data=st.data())
@@ -785,7 +785,7 @@ class Job(RuleBasedStateMachine):
         assert it.account == SampleAccount(done, it.account.applied, dropped, not_finite=not_finite)
         assert 0 <= not_finite <= dropped and (self.n_refused > 0 or not_finite == 0)
         assert sum(it.staleness_histogram.values()) == len(self.members)
-        assert it.rejected == self.n_refused
+        assert it.refused == self.n_refused
         assert it.step == 50 + len(self.plans)
         assert it.finished == (it.steps_done == cut.n_steps)
 

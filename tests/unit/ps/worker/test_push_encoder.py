@@ -99,7 +99,7 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
         what = one.push(3e38)
     assert what == "the sum of the gradient of w and its residual"
     (done,) = one.reported[3:]
-    assert isinstance(done, PushDone) and (done.micro, done.rejected) == (5, what), "the coordinator learns of it"
+    assert isinstance(done, PushDone) and (done.micro, done.refused) == (5, what), "the coordinator learns of it"
     assert f"worker of rank 3, micro-batch 5: {what} is not finite" in caplog.text
     assert np.array_equal(one.exchange.feedback.residual, before)
     assert one.push(0.0) == "", "the next one takes it along"
