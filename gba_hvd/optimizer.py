@@ -25,6 +25,7 @@ from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
+from gba_hvd.training.settings_watch import own_settings
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -218,6 +219,7 @@ def DistributedOptimizer(
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,
         "gba_hvd": "tables",
+        **own_settings(tables.optimizer, optimizer.defaults),
     }
     if "param_names" in optimizer.param_groups[0]:
         group["params"] = [("gba_hvd.embedding.tables", group["params"][0])]

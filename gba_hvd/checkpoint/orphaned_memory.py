@@ -117,7 +117,13 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
         )
     if begun < saved_step:
         return ResumeDecision(None, f"what is in memory is of step {begun}, the newest checkpoint of step {saved_step}")
-    return ResumeDecision(rank, f"all rows and the training state are in memory, of step {max(mine.kept, begun)}")
+    found_there = f"all rows and the training state are in memory, of step {max(mine.kept, begun)}"
+    if not mine.generation and begun > mine.kept:
+        found_there = (
+            f"all rows and the training state are in memory; some rows or all have step {begun} already: it is "
+            "computed again with them, and not applied to them twice, so its dense gradient is a little different"
+        )
+    return ResumeDecision(rank, found_there)
 
 
 def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:

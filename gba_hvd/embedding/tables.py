@@ -675,7 +675,9 @@ class EmbeddingTables(FollowsModule):
         """With all that this worker's steps changed. Raises GbaError before it is made."""
         if self.memory is None:
             raise GbaError(
-                "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
+                "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first. A "
+                "deep copy that was made before, as by torch.optim.swa_utils.AveragedModel(model), never has it: copy "
+                "the dense part alone"
             )
         self.await_steps()
         return self.memory

@@ -271,6 +271,7 @@ class AllreduceMode:
         self._refuse_disagreement(agreed, n_samples, rates)
         dense.make_step_(scale)
         engine.reports.other_writers()
+        engine.reports.row_settings()
         factors = Factors(rows=SKIPPED) if overflowed else Factors()
         if not model.clip.is_none and not overflowed:
             factors = model.clip.factors(squares([dense.flat.detach().cpu().numpy()]), agreed["row_squares"][0])

@@ -49,6 +49,7 @@ class ParameterServerMode:
         self.rejoin: Rejoin | None = None
         self._leases: LeasePrefetcher[Any] | None = None  # of the loop over batches, until it is over or left
         self._hanging: dict[int, int] = {}  # of workers that live and do nothing: the rank, by process
+        self._dense_settings = engine.model.dense_settings  # as the servers have them
         self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
@@ -158,12 +159,15 @@ class ParameterServerMode:
     def _begin(self, lease: LeaseGrant) -> None:
         """The newest dense values are in place from here on."""
         self._engine.observe(self.servers.position)
+        self._engine.reports.row_settings()
         self._engine.model.tables.drop_gradients()
         self._refresh_dense_()
         self._engine.begin_micro_batch(lease.micro, lease.n_samples, is_last=False, lease=lease)
 
     def _refresh_dense_(self) -> None:
-        self._engine.reports.other_writers()
+        reports = self._engine.reports
+        reports.other_writers()
+        reports.dense_settings(self.name, self._dense_settings)
         self._has_model = False
         self.servers.refresh_dense_()
         self._engine.model.parameter_watch.note()

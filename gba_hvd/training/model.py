@@ -25,6 +25,7 @@ from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
 from gba_hvd.torch_optimizers import put_state
 from gba_hvd.training.parameter_watch import ParameterWatch
+from gba_hvd.training.settings_watch import changes, own_settings, settings_of
 
 # By tables, the optimizer that was made for them last.
 _NEWEST: weakref.WeakKeyDictionary[EmbeddingTables, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
@@ -108,6 +109,18 @@ class TrainedModel:
     @property
     def dense_lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups if group is not self._tables_group]
+
+    @property
+    def dense_settings(self) -> list[dict[str, Any]]:
+        """Of each dense group, all but the learning rate."""
+        groups, names = self.optimizer.param_groups, self.optimizer.defaults
+        return [settings_of(group, names) for group in groups if group is not self._tables_group]
+
+    @property
+    def changed_row_settings(self) -> str:
+        """Of the tables' group, in words: what is not what the row optimizer uses; may be empty."""
+        names = self.optimizer.defaults
+        return changes(settings_of(self._tables_group, names), own_settings(self.tables.optimizer, names))
 
     @property
     def _tables_group(self) -> dict[str, Any]:

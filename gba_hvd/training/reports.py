@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from gba_hvd.training.job_state import LocalHost, Passed, Progress
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.parameter_watch import names_in_words
 from gba_hvd.training.pauses import JOINED, LEFT, LOSS, Pause, Pauses
+from gba_hvd.training.settings_watch import changes
 from gba_hvd.training.vocabulary_watch import VocabularyWatch, in_words
 
 log = logging.getLogger("gba_hvd")
@@ -336,6 +337,34 @@ class Reports:
             )
             event = Event("parameters_written", self._progress.step, text, {"parameters": found}, level="warning")
             self.emit(event)
+
+    def row_settings(self) -> None:
+        """Name settings of the tables' group that were changed, and that rows do not follow; once in a process."""
+        if "row_settings_not_followed" not in self._reported and (found := self._model.changed_row_settings):
+            text = (
+                f"the optimizer's group of the tables: {found}. Rows follow the group's lr, and have all else from "
+                f"{type(self._model.tables.optimizer).__name__}(...), which was given to the tables: change it there. "
+                "A scheduler that moves betas or momentum as well can leave them, as "
+                "OneCycleLR(cycle_momentum=False) does"
+            )
+            self.once(Event("row_settings_not_followed", self._progress.step, text, {}, level="warning"))
+
+    def dense_settings(self, mode: str, in_use: Sequence[Mapping[str, Any]]) -> None:
+        """Name settings of dense groups that were changed, and that servers do not follow; once in a process.
+
+        in_use: of each group, as the servers have them
+        """
+        if "dense_settings_not_followed" in self._reported:
+            return
+        groups = enumerate(zip(self._model.dense_settings, in_use, strict=False))
+        if found := [f"group {i}: {words}" for i, (now, used) in groups if (words := changes(now, used))]:
+            text = (
+                f"mode {mode!r}, {'; '.join(found)}. Servers follow the lr of each group, and have all else as it was "
+                "when the mode began; it is followed again in allreduce mode, and taken over when a mode begins. A "
+                "scheduler that moves betas or momentum as well can leave them, as OneCycleLR(cycle_momentum=False) "
+                "does; for anything else stay in allreduce mode"
+            )
+            self.once(Event("dense_settings_not_followed", self._progress.step, text, {"mode": mode}, level="warning"))
 
     def compression(self) -> None:
         """What was decided about compressing since this was called last."""

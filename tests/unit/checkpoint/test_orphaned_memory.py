@@ -49,6 +49,8 @@ def test_a_job_goes_on_from_memory_that_has_everything(found: list[MemorySurvey]
     choice = decide_resume(found, SETTINGS, saved_step)
     assert choice.rank == rank
     assert "all rows and the training state are in memory" in choice.reason
+    is_again = any(one.begun == 9 for one in found)
+    assert ("have step 9 already: it is computed again" in choice.reason) is is_again
 
 
 @pytest.mark.parametrize(
