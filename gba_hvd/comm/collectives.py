@@ -348,9 +348,14 @@ def agree_on(
         return
     if sources is not None:
         _refuse_other_sources(world, name, sources())
+    asked = "they must run the same script on the same data"
+    if what == "epoch":
+        asked += (
+            ", and leave an epoch alike: at its last step some leave the loop by `break`, and on others it ends by "
+            "itself, so decide by state.step"
+        )
     raise StateMismatch(
-        f"the workers disagree about the {what}: by rank {everyone[:, list(facts).index(what)].tolist()}; "
-        "they must run the same script on the same data"
+        f"the workers disagree about the {what}: by rank {everyone[:, list(facts).index(what)].tolist()}; {asked}"
     )
 
 

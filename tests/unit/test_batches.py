@@ -149,6 +149,8 @@ def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
         agree_on(world, "epoch", {"samples": 50, "seed": 3})
+    with pytest.raises(StateMismatch, match=r"disagree about the epoch: .* leave an epoch alike"):
+        agree_on(world, "epoch", {"samples": 50, "epoch": 0})
 
 
 @pytest.mark.parametrize(("theirs", "words"), [(["a", "b"], r"2 on rank 0; 1 on rank 1, missing: b"), (["a"], None)])
