@@ -11,6 +11,7 @@ from torch import nn
 
 from gba_hvd import BadInput
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer
+from gba_hvd.membership.resume_job import ResumedFromMemory
 from recovery import state_codec
 from recovery.errors import Damaged
 
@@ -90,3 +91,8 @@ def test_a_state_of_another_program_is_refused_with_the_checkpoint(training: Any
     with pytest.raises(Damaged) as refused:
         training().state.training_state.resume(state, WHERE)
     assert str(refused.value).startswith(f"{WHERE}: its training state {lacks}another program wrote it")
+
+
+def test_a_resume_from_bytes_that_cannot_be_read_says_where_they_were(training: Any) -> None:
+    with pytest.raises(Damaged, match="^what the launch before left in memory: its 4 bytes of training state cannot be"):
+        training().state._resume(ResumedFromMemory(3, 0, "all is there", b"junk"))
