@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recovery.errors import BadInput
+from recovery.errors import BadInput, Damaged
 
 
 def encode(value: Any) -> bytes:
@@ -23,11 +23,21 @@ def encode(value: Any) -> bytes:
     return b"".join([struct.pack("<Q", len(header)), header, *blobs])
 
 
-def decode(data: bytes) -> Any:
-    """The inverse of `encode`; tensors come back on the CPU."""
-    (n_header,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + n_header])
-    return _from_json(header, memoryview(data)[8 + n_header :])
+def decode(data: bytes, where: str = "the training state") -> Any:
+    """The inverse of `encode`; tensors come back on the CPU.
+
+    where: it was read from, as in "the checkpoint at s3://runs/7". Raises Damaged for bytes that `encode` did not make.
+    """
+    try:
+        (n_header,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + n_header])
+        return _from_json(header, memoryview(data)[8 + n_header :])
+    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise Damaged(
+            f"{where}: its {len(data):,} bytes of training state cannot be read ({type(error).__name__}: {error}): "
+            "another program or a newer version wrote them, or they were altered; read them with what wrote them, or "
+            "go back to another checkpoint"
+        ) from error
 
 
 def _to_json(value: Any, blobs: list[bytes], place: str) -> Any:
@@ -74,6 +84,8 @@ def _from_json(value: Any, blobs: memoryview) -> Any:
     raw = bytearray(blobs[value["start"] : value["start"] + value["size"]])
     if kind == "array":
         return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
-    dtype = getattr(torch, value["dtype"])
+    dtype = getattr(torch, value["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r}")
     flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.view(value["shape"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRo
 from gba_hvd.errors import BadInput
 from recovery.storage.local_store import sync
 from recovery.storage.rename import exchange
+
+_IN_DATASET = re.compile(r"dataset\.json|vocabulary/[^/]+\.arrow|[^/]+/part-\d{5,}\.arrow")
+_N_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ def prepare(
             sync(inside)
         write_manifest(folder, manifest)
         sync(folder)
+        _check_free(out, overwrite)  # again: files may have come since
         _put_in_place(folder, out)
     return manifest
 
@@ -225,6 +230,14 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise BadInput(f"{out}: exists and is no prepared dataset, so it is left alone; choose another --out")
     if not overwrite:
         raise BadInput(f"{out}: there is a dataset already; choose another --out, or --overwrite it")
+    files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_symlink() or not path.is_dir())
+    others = [str(path) for path in files if not _IN_DATASET.fullmatch(path.as_posix())]
+    if others:
+        named = ", ".join(others[:_N_NAMED]) + f" and {len(others) - _N_NAMED} more" * (len(others) > _N_NAMED)
+        raise BadInput(
+            f"{out}: there are files that are not of the dataset, so it is left alone: {named}; move them elsewhere, "
+            "or choose another --out"
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.membership import JoinResult
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
+from recovery.redaction import redacted
 
 
 def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
@@ -28,7 +29,8 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     pauses = engine.reports.pauses.state_dict()
     forget_residuals(engine)
     engine.model.tables.on_device.forget()
-    state.resume(state_codec.decode(back.state))
+    where = f"the checkpoint at {redacted(checkpoints.store.url)} ({back.manifest})"
+    state.resume(state_codec.decode(back.state, where), where)
     state.restored = None  # of a start only
     progress.account.rolled_back(before)
     progress.restarts = restarts

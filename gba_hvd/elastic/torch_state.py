@@ -475,7 +475,7 @@ class TorchState:
         where = "what the launch before left in memory"
         if isinstance(left, Report) and checkpoints is not None:
             where = f"the checkpoint at {redacted(checkpoints.store.url)} ({left.manifest.name})"
-        self.training_state.resume(state_codec.decode(left.state), where)
+        self.training_state.resume(state_codec.decode(left.state, where), where)
 
     def _note_synced(self) -> None:
         if not self._has_state or self._closed:

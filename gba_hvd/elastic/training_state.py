@@ -20,7 +20,7 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.learning_rates import Rates, ReplacedRates, of_wire, rates_of, to_wire
-from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
+from gba_hvd.elastic.resume_fit import refuse_foreign_state, refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.torch_optimizers import user_class
@@ -137,7 +137,7 @@ class TrainingState:
             received = world.broadcast("state", data, source)
             ahead_s, launched_unix_s = self.meet_clocks(world, source)
             if world.rank != source:
-                state = state_codec.decode(received)
+                state = state_codec.decode(received, f"what rank {source} sent")
                 self.load_state_dict(state)
                 left = state["random_left"]
                 self._engine.reports.pauses.meet(state["pauses"], ahead_s)
@@ -188,8 +188,9 @@ class TrainingState:
         """Take over that of a checkpoint. One of an asynchronous mode has three: see
         `ps.partition.checkpoint_state`. where: it was read from.
 
-        Raises BadInput where it is of another dense model or optimizer.
+        Raises BadInput where it is of another dense model or optimizer, Damaged where it is no training state.
         """
+        refuse_foreign_state(where, state)
         engine, first = self._engine, state.get("snapshot", state)
         refuse_other_optimizer(where, first, engine.model.optimizer)
         # The script says which mode it wants, not the job that was lost.

@@ -157,7 +157,7 @@ def _resume_from_memory(
                 whole, step = orphaned_memory.collect_state(
                     folder, job_id, state, enter, engine.model.dense.sizes, engine.model.names
                 )
-                _refuse_rolled_back(whole, rollback_epoch)
+                _refuse_unfit(whole, rollback_epoch)
             except (GbaError, OSError) as error:
                 failure, step = str(error), -1
         decided = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
@@ -174,11 +174,11 @@ def _resume_from_memory(
     return taken
 
 
-def _refuse_rolled_back(whole: bytes, rollback_epoch: int) -> None:
-    """Raises GbaError where the memory is of before the rollback."""
+def _refuse_unfit(whole: bytes, rollback_epoch: int) -> None:
+    """Raises GbaError where the state in memory cannot be read, or is of before the rollback (0: there was none)."""
+    state = state_codec.decode(whole, "the training state in memory")
     if not rollback_epoch:
         return
-    state = state_codec.decode(whole)
     claim = state.get("snapshot", state)["checkpoints"]["claim"]
     if claim is None or claim["epoch"] < rollback_epoch:
         raise GbaError("it is of before `gba-hvd checkpoint rollback`")

@@ -119,11 +119,31 @@ def hashes_of(column: Any, name: str, is_own: bool = False) -> np.ndarray | list
         raise BadInput(
             f"hashed column {name!r} holds {column.type}, not strings{_GIVE_TEXTS if is_own else _LEAVE_OUT}"
         )
+    _refuse_nulls(column, name)
     found = ids_of(pyarrow.chunked_array([column]), f"column {name!r}")
     if not isinstance(found, tuple):
         return found
     values, starts = found
     return [values[first:last] for first, last in pairwise(starts)]
+
+
+def _refuse_nulls(column: Any, name: str) -> None:
+    """Raises BadInput for a sample without a string, or a list that has a null; no list at all is an empty one."""
+    import pyarrow.compute
+
+    from gba_hvd.data.list_columns import is_list
+
+    has_lists = is_list(column.type)
+    flat = pyarrow.compute.list_flatten(column) if has_lists else column
+    if not flat.null_count:
+        return
+    samples = column.to_pylist()
+    at = next(i for i, one in enumerate(samples) if (None in (one or ()) if has_lists else one is None))
+    what = "a list of strings, and one of them is null" if has_lists else "a string, got null, or nothing"
+    raise BadInput(
+        f"hashed column {name!r}: {flat.null_count} of {len(flat)} values are missing: of sample {at} expected {what}; "
+        "fill it in"
+    )
 
 
 def with_hashes(
@@ -191,8 +211,9 @@ def _arrow(values: Any, name: str) -> Any:
     given = [None if is_missing(one) else one for one in values]
     try:
         column = pyarrow.array(given)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise BadInput(f"hashed column {name!r}: expected strings, or lists of strings: {error}") from error
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
+        what = _other_value(given) or str(error)
+        raise BadInput(f"hashed column {name!r}: expected strings, or lists of strings: {what}") from error
     except UnicodeEncodeError as error:
         at = next(i for i, one in enumerate(given) if not _is_encodable(one))
         raise BadInput(f"hashed column {name!r}: sample {at} is no text in UTF-8: {error.reason}") from error
@@ -201,6 +222,15 @@ def _arrow(values: Any, name: str) -> Any:
     if pyarrow.types.is_list(column.type) and pyarrow.types.is_null(column.type.value_type):
         return column.cast(pyarrow.list_(pyarrow.string()))
     return column
+
+
+def _other_value(samples: Sequence[Any]) -> str:
+    """The first value that is no string, in words."""
+    for i, sample in enumerate(samples):
+        for one in sample if isinstance(sample, _LISTS) else [sample]:
+            if not (isinstance(one, str) or is_missing(one)):
+                return f"sample {i} has {one!r}" + _GIVE_TEXTS * isinstance(one, int)
+    return ""
 
 
 def _is_encodable(value: Any) -> bool:

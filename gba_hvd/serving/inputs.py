@@ -376,7 +376,8 @@ def _array(field: Spec, values: Any, sample: int | None = None) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     try:
-        if np.asarray(values).dtype == object and np.ndim(values):
+        kind = "O" if hasattr(values, "dtype") or not field["dtype"].startswith("int") else "Of"  # (1 and 2**63: f)
+        if np.asarray(values).dtype.kind in kind and np.ndim(values):
             _refuse_null_and_large(field, list(values) if sample is None else [values], sample or 0)
         found = np.asarray(values)
         has_boolean = field["dtype"].startswith("int") and _has_boolean(values, found)
@@ -403,7 +404,7 @@ def _refuse_null_and_large(field: Spec, column: list[Any], first: int) -> None:
             if is_missing(one) and is_whole:
                 raise BadInput(f"field {field['column']!r}: sample {i} is missing, or has a null: expected "
                                f"{described(field)}")  # fmt: skip
-            if isinstance(one, int) and not -(2**63) <= one < 2**64:
+            if isinstance(one, int) and not -(2**63) <= one < (2**63 if is_whole else 2**64):
                 raise BadInput(f"field {field['column']!r}: sample {i}: {one} does not fit into {field['dtype']}")
 
 
@@ -455,21 +456,29 @@ def _tensor(field: Spec, array: np.ndarray) -> Tensor:
         if int(array.min()) < about.min or int(array.max()) > about.max:
             is_hash = dtype == torch.int64 and array.dtype == np.uint64
             hint = " (view hashes of a hashed table as int64: array.view(numpy.int64))" * is_hash
-            raise BadInput(f"field {name!r}: {array.max()} does not fit into {field['dtype']}{hint}")
+            at = int(array.argmax() if int(array.max()) > about.max else array.argmin())
+            where = _sample_of(field, array, at)
+            raise BadInput(f"field {name!r}: {where}{array.flat[at]} does not fit into {field['dtype']}{hint}")
     wide = np.float64 if array.dtype.kind == "f" else np.int64
     given = torch.from_numpy(np.ascontiguousarray(array.astype(wide)))
     found = given.to(dtype)
     if dtype.is_floating_point:
         if not field.get("has_nan") and found.isnan().any():
             raise BadInput(
-                f"field {name!r}: NaN, and the example that the model was saved with has none: fill it in, or save the "
-                "model with an example that has one"
+                f"field {name!r}: NaN, and the example that the model was saved with has none: "
+                f"{_sample_of(field, array, int(np.isnan(array).argmax()))}expected a number, got NaN or nothing; fill "
+                "it in, or save the model with an example that has one"
             )
         if len(over := given[found.isinf() & ~given.isinf()]):
             raise BadInput(f"field {name!r}: {over[0].item()} does not fit into {field['dtype']}")
         if len(infinite := found[found.isinf()]):
             raise BadInput(f"field {name!r}: expected finite numbers, got {infinite[0].item()}")
     return found
+
+
+def _sample_of(field: Spec, array: np.ndarray, at: int) -> str:
+    """The sample with value `at` of an array, in words; empty for bags, whose lists are one array."""
+    return "" if field["is_bag"] else f"sample {np.unravel_index(at, array.shape)[0]}: "
 
 
 def _kind(values: Sequence[Any]) -> str:

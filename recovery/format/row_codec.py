@@ -22,7 +22,7 @@ allocated, and that one must follow from the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +39,7 @@ Piece = bytes | memoryview
 _SAMPLES = 8
 _SAMPLE_BYTES = 8 << 10
 STATE_LIMIT_BYTES = 16 << 30
+_FED_BYTES = 4 << 10  # compressed bytes at a time; they become 128 MiB at most
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,46 @@ def encode_state(data: Piece) -> Encoded:
 
 def decode_state(data: Piece, blob: StateBlob, limit_bytes: int | None = None) -> bytes:
     """The bytes that were saved. Raises Damaged when they are not, or claim to be more than `limit_bytes`."""
+    return bytes(_unpacked(data, blob, _is_zstd_state(blob, limit_bytes), blob.name))
+
+
+def check_state(pieces: Iterable[Piece], blob: StateBlob) -> None:
+    """Raises Damaged where `decode_state` would. pieces: the data, consecutive; its raw bytes are only counted."""
+    frame = zstandard.ZstdDecompressor().decompressobj() if _is_zstd_state(blob) else None
+    hashed, n_bytes, n_raw, flaw = xxhash.xxh3_128(), 0, 0, ""
+    for piece in pieces:
+        hashed.update(piece)
+        n_bytes += len(piece)
+        try:
+            for start in range(0, len(piece) if frame is not None and not flaw else 0, _FED_BYTES):
+                assert frame is not None
+                n_raw += len(frame.decompress(piece[start : start + _FED_BYTES]))
+                if n_raw > blob.raw_bytes or frame.unused_data:
+                    flaw = f"{blob.raw_bytes} bytes expected, it decompresses to more"
+                    break
+        except zstandard.ZstdError as error:
+            flaw = f"cannot be decompressed ({error})"
+    if n_bytes != blob.n_bytes:
+        raise Damaged(f"{blob.name}: {blob.n_bytes} bytes were saved, {n_bytes} are there")
+    if hashed.hexdigest() != blob.checksum:
+        raise Damaged(
+            f"{blob.name}: the checksum was {blob.checksum} when it was saved, it is {hashed.hexdigest()} now"
+        )
+    if flaw:
+        raise Damaged(f"{blob.name}: {flaw}")
+    found = n_bytes if frame is None else n_raw
+    if found != blob.raw_bytes or (frame is not None and not frame.eof):
+        raise Damaged(f"{blob.name}: {blob.raw_bytes} bytes expected, {found} are in it")
+
+
+def _is_zstd_state(blob: StateBlob, limit_bytes: int | None = None) -> bool:
     limit_bytes = STATE_LIMIT_BYTES if limit_bytes is None else limit_bytes
     done = _done(blob.encoding, blob.name)
     if done.delta or done.bits:
         raise Damaged(f"{blob.name}: state cannot be encoded as {blob.encoding!r}")
     if blob.raw_bytes > limit_bytes:
         raise Damaged(f"{blob.name}: {blob.raw_bytes} bytes of state, more than the limit of {limit_bytes}")
-    return bytes(_unpacked(data, blob, done.zstd, blob.name))
+    return done.zstd
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import xxhash
 from recovery.catalog.chains import Chain, open_chain
 from recovery.errors import Damaged, NotFound
 from recovery.format import row_codec
-from recovery.format.manifest import Manifest, Section
+from recovery.format.manifest import Manifest, Section, StateBlob
 from recovery.restore.row_loader import SectionRun, runs
 from recovery.rows import KEY, NO_KEY, Table
 from recovery.storage.store import Store, read
@@ -49,12 +49,14 @@ def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] =
 
     with ThreadPoolExecutor(_READERS, "verify") as pool:
         flaws = [flaw for part in pool.map(check, runs(manifest.blobs, lambda _: True, _READ_BYTES)) for flaw in part]
-    folders = {blob.name.rpartition("/")[0] + "/" for blob in manifest.blobs}
+    written = [*manifest.blobs, *([] if manifest.state is None else [manifest.state])]
+    folders = {blob.name.rpartition("/")[0] + "/" for blob in written}
     sizes = {name: n_bytes for folder in folders for name, n_bytes in store.names(folder).items()}
-    longer = [blob for blob in manifest.blobs if sizes.get(blob.name, 0) > blob.n_bytes]
+    longer = [blob for blob in written if sizes.get(blob.name, 0) > blob.n_bytes]
     flaws += [f"{manifest.name}: {b.name} has {sizes[b.name]} bytes, {b.n_bytes} were saved" for b in longer]
     try:
-        read_state(store, manifest)
+        if manifest.state is not None:
+            row_codec.check_state(_pieces(store, manifest.state), manifest.state)
     except (Damaged, NotFound) as error:
         flaws.append(f"{manifest.name}: {error}")
     on_bytes(manifest.state.n_bytes if manifest.state else 0)
@@ -70,12 +72,20 @@ def verify_saved(store: Store, manifest: Manifest, what: str) -> None:
     flaws = verify(store, manifest) if what == "bytes" else []
     if what == "state" and (state := manifest.state) is not None:
         hashed = xxhash.xxh3_128()
-        for start in range(0, state.n_bytes, _READ_BYTES):
-            hashed.update(read(store, state.name, start, min(_READ_BYTES, state.n_bytes - start)))
+        for piece in _pieces(store, state):
+            hashed.update(piece)
         if hashed.hexdigest() != state.checksum:
             flaws = [f"{state.name}: the checksum was {state.checksum} when it was saved, it is {hashed.hexdigest()}"]
     if flaws:
         raise Damaged("; ".join(flaws[:_FLAWS_SHOWN]) + f" and {len(flaws)} flaws in all" * (len(flaws) > _FLAWS_SHOWN))
+
+
+def _pieces(store: Store, state: StateBlob) -> Iterator[memoryview]:
+    for start in range(0, state.n_bytes, _READ_BYTES):
+        piece = read(store, state.name, start, min(_READ_BYTES, state.n_bytes - start))
+        yield piece
+        if len(piece) < min(_READ_BYTES, state.n_bytes - start):  # a store may refuse what is beyond the end
+            return
 
 
 def read_state(store: Store, manifest: Manifest) -> bytes | None:

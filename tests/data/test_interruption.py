@@ -89,6 +89,26 @@ def test_without_overwrite_what_is_there_is_left_alone(source: SplitFiles, tmp_p
     assert (tmp_path / "precious/letter.txt").read_text() == "dear"
 
 
+def test_an_overwrite_leaves_a_folder_alone_that_has_other_files(source: SplitFiles, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(COLOURS, source, out)
+    before = (out / "dataset.json").read_bytes()
+
+    def write_letters(progress: PrepareProgress) -> None:
+        (out / "letter.txt").write_text("dear")
+        (out / "train/part-00000.arrow.old").write_text("a copy")
+
+    with pytest.raises(BadInput, match=r"not of the dataset, .* alone: letter\.txt, train/part-00000\.arrow\.old; move"):
+        prepare(COLOURS, source, out, overwrite=True, on_progress=write_letters)
+    with pytest.raises(BadInput, match=r"not of the dataset, .* alone: letter\.txt, train/part-00000\.arrow\.old; move"):
+        prepare(COLOURS, source, out, overwrite=True)
+    assert (out / "letter.txt").read_text() == "dear" and (out / "dataset.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.csv"]
+    (out / "letter.txt").unlink()
+    (out / "train/part-00000.arrow.old").unlink()
+    prepare(COLOURS, source, out, overwrite=True)
+
+
 def test_two_at_once_do_not_mix(source: SplitFiles, tmp_path: Path) -> None:
     refused = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import OrderedDict
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gba_hvd.errors import BadInput
+from recovery.errors import Damaged
 from recovery.state_codec import decode, encode
 
 
@@ -131,3 +133,30 @@ def test_an_optimizer_goes_on_as_before(kind: Any) -> None:
 def test_what_cannot_travel_is_named_with_its_place(value: Any, place: str) -> None:
     with pytest.raises(BadInput, match=place):
         encode(value)
+
+
+def forged(header: str, blobs: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode() + blobs
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"short", "unpack_from requires a buffer"),
+        (b"state of step 1", "Expecting value"),
+        (forged("[" * 100_000), "recursion"),
+        (forged('{"kind": "tensor", "dtype": "float9", "shape": [1], "start": 0, "size": 1}', b"x"), "no dtype 'float9'"),
+        (forged('{"kind": "tensor", "dtype": "load", "shape": [1], "start": 0, "size": 1}', b"x"), "no dtype 'load'"),
+        (forged('{"kind": "array", "dtype": "<x4", "shape": [1], "start": 0, "size": 4}', b"xxxx"), "x4"),
+        (forged('{"kind": "array", "dtype": "<f4", "shape": [1], "start": 9, "size": 4}'), "reshape"),
+        (forged('{"kind": "tensor", "dtype": "int32", "shape": [2], "start": 0, "size": 4}', b"xxxx"), "shape"),
+        (forged('{"kind": "dict", "items": [[[], 1]]}'), "unhashable"),
+        (forged('{"items": []}'), "KeyError: 'kind'"),
+    ],
+)
+def test_bytes_of_another_program_are_damaged_with_where_they_were_read(data: bytes, why: str) -> None:
+    with pytest.raises(Damaged, match=why) as raised:
+        decode(data, "the checkpoint at file:///runs (manifests/1.json)")
+    said = str(raised.value)
+    assert said.startswith("the checkpoint at file:///runs (manifests/1.json): its ")
+    assert said.endswith("read them with what wrote them, or go back to another checkpoint")

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from recovery.errors import BadInput, Damaged
 from recovery.format.manifest import Section, StateBlob
-from recovery.format.row_codec import Encoded, Encoding, checksum, decode_rows, decode_state, encode_rows, encode_state
+from recovery.format.row_codec import (
+    Encoded,
+    Encoding,
+    check_state,
+    checksum,
+    decode_rows,
+    decode_state,
+    encode_rows,
+    encode_state,
+)
 from recovery.rows import Column, Table
 
 TABLE = Table("user", 1000, (Column("weight", 5), Column("sum", 5), Column("step", 1)))
@@ -248,3 +257,56 @@ def test_no_bytes_whatever_do_more_harm_than_to_be_refused(data: bytes, encoding
 def test_settings_without_sense_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadInput):
         Encoding(**bad)  # type: ignore[arg-type]
+
+
+def _state_blobs() -> dict[str, tuple[bytes, StateBlob]]:
+    zeros, noise = stored(encode_state(bytes(100_000))), np.random.default_rng(0).bytes(9_000)
+    packed = StateBlob("blobs/state", len(zeros), 100_000, "zstd", checksum([zeros]))
+    raw = StateBlob("blobs/state", 9_000, 9_000, "raw", checksum([noise]))
+    twice, cut = zeros + zeros, zeros[:-3]
+    return {
+        "packed": (zeros, packed),
+        "raw": (noise, raw),
+        "cut": (cut, packed),
+        "altered": (zeros[:-1] + b"?", packed),
+        "cut when it was saved": (cut, replace(packed, n_bytes=len(cut), checksum=checksum([cut]))),
+        "two frames": (twice, replace(packed, n_bytes=len(twice), checksum=checksum([twice]), raw_bytes=200_000)),
+        "more than it says": (zeros, replace(packed, raw_bytes=99_999)),
+        "less than it says": (zeros, replace(packed, raw_bytes=100_001)),
+        "no frame": (noise, replace(raw, encoding="zstd")),
+        "of another length": (noise, replace(raw, raw_bytes=9_001)),
+        "of rows": (noise, replace(raw, encoding="q8+zstd")),
+        "beyond the limit": (zeros, replace(packed, raw_bytes=1 << 40)),
+    }
+
+
+@pytest.mark.parametrize("what", _state_blobs())
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_a_state_is_checked_in_pieces_as_it_is_decoded(what: str, size: int) -> None:
+    data, blob = _state_blobs()[what]
+    outcomes = []
+    for act in (
+        lambda: decode_state(data, blob),
+        lambda: check_state([data[at : at + size] for at in range(0, len(data), size)], blob),
+    ):
+        try:
+            act()
+        except Damaged:
+            outcomes.append(False)
+        else:
+            outcomes.append(True)
+    assert outcomes == [what in ("packed", "raw")] * 2
+
+
+@pytest.mark.slow
+def test_a_state_is_checked_in_little_memory() -> None:
+    """That of the test would become 256 MB."""
+    size = 1 << 28
+    data = zstandard.ZstdCompressor(level=1).compress(bytes(size))
+    blob = StateBlob("blobs/state", len(data), size, "zstd", checksum([data]))
+    tracemalloc.start()
+    try:
+        check_state([data], blob)
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()

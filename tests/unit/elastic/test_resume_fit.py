@@ -11,7 +11,9 @@ from torch import nn
 
 from gba_hvd import BadInput
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer
+from gba_hvd.membership.resume_job import ResumedFromMemory
 from recovery import state_codec
+from recovery.errors import Damaged
 
 WHERE = "the checkpoint at file:///runs (manifests/1.json)"
 
@@ -74,3 +76,23 @@ def test_a_dense_layer_of_another_width_is_refused_by_name_with_both_sizes(train
     said = str(refused.value)
     assert "is of a job with [6, 9] 'mlp.0.weight', this one has [12, 9]; [6] 'mlp.0.bias', this one has [12]" in said
     assert "[1] 'mlp.2.bias', this one has no" in said
+
+
+@pytest.mark.parametrize(
+    ("state", "lacks"),
+    [
+        ({"model": {}, "epoch": 3}, "lacks optimizer, values, position, callbacks: "),
+        ([1, 2], "lacks model, optimizer, values, position, callbacks: "),
+        ({"snapshot": {}}, "lacks dense, position: "),
+        ({"snapshot": None, "dense": {}, "position": {}}, "lacks model, optimizer, values, position, callbacks: "),
+    ],
+)
+def test_a_state_of_another_program_is_refused_with_the_checkpoint(training: Any, state: Any, lacks: str) -> None:
+    with pytest.raises(Damaged) as refused:
+        training().state.training_state.resume(state, WHERE)
+    assert str(refused.value).startswith(f"{WHERE}: its training state {lacks}another program wrote it")
+
+
+def test_a_resume_from_bytes_that_cannot_be_read_says_where_they_were(training: Any) -> None:
+    with pytest.raises(Damaged, match="^what the launch before left in memory: its 4 bytes of training state cannot be"):
+        training().state._resume(ResumedFromMemory(3, 0, "all is there", b"junk"))

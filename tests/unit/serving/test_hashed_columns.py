@@ -76,6 +76,38 @@ def test_a_single_value_is_no_column(url: Path, value: Any) -> None:
         gba_hvd.open_model(url).predict({**RAW, "user": value})
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "words"),
+    [
+        ("user", [2**63] * 6, f"or lists of strings: sample 0 has {2**63}: give the text .*encoded=True"),
+        ("user", [1, 2, 3, 4, 5, 2**64], "or lists of strings: sample 0 has 1: give the text"),
+        ("user", ["a", "b", 2**63, "c", "d", "e"], f"or lists of strings: sample 2 has {2**63}: give the text"),
+        ("user", ["a", "b", 0.5, "c", "d", "e"], r"or lists of strings: sample 2 has 0\.5$"),
+        ("user", ["a", None, "b", "c", "d", None], "2 of 6 values are missing: of sample 1 expected a string, got null"),
+        ("history", [["a"], ["b", 2**63], [], [], [], []], f"or lists of strings: sample 1 has {2**63}: give the"),
+        ("history", [["a"], None, ["b", None], [], [], []], "1 of 3 values are missing: of sample 2 expected a list"),
+    ],
+)
+def test_a_value_that_is_no_string_is_named_with_its_sample(url: Path, column: str, values: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=f"^hashed column {column!r}: .*{words}"):
+        gba_hvd.open_model(url).predict({**RAW, column: values})
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("user", "line 3: hashed column 'user': 1 of 1 values are missing: of sample 0 expected a string, got null"),
+        ("dense_0", "line 3: field 'dense_0': NaN, and .*: sample 0: expected a number, got NaN or nothing"),
+    ],
+)
+def test_a_line_that_lacks_a_column_is_named_with_it(url: Path, tmp_path: Path, lacks: str, words: str) -> None:
+    lines = [{name: values[i] for name, values in RAW.items()} for i in range(6)]
+    del lines[2][lacks]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(BadInput, match=words):
+        score_file(gba_hvd.open_model(url), tmp_path / "in.jsonl", tmp_path / "out.csv")
+
+
 def test_the_example_of_a_request_has_strings(url: Path) -> None:
     opened = gba_hvd.open_model(url)
     assert opened.example is not None

@@ -279,6 +279,8 @@ def test_what_has_no_columns_is_refused(request_: Any, words: str) -> None:
     ([1, pd.NA], "'item': sample 1 is missing"),
     ([None, None], "'item' is missing: expected int64, got null in every sample"),
     ([1, 2**70], f"'item': sample 1: {2**70} does not fit into int64"),
+    ([1, 2**63], f"'item': sample 1: {2**63} does not fit into int64"),
+    ([2**63, 2**63 + 1], f"'item': sample 1: {2**63 + 1} does not fit into int64"),
     ({"a": 1, "b": 2}, "'item': expected a column of int64, got"),
     ("ab", "'item': expected a column of int64, got the single value 'ab'"),
 ])  # fmt: skip
