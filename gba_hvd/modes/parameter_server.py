@@ -49,7 +49,7 @@ class ParameterServerMode:
         self.rejoin: Rejoin | None = None
         self._leases: LeasePrefetcher[Any] | None = None  # of the loop over batches, until it is over or left
         self._hanging: dict[int, int] = {}  # of workers that live and do nothing: the rank, by process
-        self._dense_settings = engine.model.dense_settings  # as the servers have them
+        self._dense_settings: list[dict[str, Any]] | None = None  # as the servers have them
         self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
@@ -167,6 +167,7 @@ class ParameterServerMode:
     def _refresh_dense_(self) -> None:
         reports = self._engine.reports
         reports.other_writers()
+        self._dense_settings = self._dense_settings or self._engine.model.dense_settings
         reports.dense_settings(self.name, self._dense_settings)
         self._has_model = False
         self.servers.refresh_dense_()
