@@ -211,7 +211,8 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     )
     model.parameter_watch, model.dense = watched, SimpleNamespace(**says("zero_"))
     engine: Any = SimpleNamespace(
-        model=model, progress=progress, reports=SimpleNamespace(**says("other_writers", "row_settings", "dense_settings")),
+        model=model, progress=progress,
+        reports=SimpleNamespace(**says("other_writers", "row_settings", "dense_settings")),
         world=SimpleNamespace(rank=0),
         participants=[SimpleNamespace(**says("paused", "before_micro_batch"))],
         **says("observe", "begin_micro_batch", "check_stepped"),
