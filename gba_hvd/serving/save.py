@@ -123,7 +123,8 @@ def save_model(
     the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example.
     hashed: fields of ids of hashed tables that were strings in the data, as in `ParquetStream(hashed=)`: requests then
     hold these strings. Needs an input_example.
-    source: plain JSON that is kept with the version, as is the step of the rows ("step"). storage_options: see `recovery.open_store`.
+    source: plain JSON that is kept with the version, as is the step of the rows ("step").
+    storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
     from a checkpoint); StoreError where the store fails. The versions before stay as they are.
