@@ -23,7 +23,7 @@ _ADDED = {"gba_hvd", "params", "param_names"}  # of a group, which are no hyper-
 
 def refuse_foreign_state(where: str, state: Any) -> None:
     """Raises Damaged where `state` is not that of a `TrainingState`, also one of an asynchronous mode."""
-    parts = [(state, _NEEDED)]
+    parts: list[tuple[Any, Sequence[str]]] = [(state, _NEEDED)]
     if isinstance(state, dict) and "snapshot" in state:
         parts = [(state, _NEEDED_ASYNCHRONOUS), (state["snapshot"], _NEEDED)]
     for part, needed in parts:

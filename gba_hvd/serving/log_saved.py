@@ -20,7 +20,7 @@ from recovery.storage.store import Store
 class LoggedModel:
     """model_uri: `models:/ID`. version: of the registered model; empty where it was not registered
 
-    step: of the rows; None: not known, of a model that `save_model` wrote without `source={"step": ...}`
+    step: of the rows; None: not known, of a model that an earlier version's `save_model` wrote
     alias_move: what was done to the alias, as "champion: version 1 -> 4"; empty without one
     """
 

@@ -114,6 +114,12 @@ def has_all_rows(tables: Sequence[EmbeddingTables]) -> bool:
     )
 
 
+def step_of_rows(tables: Sequence[EmbeddingTables]) -> int:
+    """The newest step that is in the rows, as their memory has it (`live_rows`)."""
+    memories = [cast(Any, whole_of(one).memory) for one in tables]
+    return int(max(memory.steps_of(shard)[0] for memory in memories for shard in memory.ready()))
+
+
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:
     """The tables that have the memory: several of one model share one."""
     return tables.part_of[0] if tables.part_of else tables

@@ -45,7 +45,7 @@ from gba_hvd.serving.module import (
 )
 from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
-from gba_hvd.serving.row_sources import CheckpointRows, live_rows
+from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -123,7 +123,8 @@ def save_model(
     the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example.
     hashed: fields of ids of hashed tables that were strings in the data, as in `ParquetStream(hashed=)`: requests then
     hold these strings. Needs an input_example.
-    source: plain JSON that is kept with the version. storage_options: see `recovery.open_store`.
+    source: plain JSON that is kept with the version, as is the step of the rows ("step").
+    storage_options: see `recovery.open_store`.
 
     Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
     from a checkpoint); StoreError where the store fails. The versions before stay as they are.
@@ -158,8 +159,8 @@ def save_model(
     writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
     stored = tuple(writer.table(one) for one in rows.values())
     return _commit(
-        store, builder, stored, model, dense, converted, spec, example, activation, source or {}, writer, exported,
-        made, hashed,
+        store, builder, stored, model, dense, converted, spec, example, activation,
+        {"step": step_of_rows(own), **(source or {})}, writer, exported, made, hashed,
     )  # fmt: skip
 
 

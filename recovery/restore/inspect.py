@@ -16,7 +16,7 @@ import xxhash
 from recovery.catalog.chains import Chain, open_chain
 from recovery.errors import Damaged, NotFound
 from recovery.format import row_codec
-from recovery.format.manifest import Manifest, Section, StateBlob
+from recovery.format.manifest import Blob, Manifest, Section, StateBlob
 from recovery.restore.row_loader import SectionRun, runs
 from recovery.rows import KEY, NO_KEY, Table
 from recovery.storage.store import Store, read
@@ -49,7 +49,7 @@ def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] =
 
     with ThreadPoolExecutor(_READERS, "verify") as pool:
         flaws = [flaw for part in pool.map(check, runs(manifest.blobs, lambda _: True, _READ_BYTES)) for flaw in part]
-    written = [*manifest.blobs, *([] if manifest.state is None else [manifest.state])]
+    written: list[Blob | StateBlob] = [*manifest.blobs, *([] if manifest.state is None else [manifest.state])]
     folders = {blob.name.rpartition("/")[0] + "/" for blob in written}
     sizes = {name: n_bytes for folder in folders for name, n_bytes in store.names(folder).items()}
     longer = [blob for blob in written if sizes.get(blob.name, 0) > blob.n_bytes]

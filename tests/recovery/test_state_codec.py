@@ -145,10 +145,7 @@ def forged(header: str, blobs: bytes = b"") -> bytes:
         (b"short", "unpack_from requires a buffer"),
         (b"state of step 1", "Expecting value"),
         (forged("[" * 100_000), "recursion"),
-        (
-            forged('{"kind": "tensor", "dtype": "float9", "shape": [1], "start": 0, "size": 1}', b"x"),
-            "no dtype 'float9'",
-        ),
+        (forged('{"kind": "tensor", "dtype": "float9", "shape": [1], "start": 0, "size": 1}', b"x"), "dtype 'float9'"),
         (forged('{"kind": "tensor", "dtype": "load", "shape": [1], "start": 0, "size": 1}', b"x"), "no dtype 'load'"),
         (forged('{"kind": "array", "dtype": "<x4", "shape": [1], "start": 0, "size": 4}', b"xxxx"), "x4"),
         (forged('{"kind": "array", "dtype": "<f4", "shape": [1], "start": 9, "size": 4}'), "reshape"),

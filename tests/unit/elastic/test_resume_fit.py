@@ -94,7 +94,5 @@ def test_a_state_of_another_program_is_refused_with_the_checkpoint(training: Any
 
 
 def test_a_resume_from_bytes_that_cannot_be_read_says_where_they_were(training: Any) -> None:
-    with pytest.raises(
-        Damaged, match="^what the launch before left in memory: its 4 bytes of training state cannot be"
-    ):
+    with pytest.raises(Damaged, match=r"^what the launch before left in memory: its 4 bytes of training state cannot"):
         training().state._resume(ResumedFromMemory(3, 0, "all is there", b"junk"))

@@ -83,11 +83,7 @@ def test_a_single_value_is_no_column(url: Path, value: Any) -> None:
         ("user", [1, 2, 3, 4, 5, 2**64], "or lists of strings: sample 0 has 1: give the text"),
         ("user", ["a", "b", 2**63, "c", "d", "e"], f"or lists of strings: sample 2 has {2**63}: give the text"),
         ("user", ["a", "b", 0.5, "c", "d", "e"], r"or lists of strings: sample 2 has 0\.5$"),
-        (
-            "user",
-            ["a", None, "b", "c", "d", None],
-            "2 of 6 values are missing: of sample 1 expected a string, got null",
-        ),
+        ("user", ["a", None, "b", "c", "d", None], "2 of 6 values are missing: of sample 1 expected a string, got"),
         ("history", [["a"], ["b", 2**63], [], [], [], []], f"or lists of strings: sample 1 has {2**63}: give the"),
         ("history", [["a"], None, ["b", None], [], [], []], "1 of 3 values are missing: of sample 2 expected a list"),
     ],

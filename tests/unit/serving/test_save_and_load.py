@@ -21,6 +21,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.serving.manifest import from_json, read_manifest, to_json
+from gba_hvd.serving.row_sources import live_rows, step_of_rows
 from recovery.errors import Damaged, StoreError
 from recovery.storage.open import open_store
 from tests.recovery.stores import Crash, FaultyStore
@@ -613,3 +614,15 @@ def test_scores_of_columns_are_those_of_a_batch_where_the_order_of_fields_counts
     gba_hvd.save_model(model, tmp_path / "m", input_example=one)
     scores = gba_hvd.open_model(tmp_path / "m").predict({name: column.numpy() for name, column in ids.items()})
     assert np.allclose(scores["score"], evaluated(model, one).numpy(), atol=1e-6)
+
+
+def test_the_step_of_the_rows_is_stored(trained: Trained, training: Any, clicks: Any, tmp_path: Path) -> None:
+    model = trained()
+    memory: Any = model.tables.memory
+    memory.finish(np.array(memory.ready()), 7)
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, source={"night": 3})
+    assert read_manifest(open_store(tmp_path / "m")).source == {"step": 7, "night": 3}
+    job = training()
+    job.epoch(clicks(40))
+    live_rows([job.tables])
+    assert step_of_rows([job.tables]) == job.state.step == 3
