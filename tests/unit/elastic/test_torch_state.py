@@ -22,10 +22,11 @@ from torch import nn
 import gba_hvd
 import recovery
 from gba_hvd import BadInput
-from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.comm.collectives import SoloWorld, worker_lost
 from gba_hvd.elastic import training_state
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
+from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
@@ -912,6 +913,29 @@ def test_a_failed_step_is_computed_again_and_nothing_else(training: Any, clicks:
     assert (job.state.step, job.state.samples.applied) == (3, 40)
     for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
+
+
+@pytest.mark.parametrize("cause", [ServerRefused("no room in /dev/shm: enlarge it"), ServerLost("no answer")])
+def test_servers_that_refuse_are_tried_again_later_and_their_words_are_the_reason(
+    training: Any, cause: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = training(epoch=0)
+    callback, events = gba_hvd.GBACallback("gba"), list[gba_hvd.Event]()
+    job.state.register_callbacks([callback])
+    job.state.sync()
+    monkeypatch.setattr(job.state.engine, "emit", events.append)
+    monkeypatch.setattr(job.state.engine.mode, "recover", lambda: None)
+    monkeypatch.setattr(job.state.engine.mode, "name", "gba")
+    try:
+        raise worker_lost(str(cause)) from cause
+    except Exception:
+        job.state.restore()
+    is_refusal = isinstance(cause, ServerRefused)
+    assert callback.paused_until == (20 if is_refusal else 0)
+    assert callback.asked.obstacle == (str(cause) if is_refusal else "")
+    told = [event.message for event in events if event.kind == "switch_failed"]
+    text = f"mode gba was left, allreduce continues (tried again after 20 steps or more): {cause}"
+    assert told == [text] * is_refusal
 
 
 @pytest.mark.parametrize(("change", "comes"), [(1, False), (2, True), (3, True)], ids=["removed", "added", "both"])
