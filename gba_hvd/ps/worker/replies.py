@@ -30,8 +30,8 @@ def wait_reply(future: Future[Reply]) -> Reply:
             raise Disagreement(reply.body.why)
         if reply.body.kind == "failed":  # nor this
             raise StateMismatch(reply.body.why)
-        error = refusal(f"a server refused: {reply.body.why}", reply.body.kind)
-        raise worker_lost(str(error)) from error
+        refused = refusal(f"a server refused: {reply.body.why}", reply.body.kind)
+        raise worker_lost(str(refused)) from refused
     return reply
 
 
