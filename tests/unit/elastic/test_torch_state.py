@@ -28,6 +28,7 @@ from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
@@ -913,6 +914,25 @@ def test_a_failed_step_is_computed_again_and_nothing_else(training: Any, clicks:
     assert (job.state.step, job.state.samples.applied) == (3, 40)
     for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
+
+
+@pytest.mark.parametrize(("policy", "beside"), [("delta", 4), ("full", 0)])
+def test_a_start_asks_for_the_room_of_what_checkpoints_keep_of_rows(
+    training: Any, tmp_path: Path, policy: str, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    reserve = ShardMemory.reserve
+
+    def note(memory: ShardMemory, shards: list[int], bytes_per_row: int = 0) -> None:
+        asked.append(bytes_per_row)
+        reserve(memory, shards, bytes_per_row)
+
+    monkeypatch.setattr(ShardMemory, "reserve", note)
+    job = training(epoch=0)
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path), policy=policy)])
+    job.state.sync()
+    assert asked == [beside]
+    job.state.close()
 
 
 @pytest.mark.parametrize("cause", [ServerRefused("no room in /dev/shm: enlarge it"), ServerLost("no answer")])
