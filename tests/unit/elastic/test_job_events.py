@@ -24,6 +24,7 @@ from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
+from gba_hvd.shm import host_identity
 from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback
@@ -592,8 +593,9 @@ NONE_YET = "starts at step 0 again, since no checkpoint has been saved yet"
     ],
 )
 def test_an_interrupted_job_says_where_the_same_command_goes_on(
-    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path
+    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
     if is_kept:
         (tmp_path / "kept").touch()
     checkpoints = SimpleNamespace(
@@ -606,6 +608,9 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
     assert end._what_continues(engine) == words
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: True)
+    assert ("(a container that ends with this job takes" in end._what_continues(engine)) == (MEMORY in words)
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
     repaired = words.replace("when all", "when that is repaired and all").replace(f"{SAVED} checkpoint", SAVED_SO_FAR)
     assert end._what_continues(engine, to_repair=True) == repaired
     engine.host.server = object()
