@@ -106,10 +106,11 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
 
 def world_lost(engine: Engine) -> WorldLost:
     """A collective failed where no launcher forms the world again, and no worker of this host is the cause."""
+    killed = engine.host.killed_for_memory()
     return WorldLost(
         f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher it is not replaced: "
-        f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
-        f"{_what_to_do(engine)}"
+        f"this worker ends after step {engine.progress.step}. "
+        f"{killed or 'The log of the worker that ended first says why'}. {_what_to_do(engine)}"
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -31,6 +32,7 @@ from gba_hvd.errors import BadInput, ShardMemoryError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
+from gba_hvd.ps.client import ServerRefused
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_modes, check_optimizer
 from gba_hvd.switching.requests import ModeRequests, switching_of
@@ -332,6 +334,7 @@ class TorchState:
         killed.
         """
         engine = self.engine
+        failure = sys.exc_info()[1]  # Horovod's loop is handling it
         memory = engine.model.tables.memory
         if memory is not None and (trouble := memory.trouble()):
             raise ShardMemoryError(trouble)
@@ -351,7 +354,10 @@ class TorchState:
         engine.signals.requested_mode = None
         engine.abandon_step()
         if engine.mode is not None:
+            mode, requests = engine.mode.name, engine.participant(ModeRequests)
             engine.mode.recover()
+            if failure is not None and isinstance(failure.__cause__, ServerRefused) and requests is not None:
+                requests.servers_refused(mode, str(failure.__cause__))
         self._slot.verify(engine.model.tables.config.server_timeout_s)
 
     def check_memory(self) -> None:

@@ -388,8 +388,8 @@ class WorkerSaves:
             newest = f"the newest checkpoint is of step {saved_step}" if saved_step >= 0 else ""
             raise LastCheckpointFailed(
                 f"the training is done (step {engine.progress.step}), but the checkpoint of its last step was not "
-                f"saved: {why}. {newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: see that "
-                "it can be written, and start the same command again, which does the rest and saves it"
+                f"saved: {why}. {newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: "
+                "repair that, and start the same command again, which does the rest and saves it"
             )
 
     def _await_the_chief(self, servers: PsWorker, timeout_s: float) -> str:

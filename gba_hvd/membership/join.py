@@ -39,6 +39,7 @@ from recovery import state_codec
 from recovery.redaction import redacted
 from recovery.restore import Report
 from recovery.schedule.recovery_choice import RecoveryDecision
+from recovery.selection.selector import bytes_per_row
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if is_leader:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
+    checkpoints, beside = checkpoints_of(engine), 0
+    if checkpoints is not None and not agreed.is_restart:  # a running job trains on without it, and its saves fail
+        beside = bytes_per_row(checkpoints.callback.config.policy)
     recovery = full_recovery.decide(engine, world, agreed, placement)
     refilled, rolled_back, missed = RestoredShards(), None, 0
     if recovery is not None and recovery.is_full:
@@ -133,7 +137,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         )
     else:
         newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, is_leader, memory)
-        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory, beside)
         refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
         shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
     carriers = shard_transfer.open_carriers(world, agreed, members, facts, memory, engine.model.dense)

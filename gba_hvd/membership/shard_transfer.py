@@ -104,16 +104,19 @@ def close_torn_steps(
 
 def reserve(
     world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, is_leader: bool,
-    memory: ShardMemory,
+    memory: ShardMemory, bytes_per_row: int = 0,
 ) -> None:  # fmt: skip
-    """Each host's leader makes room for the shards that come to it, and numbers this placement. A collective."""
+    """Each host's leader makes room for the shards that come to it, and numbers this placement. A collective.
+
+    bytes_per_row: see `ShardMemory.reserve`
+    """
     incoming = [s for s in placement.new if placement.host[s] == here]
     incoming += [s for s, _, to in placement.moves if to == here]
     number = 1 + max(int(holding.placed.max()) for holding in holdings)
 
     def make_room() -> None:
         if is_leader and incoming:
-            memory.reserve(incoming)
+            memory.reserve(incoming, bytes_per_row)
             for shard in incoming:
                 memory.place(shard, number)
 

@@ -51,6 +51,10 @@ class ServerLost(GbaError):
     """A server did not answer in time."""
 
 
+class ServerRefused(GbaError):
+    """A server cannot do what the mode needs, as without room in memory: it would refuse again."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """An answer and its frames."""

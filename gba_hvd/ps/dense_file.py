@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.errors import BadInput, ShardMemoryError
+from gba_hvd.shm.file_space import take
 from recovery import state_codec
 
 _MAGIC = 0x6762612D646E7332  # "gba-dns2"
@@ -216,13 +217,7 @@ def _pages(n_bytes: int) -> int:
 
 def _allocate(path: Path, fd: int, at: int, n_bytes: int) -> None:
     """Take the space now, so that no later write can fail for lack of it."""
-    try:
-        os.posix_fallocate(fd, at, n_bytes)
-    except OSError as error:
-        raise ShardMemoryError(
-            f"no room for {n_bytes} bytes of dense parameters and optimizer state in {path.parent}: {error.strerror}; "
-            "name a larger folder with GBA_HVD_SHARD_DIR"
-        ) from error
+    take(fd, at, n_bytes, "dense parameters and optimizer state", path.parent)
 
 
 def kind_of(array: np.ndarray) -> str:

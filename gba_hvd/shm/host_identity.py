@@ -23,6 +23,7 @@ from gba_hvd.shm import reaper
 from gba_hvd.shm.layout import digest
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_INITS = ("systemd", "init")
 _ALONE_TRIES, _ALONE_PAUSE_S = 20, 0.02  # a process that checks for live workers holds the lock for a moment
 
 
@@ -64,6 +65,19 @@ class Host:
         if (self.folder, self.device) != (other.folder, other.device):
             found.append(f"it sees the folder as {other.folder}, this one as {self.folder}")
         return " and ".join(found)
+
+
+def is_of_a_container(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process descends from the first one of a container, with which all others end: no init of a machine.
+
+    What is started in a container later (docker exec) does not descend from it.
+    """
+    try:
+        while pid > 1:
+            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        return pid == 1 and (proc / "1/comm").read_text().strip() not in _INITS
+    except FileNotFoundError:
+        return False
 
 
 def elsewhere(folder: Path) -> str:

@@ -5,6 +5,7 @@ Of control groups, versions 1 and 2. Pages of files are not counted as used: the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }  # by type of file system: limit, usage, and the lines of memory.stat with pages of files, which the usage includes
+
+_KILLS = {"cgroup2": "memory.events", "cgroup": "memory.oom_control"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,29 @@ def of_folder(folder: Path) -> MemoryLimit | None:
 
 def tightest(root: Path = Path("/")) -> MemoryLimit | None:
     """Of the groups that this process is in, nested ones included, the limit that leaves least; None: no limit."""
+    found = [_read(group, *_FILES[kind]) for group, kind in _groups(root)]
+    return min((one for one in found if one is not None), key=lambda one: one.free, default=None)
+
+
+def n_kills(root: Path = Path("/")) -> int:
+    """Processes that the kernel has killed at a limit, ever, of the innermost group here that counts them."""
+    for group, kind in _groups(root):
+        with contextlib.suppress(OSError):  # the root of version 2 has no count
+            for line in (group / _KILLS[kind]).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """(folder, type of file system)"""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except FileNotFoundError:
-        return None
+        return
     own = {
         controller: path for _, names, path in (line.split(":", 2) for line in lines) for controller in names.split(",")
     }
-    found = []
     for fields, kind, options in _mounts(root):
         path = own.get("" if kind == "cgroup2" else "memory")
         if path is None or kind not in _FILES or (kind == "cgroup" and "memory" not in options):
@@ -57,8 +75,7 @@ def tightest(root: Path = Path("/")) -> MemoryLimit | None:
         is_below = ".." not in path and Path(path).is_relative_to(mounted)  # else it is not seen from here
         group = top / Path(path).relative_to(mounted) if is_below else top
         nested = [group, *group.parents]
-        found += [_read(one, *_FILES[kind]) for one in nested[: nested.index(top) + 1]]
-    return min((one for one in found if one is not None), key=lambda one: one.free, default=None)
+        yield from ((one, kind) for one in nested[: nested.index(top) + 1])
 
 
 def _mounts(root: Path) -> Iterator[tuple[list[str], str, list[str]]]:

@@ -10,7 +10,6 @@ can still be read.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,10 @@ import numpy as np
 
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex
+from gba_hvd.shm.file_space import map_file, set_size, take
 
 _HEADER_WORDS = 2048  # int64 [1024]: step, then where each rank's words end; last, 1 when its owner has left
+_WHAT = "gradients"
 _numbers = itertools.count()
 
 
@@ -32,10 +33,11 @@ class Outbox:
 
     def __init__(self, path: Path, pid: int, half_words: int, owned: bool) -> None:
         self.path, self.pid, self._owned = path, pid, owned
+        n_bytes = 2 * 4 * half_words
         with open(path, "w+b" if owned else "r+b") as file:
             if owned:
-                file.truncate(2 * 4 * half_words)  # a hole: space is taken as messages need it
-            self._words = np.frombuffer(mmap.mmap(file.fileno(), 2 * 4 * half_words), dtype=np.float32)
+                set_size(file.fileno(), n_bytes, _WHAT, path.parent)  # a hole: space is taken as messages need it
+            self._words = np.frombuffer(map_file(file.fileno(), n_bytes, _WHAT, path.parent), dtype=np.float32)
         self._half_words, self._reserved = half_words, [0, 0]
         if owned:  # neighbours read headers before there is a message
             for half in (0, 1):
@@ -118,15 +120,9 @@ class Outbox:
         """Take the space of a half's first bytes now, so that no write or read fails for lack of it."""
         if n_bytes <= self._reserved[half]:
             return
-        try:
-            with open(self.path, "r+b") as file:
-                os.posix_fallocate(file.fileno(), half * 4 * self._half_words, n_bytes)
-        except OSError as error:
-            raise ShardMemoryError(
-                f"no room for {n_bytes} bytes of gradients in {self.path.parent.parent}: {error.strerror}; "
-                "name a larger folder with GBA_HVD_SHARD_DIR, enlarge /dev/shm (docker run --shm-size=...), or, for "
-                "gradients of rows, use a smaller micro_batch"
-            ) from error
+        advice = ", or, for gradients of rows, use a smaller micro_batch"
+        with open(self.path, "r+b") as file:
+            take(file.fileno(), half * 4 * self._half_words, n_bytes, _WHAT, self.path.parent, advice)
         self._reserved[half] = n_bytes
 
     def _half(self, step: int) -> tuple[np.ndarray, np.ndarray]:

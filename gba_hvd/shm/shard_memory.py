@@ -44,6 +44,7 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, memory_limit, reaper, sweep
 from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm.file_space import limit_reached, map_file, take
 from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
@@ -311,9 +312,16 @@ class ShardMemory:
         finished = int(self._finished[shard])
         return finished, int(self._begun[shard])
 
-    def reserve(self, shards: list[int]) -> None:
-        """Take the space of these shards from the file system now, so that no later write can fail for lack of it."""
-        need = len(shards) * self.layout.region_bytes
+    def reserve(self, shards: list[int], bytes_per_row: int = 0) -> None:
+        """Take the space of these shards from the file system now, so that no later write can fail for lack of it.
+
+        bytes_per_row: of what checkpoints keep of saved rows in this folder; room for it is asked for, and not taken
+        """
+        beside = bytes_per_row * len(shards) * sum(group.rows_per_shard for group in self.layout.groups)
+        need = len(shards) * self.layout.region_bytes + beside
+        what = f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)}"
+        if beside:
+            what += f" ({_size(beside)} of it for what checkpoints keep of saved rows)"
         stat = os.statvfs(self.folder)
         own = 512 * os.stat(self.folder / "shards").st_blocks  # of it, shards that are not ready hold space for nothing
         spare = own - int((self._ready == _READY).sum()) * self.layout.region_bytes
@@ -322,13 +330,13 @@ class ShardMemory:
         total = stat.f_blocks * stat.f_frsize
         if need > free:
             raise ShardMemoryError(
-                f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)} in {self.folder.parent}, which has "
+                f"{what} in {self.folder.parent}, which has "
                 f"{_size(total)}, {_size(free)} of it free: {_room(total - free + need)}{self._what_dead_jobs_hold()}"
             )
         limit = memory_limit.of_folder(self.folder)
         if limit is not None and need - spare > limit.free:
             raise ShardMemoryError(
-                f"{len(shards)} of {self.layout.n_shards} shards need {_size(need)} of memory in {self.folder.parent}, "
+                f"{what} of memory in {self.folder.parent}, "
                 f"and this container's limit is {_size(limit.limit)} ({limit.file}), {_size(limit.used)} of it in use: "
                 "the kernel would kill the workers. Raise the limit (docker run --memory="
                 f"{_mebibytes(limit.used + need)}m, Kubernetes: resources.limits.memory), or name a folder on a disk "
@@ -336,7 +344,7 @@ class ShardMemory:
             )
         with open(self.folder / "shards", "r+b") as file:
             for shard in shards:
-                os.posix_fallocate(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes)
+                take(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes, "rows", self.folder)
 
     def _what_dead_jobs_hold(self) -> str:
         dead = sweep.orphaned_memory(self.folder.parent)
@@ -556,12 +564,14 @@ def _make_file(path: Path, layout: Layout) -> None:
     """The file of a memory without shards. The pages of all marks are taken now: to look at one that the file system
     has no room for would kill the process. Raises ShardMemoryError when there is no room."""
     with open(path, "wb") as file:
-        file.truncate(layout.n_bytes)
         try:
+            file.truncate(layout.n_bytes)
             for shard in range(layout.n_shards):
                 os.posix_fallocate(file.fileno(), shard * layout.region_bytes, 4 * PAGE_WORDS)
         except OSError as error:
             path.unlink()
+            if limit := limit_reached(error, layout.n_bytes):
+                raise ShardMemoryError(f"the tables have no room in {path.parent.parent}: {limit}") from error
             stat = os.statvfs(path.parent)
             used = (stat.f_blocks - stat.f_bavail) * stat.f_frsize
             raise ShardMemoryError(
@@ -590,7 +600,7 @@ def _map(file: BinaryIO, layout: Layout) -> mmap.mmap:
             f"{file.name} has {size:,} bytes, expected {layout.n_bytes:,}: something has cut it short, and its rows "
             "are lost; end the job, remove its folder, and start it again"
         )
-    return mmap.mmap(file.fileno(), layout.n_bytes)
+    return map_file(file.fileno(), layout.n_bytes, "the tables", Path(file.name).parent)
 
 
 def _owner_of(folder: Path) -> str:

@@ -190,7 +190,7 @@ class GBACallback(Callback):
         self.decided_at_step = -1  # that one
         self._has_switched = False
         self.decisions = DecisionReports(patience)
-        self._not_before, self._pause = 0, _PAUSE_STEPS
+        self._not_before, self._pause, self._switched_at = 0, _PAUSE_STEPS, 0
 
     def discipline(self, mode: str) -> Discipline:
         """How the coordinator hands out work and makes steps in this mode, with the rule and weighting of this
@@ -296,6 +296,9 @@ class GBACallback(Callback):
     def paused_until(self) -> int:
         """The step before which no switch is requested, after one that failed."""
         return self._not_before
+
+    def pause_in_words(self, step: int) -> str:
+        return f"tried again after {self.paused_until - step} steps or more"
 
     @property
     def waits(self) -> bool:
@@ -576,7 +579,9 @@ class GBACallback(Callback):
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def failed(self, step: int, why: str) -> None:
-        """A switch could not be done: no other is requested so soon, and later ever less often."""
+        """A switch could not be done, or servers refused to train after it: no other is requested so soon, and later
+        ever less often, until a mode with servers has lasted `_PAUSE_STEPS` steps.
+        """
         self._has_waited, self.asked.obstacle = True, why
         self._not_before, self._pause = step + self._pause, 2 * self._pause
         self._request = None
@@ -584,7 +589,7 @@ class GBACallback(Callback):
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
         entered, self._entered, self._has_switched = self._entered, None, True
-        self._request, self._not_before, self._pause = None, 0, _PAUSE_STEPS
+        self._request, self._not_before, self._switched_at = None, 0, step
         self._forget_times()
         self._checked_rate, self._warned = mode if self._warned else "", ""
         if entered is not None and entered.mode == mode:
@@ -637,6 +642,8 @@ class GBACallback(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         self.asked.step(record.step, record.mode)
+        if record.mode != "allreduce" and record.step >= self._switched_at + _PAUSE_STEPS:
+            self._pause = _PAUSE_STEPS
 
     def state_dict(self) -> dict[str, Any]:
         stance, asked = asdict(self._stance), self.asked.state()

@@ -100,7 +100,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
             _leave(engine, session, own)
         here.exchange.resume()
         switching.failed(engine.progress.step, text)
-        pause = f"tried again after {switching.paused_until - engine.progress.step} steps or more"
+        pause = switching.pause_in_words(engine.progress.step)
         data = {"to": mode, "seconds": round(time.perf_counter() - started, 4)}
         words = f"mode {mode} was not entered, allreduce continues ({pause}): {text}"
         engine.emit(Event("switch_failed", engine.progress.step, words, data, level="warning"), only_here=bool(failure))

@@ -14,6 +14,7 @@ from gba_hvd.callbacks import Event
 
 _ENOUGH = 0.5  # of the steps for which a mode was asked for; below that the end says how many were in it
 _CONTENT = ("allreduce", "auto")
+SERVERS_NOT_UP = "the companion servers were not up"
 
 
 class AskedMode:
@@ -99,6 +100,8 @@ class AskedMode:
         of = f"{inside:,} of {asked:,} steps"
         if asked < step:
             of += f" since then, of {step:,} in all,"
+        if self.obstacle not in ("", SERVERS_NOT_UP):  # a try that failed counts more than servers that are not up now
+            obstacle = self.obstacle
         why = obstacle or self.obstacle or "the job ended before it was entered"
         if inside:
             why = f"it was first entered at step {self._first[mode]:,}" + (

@@ -23,6 +23,7 @@ from gba_hvd.switching import operator_reason
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.drops import DropWatch, WorkerDropWatch
 from gba_hvd.switching.measurements import PushReadings
+from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
 
@@ -68,6 +69,13 @@ class ModeRequests(StepParticipant):
     @property
     def waits_to_enter(self) -> bool:
         return bool(self.waiting)
+
+    def servers_refused(self, mode: str, why: str) -> None:
+        """This worker has left a mode whose servers cannot train in it."""
+        step = self._engine.progress.step
+        self.callback.failed(step, why)
+        text = f"mode {mode} was left, allreduce continues ({self.callback.pause_in_words(step)}): {why}"
+        self._engine.emit(Event("switch_failed", step, text, {"to": mode}, level="warning"))
 
     def missing_mode(self, mode: str) -> str:
         return self.callback.asked.missing(mode)
@@ -136,7 +144,7 @@ class ModeRequests(StepParticipant):
                 engine.signals.requested_mode = None
             elif agreed[_NOT_READY] and not agreed[_WAITS]:
                 engine.signals.requested_mode, self.waiting = None, [f"mode {mode}"]
-                callback.asked.obstacle = "the companion servers were not up"
+                callback.asked.obstacle = callback.asked.obstacle or SERVERS_NOT_UP
             else:
                 engine.signals.requested_mode = (mode, reason)
 

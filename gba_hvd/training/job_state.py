@@ -15,6 +15,7 @@ from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.reading.datasets import source_names
+from gba_hvd.shm import memory_limit
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.left_epoch import LeftEpochs
 from gba_hvd.training.step_hooks import StepHooks
@@ -62,12 +63,26 @@ class LocalHost:
 
     is_leader: this worker is the host's leader. server: the line to the companion server, there; board: what other
     processes read of the job, there too. neighbours: processes of the other workers, by rank
+    n_kills: of `memory_limit.n_kills`, those that were there before, or are reported
     """
 
     is_leader: bool = False
     server: HostServer | None = None
     board: Board | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
+    n_kills: int = field(default_factory=memory_limit.n_kills)
+
+    def killed_for_memory(self) -> str:
+        """Reported once: that the kernel has killed processes here; empty: it has not."""
+        before, self.n_kills = self.n_kills, memory_limit.n_kills()
+        n, limit = self.n_kills - before, memory_limit.tightest()
+        if n <= 0:
+            return ""
+        place = "" if limit is None else f" ({limit.file}: {limit.limit / 2**30:.2f} GiB)"
+        return (
+            f"The kernel has killed {n} process{'es' * (n > 1)} of this container or service at its memory limit{place}"
+            ", status 137: raise it (docker run --memory=..., Kubernetes: resources.limits.memory)"
+        )
 
 
 @dataclass

@@ -19,11 +19,16 @@ from recovery.rows import Choice, RowIndices, RowSource, everything
 from recovery.selection import importance
 from recovery.selection.sampled_accesses import SampledAccesses, SampledRowSource
 from recovery.selection.scar import Scar
-from recovery.selection.update_tracker import Tracker
+from recovery.selection.update_tracker import BYTES_PER_ROW, Tracker
 
 _PIECE = 1 << 20  # rows looked at at once, so that looking takes little memory however large a shard is
 _Importance = Callable[[int, int, slice], np.ndarray]
 """(table, shard, consecutive indices) -> [n]; 0: not worth saving."""
+
+
+def bytes_per_row(policy: str) -> int:
+    """Of what a policy keeps of each row beside the rows, in the file of its tracker."""
+    return BYTES_PER_ROW if policy in ("delta", "mfu") else 0
 
 
 class Selection:
@@ -44,7 +49,7 @@ class Selection:
         self._row_fraction = config.row_fraction
         if config.save_bytes is not None:
             self._row_fraction = importance.share_within(source.schema, config.save_bytes)
-        self._tracker = Tracker(source, tracker_path, counters) if config.policy in ("delta", "mfu") else None
+        self._tracker = Tracker(source, tracker_path, counters) if bytes_per_row(config.policy) else None
         self._valid_for: str | None = None
         self._policy: SavePolicy | None = None  # where neither the tracker nor the stream of updates decides
         if config.policy == "scar":

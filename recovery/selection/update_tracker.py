@@ -29,6 +29,7 @@ import xxhash
 from recovery.errors import RecoveryError
 from recovery.rows import RowIndices, RowSource
 
+BYTES_PER_ROW = 4
 _HEADER_BYTES = 4096
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -166,7 +167,10 @@ def _reserve(path: Path, fd: int, at: int, n_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, at, n_bytes)
     except OSError as error:
+        found = os.statvfs(path.parent)
         raise NoRoom(
-            f"what was saved of the rows (4 bytes each) has no room in {path.parent}: {n_bytes:,} bytes are needed, "
-            f"{error.strerror}; enlarge it, or save with policy='full', which keeps no such account"
+            f"what was saved of the rows (4 bytes each) has no room in {path.parent}: {n_bytes:,} bytes are "
+            f"needed, {found.f_bavail * found.f_frsize:,} are free there (not: at the checkpoints), {error.strerror}; "
+            "enlarge it (/dev/shm: docker run --shm-size=..., mount -o remount,size=...), or save with policy='full', "
+            "which keeps no such account"
         ) from error

@@ -15,7 +15,7 @@ from gba_hvd.elastic.job_events.words import count, mode_of
 from gba_hvd.elastic.job_health import health_of
 from gba_hvd.epoch import position_in
 from gba_hvd.errors import BadInput
-from gba_hvd.shm import retained_state
+from gba_hvd.shm import host_identity, retained_state
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 
@@ -186,9 +186,13 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
         found = [f"resumes from {at}"]
     if _is_found_in_memory(engine):
         grace_s = engine.model.tables.config.grace_s
-        found.insert(
-            0, f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
-        )
+        kept = f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
+        if host_identity.is_of_a_container(os.getpid()):
+            kept += (
+                " (a container that ends with this job takes the memory with it, unless a volume has that: let a shell "
+                "that outlives the launcher start the command again)"
+            )
+        found.insert(0, kept)
     when = "when that is repaired and all workers have ended" if to_repair else "when all workers have ended"
     return f"{when}, the same command {', else '.join(found)}" if found else ""
 

@@ -122,6 +122,8 @@ def worker_gone(engine: Engine) -> None:
         n_left = min(n_left, engine.world.size - sum(not is_alive(pid) for pid in engine.host.neighbours.values()))
         data["left"] = n_left
         text += f". Training continues with {count(n_left, 'worker')}{_fewer_than_asked(n_left)}"
+    if killed := engine.host.killed_for_memory():
+        text += f". {killed}"
     engine.emit(Event("worker_lost", engine.progress.step, text, data))
 
 

@@ -31,9 +31,9 @@ from concurrent.futures import Future
 import msgspec
 
 from gba_hvd.comm.wait_notices import Patience
-from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
+from gba_hvd.ps.worker.replies import refusal
 
 log = logging.getLogger("gba_hvd")
 MAX_IN_FLIGHT = 2
@@ -122,7 +122,7 @@ class PushWindow:
             return
         if isinstance(body, Refused):
             if body.kind != "NotFinite":
-                self._lost(push, GbaError(f"a server refused a gradient: {body.why}"))
+                self._lost(push, refusal(f"a server refused a gradient: {body.why}", body.kind))
                 return
             done = msgspec.structs.replace(done, refused=body.why)
         waiting[0] -= 1
@@ -138,7 +138,7 @@ class PushWindow:
                 if isinstance(body, Ok) and body.position is not None:
                     self._on_position(body.position)
                 elif isinstance(body, Refused):
-                    self.fail(GbaError(body.why))
+                    self.fail(refusal(body.why, body.kind))
             except ServerLost as error:
                 self.fail(error)
             self._leave(push)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from gba_hvd.comm.collectives import worker_lost
-from gba_hvd.errors import StateMismatch
-from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.ps.messages import Refused, Request
+from gba_hvd.errors import GbaError, StateMismatch
+from gba_hvd.ps.client import Client, Reply, ServerLost, ServerRefused
+from gba_hvd.ps.messages import RefusalKind, Refused, Request
 
 
 class Disagreement(StateMismatch):
     """This worker and others disagree about what they train."""
+
+
+def refusal(text: str, kind: RefusalKind) -> GbaError:
+    """The error of a refused request. A kind other than "" concerns this request alone, as in a mode that is over."""
+    return GbaError(text) if kind else ServerRefused(text)
 
 
 def wait_reply(future: Future[Reply]) -> Reply:
@@ -25,7 +30,8 @@ def wait_reply(future: Future[Reply]) -> Reply:
             raise Disagreement(reply.body.why)
         if reply.body.kind == "failed":  # nor this
             raise StateMismatch(reply.body.why)
-        raise worker_lost(f"a server refused: {reply.body.why}")
+        refused = refusal(f"a server refused: {reply.body.why}", reply.body.kind)
+        raise worker_lost(str(refused)) from refused
     return reply
 
 

@@ -149,6 +149,12 @@ def test_sigterm_is_this_workers_own_end_while_its_neighbours_live(engine: Any) 
     assert "a worker of this world of 2 was lost" in str(endings.world_lost(engine))
 
 
+def test_a_world_that_is_lost_to_the_memory_limit_says_so(engine: Any) -> None:
+    engine.host.n_kills -= 1
+    assert "The kernel has killed 1 process of this container or service" in str(endings.world_lost(engine))
+    assert "The log of the worker that ended first says why" in str(endings.world_lost(engine))
+
+
 def test_a_neighbour_that_is_gone_without_a_note_was_killed(engine: Any, dead: int) -> None:
     engine.host.neighbours[1] = dead
     reported = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))

@@ -24,6 +24,7 @@ from gba_hvd.embedding.row_optimizers import TableOptimizers
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
+from gba_hvd.shm import host_identity, memory_limit
 from gba_hvd.shm.layout import HashedSpec, TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback
@@ -592,8 +593,9 @@ NONE_YET = "starts at step 0 again, since no checkpoint has been saved yet"
     ],
 )
 def test_an_interrupted_job_says_where_the_same_command_goes_on(
-    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path
+    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
     if is_kept:
         (tmp_path / "kept").touch()
     checkpoints = SimpleNamespace(
@@ -606,6 +608,9 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         model=SimpleNamespace(tables=tables), host=LocalHost(),
     )  # fmt: skip
     assert end._what_continues(engine) == words
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: True)
+    assert ("(a container that ends with this job takes" in end._what_continues(engine)) == (MEMORY in words)
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
     repaired = words.replace("when all", "when that is repaired and all").replace(f"{SAVED} checkpoint", SAVED_SO_FAR)
     assert end._what_continues(engine, to_repair=True) == repaired
     engine.host.server = object()
@@ -641,7 +646,7 @@ def test_a_loss_says_how_many_train_on_and_that_they_are_fewer_than_asked_for(
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
-        reports=SimpleNamespace(n_working=left), host=SimpleNamespace(neighbours={}),
+        reports=SimpleNamespace(n_working=left), host=LocalHost(),
     )  # fmt: skip
     job_events.worker_gone(engine)
     (event,) = events
@@ -655,9 +660,11 @@ def test_a_loss_does_not_count_the_worker_that_died(monkeypatch: pytest.MonkeyPa
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=events.append, progress=SimpleNamespace(step=9), world=SimpleNamespace(size=3),
-        reports=SimpleNamespace(n_working=3), host=SimpleNamespace(neighbours={1: 11, 2: 12}),
+        reports=SimpleNamespace(n_working=3), host=LocalHost(neighbours={1: 11, 2: 12}),
     )  # fmt: skip
+    monkeypatch.setattr(memory_limit, "n_kills", lambda: engine.host.n_kills + 1)
     job_events.worker_gone(engine)
+    assert events[0].message.count(". The kernel has killed 1 process of this container or service") == 1
     assert events[0].data["left"] == 2 and "Training continues with 2 workers" in events[0].message
 
 

@@ -22,11 +22,13 @@ from torch import nn
 import gba_hvd
 import recovery
 from gba_hvd import BadInput
-from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.comm.collectives import SoloWorld, worker_lost
 from gba_hvd.elastic import training_state
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
+from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.switching.requests import switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
@@ -912,6 +914,48 @@ def test_a_failed_step_is_computed_again_and_nothing_else(training: Any, clicks:
     assert (job.state.step, job.state.samples.applied) == (3, 40)
     for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
+
+
+@pytest.mark.parametrize(("policy", "beside"), [("delta", 4), ("full", 0)])
+def test_a_start_asks_for_the_room_of_what_checkpoints_keep_of_rows(
+    training: Any, tmp_path: Path, policy: str, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    reserve = ShardMemory.reserve
+
+    def note(memory: ShardMemory, shards: list[int], bytes_per_row: int = 0) -> None:
+        asked.append(bytes_per_row)
+        reserve(memory, shards, bytes_per_row)
+
+    monkeypatch.setattr(ShardMemory, "reserve", note)
+    job = training(epoch=0)
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path), policy=policy)])
+    job.state.sync()
+    assert asked == [beside]
+    job.state.close()
+
+
+@pytest.mark.parametrize("cause", [ServerRefused("no room in /dev/shm: enlarge it"), ServerLost("no answer")])
+def test_servers_that_refuse_are_tried_again_later_and_their_words_are_the_reason(
+    training: Any, cause: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = training(epoch=0)
+    callback, events = gba_hvd.GBACallback("gba"), list[gba_hvd.Event]()
+    job.state.register_callbacks([callback])
+    job.state.sync()
+    monkeypatch.setattr(job.state.engine, "emit", events.append)
+    monkeypatch.setattr(job.state.engine.mode, "recover", lambda: None)
+    monkeypatch.setattr(job.state.engine.mode, "name", "gba")
+    try:
+        raise worker_lost(str(cause)) from cause
+    except Exception:
+        job.state.restore()
+    is_refusal = isinstance(cause, ServerRefused)
+    assert callback.paused_until == (20 if is_refusal else 0)
+    assert callback.asked.obstacle == (str(cause) if is_refusal else "")
+    told = [event.message for event in events if event.kind == "switch_failed"]
+    text = f"mode gba was left, allreduce continues (tried again after 20 steps or more): {cause}"
+    assert told == [text] * is_refusal
 
 
 @pytest.mark.parametrize(("change", "comes"), [(1, False), (2, True), (3, True)], ids=["removed", "added", "both"])

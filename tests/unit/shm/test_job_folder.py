@@ -25,7 +25,7 @@ from gba_hvd.ps import launch
 from gba_hvd.ps.transport import new_key
 from gba_hvd.shm import reaper
 from gba_hvd.shm import shard_memory as memories
-from gba_hvd.shm.host_identity import Host
+from gba_hvd.shm.host_identity import Host, is_of_a_container
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory, remove_orphaned_memory
 from recovery.checkpointer import Checkpointer
@@ -286,6 +286,22 @@ def test_what_differs_makes_another_host(tmp_path: Path) -> None:
     others = [replace(here, boot="b"), replace(here, processes=1), replace(here, folder="/f"), replace(here, device=9)]
     assert len({here.number, *(other.number for other in others)}) == 5
     assert Host(**json.loads(json.dumps(asdict(here)))) == here
+
+
+@pytest.mark.parametrize(
+    ("first", "parent", "expected"),
+    [("gba-hvd", 1, True), ("tini", 1, True), ("systemd", 1, False), ("init", 1, False), ("sleep", 0, False)],
+)
+def test_a_process_of_a_container_is_told_from_one_of_a_machine(
+    tmp_path: Path, first: str, parent: int, expected: bool
+) -> None:
+    for pid, of in ((30, 20), (20, parent)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {of} 1 1")
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/comm").write_text(f"{first}\n")
+    assert is_of_a_container(30, tmp_path) == expected
+    assert not is_of_a_container(40, tmp_path)
 
 
 # --- no room, another machine ----------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gba_hvd.shm.memory_limit import MemoryLimit, tightest
+from gba_hvd.shm import memory_limit
+from gba_hvd.shm.memory_limit import MemoryLimit, n_kills, tightest
+from gba_hvd.training.job_state import LocalHost
 
 GIB = 1 << 30
 Groups = dict[str, tuple[object, int]]
@@ -70,5 +72,29 @@ def test_the_limit_that_leaves_least_is_found_and_pages_of_files_count_as_free(
     assert found.free == (limit - used) * GIB
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "file"),
+    [
+        ("0::/pod/app", V2.format("/"), "pod/memory.events"),
+        ("4:memory:/a\n0::/", V1.format("/"), "memory/a/memory.oom_control"),
+    ],
+)
+def test_processes_that_were_killed_at_the_limit_are_counted_and_reported_once(
+    tmp_path: Path, cgroup: str, mounts: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, limit = tree(tmp_path, cgroup, mounts, {}), MemoryLimit(4 * GIB, 0, Path("/sys/fs/cgroup/memory.max"))
+    counts = root / "sys/fs/cgroup" / file
+    counts.parent.mkdir(parents=True)
+    monkeypatch.setattr(memory_limit, "n_kills", lambda: n_kills(root))
+    monkeypatch.setattr(memory_limit, "tightest", lambda: limit)
+    host = LocalHost(n_kills=0)
+    assert host.killed_for_memory() == ""
+    counts.write_text("oom 3\noom_kill 1\noom_group_kill 0\n")
+    text = host.killed_for_memory()
+    assert text.startswith("The kernel has killed 1 process of this container or service at its memory limit (/sys")
+    assert "max: 4.00 GiB), status 137: raise it" in text
+    assert host.killed_for_memory() == ""
+
+
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert tightest(tmp_path) is None
+    assert tightest(tmp_path) is None and n_kills(tmp_path) == 0

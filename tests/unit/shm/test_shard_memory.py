@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import mmap
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +25,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm import futex, memory_limit, reaper, shard_memory
+from gba_hvd.shm import file_space, futex, memory_limit, reaper, shard_memory
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
 from gba_hvd.shm.memory_limit import MemoryLimit
@@ -198,6 +202,40 @@ def test_too_little_space_is_seen_before_anything_is_written(
     needed = 2 * 2**30 + 2 * memory.layout.region_bytes  # beside what others hold there
     assert needed < mebibytes * 2**20 < 1.3 * needed
     assert os.stat(memory.folder / "shards").st_blocks * 512 == 4 * 4096  # the marks
+
+
+def test_room_for_what_checkpoints_keep_of_rows_is_asked_for_with_that_of_the_rows(
+    open_memory: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_memory(a_layout({"user": (400_000, 8)}))
+    blocks = 2 * memory.layout.region_bytes // 4096 + 1
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=blocks, f_bavail=blocks, f_frsize=4096))
+    with pytest.raises(ShardMemoryError, match=r"2 of 4 shards need .* MiB \(1 MiB of it for what checkpoints keep"):
+        memory.reserve([0, 1], bytes_per_row=4)
+    memory.reserve([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "words"),
+    [
+        ("RLIMIT_FSIZE", 1 << 20, r"the limit of the size of a file, 1,048,576 bytes.*ulimit -f unlimited.*LimitFSIZE"),
+        ("RLIMIT_AS", 1 << 44, r"the limit of the address space of a process, .*ulimit -v unlimited.*LimitAS="),
+    ],
+)
+def test_a_limit_of_the_process_is_named_with_where_to_raise_it(
+    tmp_path: Path, limit: str, size: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(*_: object) -> None:
+        number = errno.EFBIG if limit == "RLIMIT_FSIZE" else errno.ENOMEM
+        raise OSError(number, os.strerror(number))
+
+    kind = getattr(resource, limit)
+    monkeypatch.setattr(os, "posix_fallocate", reached)
+    monkeypatch.setattr(mmap, "mmap", reached)
+    monkeypatch.setattr(resource, "getrlimit", lambda of: (size, -1) if of == kind else (-1, -1))
+    ask = partial(file_space.take, 0, 0) if limit == "RLIMIT_FSIZE" else partial(file_space.map_file, 0)
+    with pytest.raises(ShardMemoryError, match=words):
+        ask(9, "rows", tmp_path)
 
 
 def test_what_exceeds_the_memory_limit_of_the_container_is_refused(

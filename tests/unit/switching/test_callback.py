@@ -595,6 +595,20 @@ def test_training_waits_for_servers_at_most_once_in_vain() -> None:
     assert callback.mode_request(29, "allreduce") is None and callback.mode_request(30, "allreduce") is not None
 
 
+def test_tries_grow_rarer_until_a_mode_has_lasted() -> None:
+    callback, pauses, step = GBACallback(mode="gba"), [], 0
+    for lasts in (0, 5, 19, 20, 0):
+        callback.switched("gba", step)
+        step += lasts
+        callback.on_step(SimpleNamespace(step=step, mode="gba"))  # type: ignore[arg-type]
+        callback.failed(step, "no room")
+        pauses.append(callback.paused_until - step)
+        step = callback.paused_until
+        callback.on_step(SimpleNamespace(step=step, mode="allreduce"))  # type: ignore[arg-type]
+    assert pauses == [20, 40, 80, 20, 40]
+    assert callback.mode_request(step - 1, "allreduce") is None and callback.mode_request(step, "allreduce")
+
+
 def test_each_decision_says_of_what_kind_its_reason_is() -> None:
     callback, kinds = GBACallback(min_stay=14, patience=3, warm_up_steps=18), []
     for step in range(20):

@@ -54,6 +54,13 @@ def test_a_mode_that_was_hardly_ever_on_is_reported_with_its_first_step() -> Non
     )
 
 
+def test_what_a_try_failed_of_is_the_reason_also_where_servers_are_not_up_at_the_end() -> None:
+    asked = AskedMode("gba", {})
+    asked.obstacle = "a server refused a gradient: no room"
+    (reported,) = after(asked, (224, "allreduce"), obstacle="the companion servers came up when the job had ended")
+    assert "0 of 224 steps were in it: a server refused a gradient: no room. " in reported.message
+
+
 def test_some_steps_until_the_servers_are_up_are_no_shortfall() -> None:
     assert after(AskedMode("gba", {}), (20, "allreduce"), (224, "gba")) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.client import Reply, ServerLost
+from gba_hvd.ps.client import Reply, ServerLost, ServerRefused
 from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
 from gba_hvd.ps.worker.push_window import MAX_IN_FLIGHT, PushOnTheWay, PushWindow
 
@@ -53,6 +53,14 @@ def push(push_window: PushWindow, answers: Sequence[Any]) -> None:
 def of(client: Any) -> tuple[PushWindow, list[JobPosition]]:
     received: list[JobPosition] = []
     return PushWindow(client, 0.05, received.append), received
+
+
+@pytest.mark.parametrize(("kind", "is_lasting"), [("", True), ("ProtocolError", False)])
+def test_a_refusal_that_would_come_again_is_told_from_one_of_this_push(kind: Any, is_lasting: bool) -> None:
+    for answer in ([Refused("no room", kind=kind)], [Ok()]):
+        push_window, _ = of(Coordinator(Refused("no room", kind=kind)))
+        push(push_window, answer)
+        assert isinstance(push_window.failure, ServerRefused) == is_lasting
 
 
 @pytest.mark.parametrize(
