@@ -315,8 +315,8 @@ def _why_not(module: nn.Embedding | nn.EmbeddingBag) -> str:
     if module.max_norm is not None:
         return (
             "max_norm rescales rows while they are looked up, and workers look up rows that others write: set "
-            "max_norm=None. Nothing here bounds weights; weight_decay of a row optimizer keeps them small. (With keep "
-            "each worker would rescale its own copy, so that is for one worker.) Do that"
+            "max_norm=None (weight_decay of a row optimizer keeps weights small, nothing bounds them; with keep each "
+            "worker rescales a copy of its own, so that is for one worker)"
         )
     if module.scale_grad_by_freq:
         return (

@@ -78,10 +78,12 @@ class LocalHost:
         n, limit = self.n_kills - before, memory_limit.tightest()
         if n <= 0:
             return ""
-        place = "" if limit is None else f" ({limit.file}: {limit.limit / 2**30:.2f} GiB)"
+        killed = f"The kernel has killed {n} process{'es' * (n > 1)} of this container or service (status 137)"
+        if limit is None:
+            return f"{killed} for lack of memory: dmesg names them"
         return (
-            f"The kernel has killed {n} process{'es' * (n > 1)} of this container or service at its memory limit{place}"
-            ", status 137: raise it (docker run --memory=..., Kubernetes: resources.limits.memory)"
+            f"{killed} at its memory limit ({limit.file}: {limit.limit / 2**30:.2f} GiB): raise it "
+            "(docker run --memory=..., Kubernetes: resources.limits.memory)"
         )
 
 

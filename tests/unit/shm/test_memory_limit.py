@@ -91,9 +91,12 @@ def test_processes_that_were_killed_at_the_limit_are_counted_and_reported_once(
     assert host.killed_for_memory() == ""
     counts.write_text("oom 3\noom_kill 1\noom_group_kill 0\n")
     text = host.killed_for_memory()
-    assert text.startswith("The kernel has killed 1 process of this container or service at its memory limit (/sys")
-    assert "max: 4.00 GiB), status 137: raise it" in text
+    assert text.startswith("The kernel has killed 1 process of this container or service (status 137) at its memory ")
+    assert "max: 4.00 GiB): raise it" in text
     assert host.killed_for_memory() == ""
+    monkeypatch.setattr(memory_limit, "tightest", lambda: None)
+    counts.write_text("oom_kill 3\n")
+    assert "has killed 2 processes" in (text := host.killed_for_memory()) and "for lack of memory" in text
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
