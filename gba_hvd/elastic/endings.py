@@ -166,6 +166,8 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             f"rank {rank} (process {pid}) {ended}, and without an elastic launcher it is not replaced: "
             f"this worker ends after step {engine.progress.step}"
         )
+        if note is None and (by_kernel := engine.host.killed_for_memory()):
+            text += f". {by_kernel}"
         if note is None or note["status"] != "KILLED":
             to_repair = note is not None and bool(note.get("to_repair"))
             return WorldLost(f"{text}. {_what_to_do(engine, to_repair)}", pid=pid, to_repair=to_repair)

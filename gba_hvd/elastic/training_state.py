@@ -169,6 +169,7 @@ class TrainingState:
         engine.model.parameter_watch.forget()
         self._model.load_state_dict(state["model"])
         engine.model.optimizer.load_state_dict(state["optimizer"])
+        engine.model.put_row_settings()
         for name, value in state["values"].items():
             if name not in self.names:
                 continue  # of a checkpoint; this script has it no more

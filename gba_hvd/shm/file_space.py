@@ -27,7 +27,7 @@ def take(fd: int, at: int, n_bytes: int, what: str, folder: Path, advice: str = 
 
     Raises ShardMemoryError
     """
-    _try(lambda: os.posix_fallocate(fd, at, n_bytes), n_bytes, what, folder, advice)
+    _try(lambda: os.posix_fallocate(fd, at, n_bytes), n_bytes, what, folder, advice, at + n_bytes)
 
 
 def set_size(fd: int, n_bytes: int, what: str, folder: Path) -> None:
@@ -52,12 +52,13 @@ def limit_reached(error: OSError, n_bytes: int) -> str:
     )
 
 
-def _try(act: Callable[[], _T], n_bytes: int, what: str, folder: Path, advice: str = "") -> _T:
+def _try(act: Callable[[], _T], n_bytes: int, what: str, folder: Path, advice: str = "", end: int | None = None) -> _T:
+    """end: of the space in the file, where it is not the number of bytes"""
     try:
         return act()
     except OSError as error:
         place = f"no room for {n_bytes} bytes of {what} in {folder.parent}"
-        if limit := limit_reached(error, n_bytes):
+        if limit := limit_reached(error, end or n_bytes):
             raise ShardMemoryError(f"{place}: {limit}") from error
         free = os.statvfs(folder)
         raise ShardMemoryError(

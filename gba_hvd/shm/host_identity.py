@@ -23,7 +23,7 @@ from gba_hvd.shm import reaper
 from gba_hvd.shm.layout import digest
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_INITS = ("systemd", "init")
+_INITS = ("systemd", "init", "runit", "openrc-init")
 _ALONE_TRIES, _ALONE_PAUSE_S = 20, 0.02  # a process that checks for live workers holds the lock for a moment
 
 
@@ -75,8 +75,8 @@ def is_of_a_container(pid: int, proc: Path = Path("/proc")) -> bool:
     try:
         while pid > 1:
             pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-        return pid == 1 and (proc / "1/comm").read_text().strip() not in _INITS
-    except FileNotFoundError:
+        return pid == 1 and not (proc / "1/comm").read_text().startswith(_INITS)
+    except (OSError, ValueError):  # one that has ended meanwhile, or is hidden
         return False
 
 

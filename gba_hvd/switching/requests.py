@@ -75,7 +75,7 @@ class ModeRequests(StepParticipant):
         step = self._engine.progress.step
         self.callback.failed(step, why)
         text = f"mode {mode} was left, allreduce continues ({self.callback.pause_in_words(step)}): {why}"
-        self._engine.emit(Event("switch_failed", step, text, {"to": mode}, level="warning"))
+        self._engine.emit(Event("switch_failed", step, text, {"to": mode}, level="warning"), only_here=True)
 
     def missing_mode(self, mode: str) -> str:
         return self.callback.asked.missing(mode)

@@ -169,7 +169,7 @@ class MLflowCallback(Callback):
         self._logged_step = -1
         self._mode: str | None = None
         self._seen_step: int | None = None
-        self._newest_ms = 0  # of points and resumes
+        self._newest_ms = self._resumed_ms = 0  # of points and resumes; of the newest resume
         self._since = _Interval()
         self._readings = gauges.Readings()
         # Of a worker that is not the chief, since the newest world: what it reports where the chief has died meanwhile.
@@ -341,7 +341,9 @@ class MLflowCallback(Callback):
             return
         if event.kind == "resumed":
             event = self._after_all_points(event)
-            self._resumed_step = event.step
+            self._resumed_step, self._resumed_ms = event.step, recovery_records.ms_of({"unix_s": event.unix_s})
+        elif recovery_records.ms_of({"unix_s": event.unix_s}) < self._resumed_ms:  # of a clock that was set back
+            event = _at_ms(event, self._resumed_ms)
         if event.kind == "checkpoint":
             self._note_checkpoint(event.data)
         if event.kind == "learning_rates_set":
@@ -368,7 +370,7 @@ class MLflowCallback(Callback):
         self._newest_ms = max(earliest_ms, recovery_records.ms_of({"unix_s": resumed.unix_s}))
         if self._newest_ms > earliest_ms:
             return resumed
-        return dataclasses.replace(resumed, unix_s=(earliest_ms + 0.5) / 1000)  # no rounding takes it back
+        return _at_ms(resumed, earliest_ms)
 
     def _take_readings(self, event: Event) -> None:
         """They are reported with the next point, unless they are a point of their own."""
@@ -774,6 +776,10 @@ def _log(message: str, at: str = "") -> None:
 
 def _time_of_day(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def _at_ms(event: Event, ms: int) -> Event:
+    return dataclasses.replace(event, unix_s=(ms + 0.5) / 1000)  # no rounding takes it back
 
 
 def _now_ms() -> int:

@@ -75,14 +75,14 @@ class LocalHost:
     def killed_for_memory(self) -> str:
         """Reported once: that the kernel has killed processes here; empty: it has not."""
         before, self.n_kills = self.n_kills, memory_limit.n_kills()
-        n, limit = self.n_kills - before, memory_limit.tightest()
-        if n <= 0:
+        if (n := self.n_kills - before) <= 0:
             return ""
+        limit = memory_limit.tightest()
         killed = f"The kernel has killed {n} process{'es' * (n > 1)} of this container or service (status 137)"
         if limit is None:
             return f"{killed} for lack of memory: dmesg names them"
         return (
-            f"{killed} at its memory limit ({limit.file}: {limit.limit / 2**30:.2f} GiB): raise it "
+            f"{killed}, probably at its memory limit ({limit.file}: {limit.limit / 2**30:.2f} GiB): raise it "
             "(docker run --memory=..., Kubernetes: resources.limits.memory)"
         )
 

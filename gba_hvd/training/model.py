@@ -116,6 +116,10 @@ class TrainedModel:
         groups, names = self.optimizer.param_groups, self.optimizer.defaults
         return [settings_of(group, names) for group in groups if group is not self._tables_group]
 
+    def put_row_settings(self) -> None:
+        """Into the tables' group: the optimizer's state has it as it was saved."""
+        self._tables_group.update(own_settings(self.tables.optimizer, self.optimizer.defaults))
+
     @property
     def changed_row_settings(self) -> str:
         """Of the tables' group, in words: what is not what the row optimizer uses; may be empty."""

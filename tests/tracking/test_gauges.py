@@ -14,7 +14,7 @@ from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT
-from gba_hvd.tracking.recovery_records import superseded_words
+from gba_hvd.tracking.recovery_records import events_in_force, superseded_words
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import report_job
@@ -266,17 +266,19 @@ def test_a_resume_supersedes_all_points_before_it_whatever_the_clock_says(
     clock_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    monkeypatch.setattr(time, "time", lambda: 1_795_829_872.123)
+    monkeypatch.setattr(time, "time_ns", lambda: 1_795_829_872_123_000_000)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
     callback.on_job(job("j"))
     for k in range(1, 7):
         callback.on_step(step(k, loss=1.0))
-    monkeypatch.setattr(time, "time", lambda: clock_s)
+    monkeypatch.setattr(time, "time_ns", lambda: int(clock_s * 1e9))
     callback.on_event(Event("resumed", 3, "full recovery", unix_s=clock_s))
     for k in range(4, 9):
         callback.on_step(step(k, loss=2.0))
+    callback.on_event(Event("checkpoint_failed", 5, "no room", level="warning", unix_s=clock_s))
     assert callback.spool is not None
     found = from_files(callback.spool)
+    assert [event["event"] for event in events_in_force(found.events)][-1] == "checkpoint_failed"
     assert [(point.step, point.value) for point in found.history["train/loss"]] == [
         (k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)
     ]

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument("--seeds", type=seeds, metavar="A:B", help="seeds A to B - 1")
     which.add_argument("--seed", type=int, metavar="N", help="this one, whether it has a result or not")
     which.add_argument("--plan", type=Path, metavar="FILE", help="the schedule in this file")
-    run.add_argument("--out", type=Path, default=Path(_OUT), metavar="DIR", help=f"default: {_OUT}")
+    run.add_argument("--out", type=Path, default=Path(_OUT), metavar="DIR", help=f"of the runs (default: {_OUT})")
     run.add_argument("--keep", action="store_true", help="keep the jobs' folders; those of failures are kept anyway")
     mode = "asynchronous mode instead of the drawn one"
     run.add_argument("--mode", default="", choices=("gba", "shadow"), help=mode)

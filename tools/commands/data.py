@@ -127,7 +127,9 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     splits.add_argument(
         "--split", metavar="A,B,C", type=_shares, help="shares of train,valid,test (default: 0.8,0.1,0.1)"
     )
-    splits.add_argument("--split-by", choices=("random", "order"), help="rows at random (default), or in their order")
+    splits.add_argument(
+        "--split-by", choices=("random", "order"), help="rows at random, or in their order (default: random)"
+    )
     splits.add_argument("--seed", type=int, default=0, help="of the random split (default: 0)")
     parser.add_argument(
         "--max-bad-rows",

@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint that CheckpointCallback(keep_best=) keeps")
     export.add_argument(
-        "--tables", choices=("all", "touched"), default="all", help="rows: all, the default, or those that changed"
+        "--tables", choices=("all", "touched"), default="all", help="rows: all, or those that changed (default: all)"
     )
     export.add_argument(
         "--activation", choices=("none", "sigmoid"), default="none", help="of predictions (default: none)"

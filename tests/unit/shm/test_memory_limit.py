@@ -91,7 +91,7 @@ def test_processes_that_were_killed_at_the_limit_are_counted_and_reported_once(
     assert host.killed_for_memory() == ""
     counts.write_text("oom 3\noom_kill 1\noom_group_kill 0\n")
     text = host.killed_for_memory()
-    assert text.startswith("The kernel has killed 1 process of this container or service (status 137) at its memory ")
+    assert text.startswith("The kernel has killed 1 process of this container or service (status 137), probably at ")
     assert "max: 4.00 GiB): raise it" in text
     assert host.killed_for_memory() == ""
     monkeypatch.setattr(memory_limit, "tightest", lambda: None)

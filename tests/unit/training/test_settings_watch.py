@@ -58,6 +58,11 @@ def warnings_of(
     for _ in range(2):
         state.engine.reports.dense_settings("gba", in_use)
     *of_rows, (kind, text) = received.reported
+    saved = state.training_state.state_dict()
+    for name in own:
+        saved["optimizer"]["param_groups"][-1][name] = 0.25  # as of other rows
+    state.training_state.load_state_dict(saved)
+    assert own == {name: optimizer.param_groups[-1][name] for name in own}, "a resume brings none back"
     assert kind == "dense_settings_not_followed" and "group 0: eps=1e-08 is set and 0.5 is used" in text
     state.close()
     return of_rows
