@@ -943,7 +943,7 @@ def test_servers_that_refuse_are_tried_again_later_and_their_words_are_the_reaso
     callback, events = gba_hvd.GBACallback("gba"), list[gba_hvd.Event]()
     job.state.register_callbacks([callback])
     job.state.sync()
-    monkeypatch.setattr(job.state.engine, "emit", lambda event, only_here: events.append(event))
+    monkeypatch.setattr(job.state.engine, "emit", lambda event, only_here=False: events.append(event))
     monkeypatch.setattr(job.state.engine.mode, "recover", lambda: None)
     monkeypatch.setattr(job.state.engine.mode, "name", "gba")
     try:
