@@ -9,6 +9,7 @@ module and name, so state that a class has outside `param_groups` and `state` do
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
@@ -112,6 +113,15 @@ def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mappin
         name: value.to(parameter.device) if isinstance(value, Tensor) and (name != "step" or moves_step) else value
         for name, value in state.items()
     }
+
+
+def is_numeric(value: Any) -> bool:
+    """A finite number, a bool, None, or a tuple of these: a setting that servers follow while a mode lasts."""
+    if isinstance(value, tuple):
+        return all(not isinstance(v, tuple) and is_numeric(v) for v in value)
+    if isinstance(value, int):  # a bool, too
+        return -(2**63) <= value < 2**63
+    return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
 def user_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

@@ -22,13 +22,14 @@ from gba_hvd.epoch import run_number
 from gba_hvd.errors import GbaError
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
-from gba_hvd.ps.messages import LeaseGrant, LeaseReply
+from gba_hvd.ps.messages import GroupSetting, LeaseGrant, LeaseReply
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.replies import Disagreement
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import CountRun, EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
+from gba_hvd.training.settings_watch import ChangedSettings
 from gba_hvd.update_rules import rule_class
 
 _RESCUE_TIMEOUT_S = 3.0
@@ -38,18 +39,22 @@ class ParameterServerMode:
     """One worker in a mode with servers. `servers` is its conversation with them, which it closes.
 
     idle: the allreduce mode that was left for this one, as long as its world stands
+    changed: settings of the dense groups since the mode began; None: servers do not step the dense part
     """
 
     steps_together = False
     survives_world = True
 
-    def __init__(self, engine: Engine, servers: PsWorker, idle: AllreduceMode | None = None) -> None:
+    def __init__(
+        self, engine: Engine, servers: PsWorker, idle: AllreduceMode | None = None,
+        changed: ChangedSettings | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self.servers, self.idle = engine, servers, idle
         self.name = servers.name
         self.rejoin: Rejoin | None = None
         self._leases: LeasePrefetcher[Any] | None = None  # of the loop over batches, until it is over or left
         self._hanging: dict[int, int] = {}  # of workers that live and do nothing: the rank, by process
-        self._dense_settings: list[dict[str, Any]] | None = None  # as the servers have them
+        self._changed = changed
         self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
@@ -67,7 +72,7 @@ class ParameterServerMode:
             lrs = [*engine.model.dense_lrs, engine.model.row_lr]
             given = servers.ask(
                 epoch.epoch, epoch.segment, epoch.order_digest, epoch.n_samples, lrs, engine.progress.step,
-                lambda: ahead.is_closed,
+                lambda: ahead.is_closed, self._settings(),
             )  # fmt: skip
             if given.lease is None:
                 return given, None, []
@@ -167,8 +172,8 @@ class ParameterServerMode:
     def _refresh_dense_(self) -> None:
         reports = self._engine.reports
         reports.other_writers()
-        self._dense_settings = self._dense_settings or self._engine.model.dense_settings
-        reports.dense_settings(self.name, self._dense_settings)
+        if self._changed is not None:
+            reports.dense_settings(self.name, self._changed.kept(self._engine.model.dense_settings))
         self._has_model = False
         self.servers.refresh_dense_()
         self._engine.model.parameter_watch.note()
@@ -192,10 +197,13 @@ class ParameterServerMode:
         engine.reports.compression()
         engine.model.dense.zero_()
 
+    def _settings(self) -> list[dict[str, GroupSetting]]:
+        return [] if self._changed is None else self._changed.followed(self._engine.model.dense_settings)
+
     def _before_push(self) -> bool:
         """Gives the servers this worker's learning rates; planned faults happen here. Returns whether one loses it."""
         engine = self._engine
-        self.servers.rates = engine.progress.step, [*engine.model.dense_lrs, engine.model.row_lr]
+        self.servers.rates = engine.progress.step, [*engine.model.dense_lrs, engine.model.row_lr], self._settings()
         fault = None if engine.faults is None else engine.faults.push_fault(engine.world.rank, engine.progress.step)
         if fault is None:
             return False

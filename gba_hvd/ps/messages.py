@@ -47,6 +47,10 @@ Wire = Literal["curve", "plain", "tls"]
 WIRES: tuple[Wire, ...] = ("curve", "plain", "tls")  # their numbers where workers exchange them
 
 
+GroupSetting = bool | int | float | None | tuple[bool | int | float | None, ...]
+"""A setting of an optimizer's group beside `lr`, as of `torch_optimizers.is_numeric`."""
+
+
 class ProtocolError(GbaError):
     """A message that is not what the protocol says. Nothing was changed. `number`: the request's, when it has one."""
 
@@ -245,6 +249,7 @@ class LeaseRequest(Struct, tag="Ask"):
     lrs_step: int
     segment: int = 0  # of the epoch
     order: int = 0  # digest of the order of the samples, and of what they are
+    settings: list[dict[str, GroupSetting]] = []  # of the dense groups, changed since the mode began; empty: none is
 
     @property
     def run(self) -> int:
@@ -315,7 +320,8 @@ class Residual(Struct):
 class PushDone(Struct, tag="Done"):
     """Every server has its part of this micro-batch's gradients. `refused` names what was not finite.
 
-    lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
+    lrs, settings: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its
+    gradients
     dense_step: of the dense values it was computed with, of several servers the oldest; -1: not known
     traffic: bytes on this worker's wires since it came into the mode
     """
@@ -331,6 +337,7 @@ class PushDone(Struct, tag="Done"):
     lrs_step: int = -1
     dense_step: int = -1
     traffic: Sums = NOTHING
+    settings: list[dict[str, GroupSetting]] = []
 
 
 class HeartbeatMsg(Struct, tag="Beat"):
@@ -491,6 +498,7 @@ class Apply(Struct):
     n_skipped: int = 0  # steps before this one that were not applied, for a row optimizer that counts
     dropped: list[tuple[int, int]] = []  # micro, serial: too stale, and still contributors of the rows they contain
     n_micro: int = 0  # micro-batches that `scale` makes a mean over; needed where rows are averaged over contributors
+    settings: list[dict[str, GroupSetting]] = []  # as of `LeaseRequest`: all changes since the mode began
 
 
 class Discard(Struct):

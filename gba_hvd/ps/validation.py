@@ -15,6 +15,7 @@ from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
 from gba_hvd.shm.layout import NO_KEY, Layout
+from gba_hvd.torch_optimizers import is_numeric
 from recovery import state_codec
 
 
@@ -126,6 +127,19 @@ def check_rates(lrs: Sequence[float], expected: int) -> None:
     """Raises ProtocolError unless these are learning rates for so many optimizer groups."""
     if len(lrs) != expected or not all(math.isfinite(lr) for lr in lrs):
         raise ProtocolError(f"expected {expected} finite learning rates, got {list(lrs)[:10]}")
+
+
+def check_settings(settings: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ProtocolError unless these are numbers for settings beside `lr` that the optimizer's groups have."""
+    if settings and len(settings) != len(groups):
+        raise ProtocolError(f"expected settings of {len(groups)} optimizer groups, got {len(settings)}")
+    for number, (changed, group) in enumerate(zip(settings, groups, strict=False)):
+        for name, value in changed.items():
+            if name == "lr" or name not in group or not is_numeric(value):
+                raise ProtocolError(
+                    f"optimizer group {number}: expected finite numbers for settings that it has, got "
+                    f"{name[:80]}={str(value)[:80]}"
+                )
 
 
 def check_enter(enter: Enter, layout: Layout) -> None:

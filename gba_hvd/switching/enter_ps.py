@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from gba_hvd import torch_optimizers
+from gba_hvd import torch_optimizers, update_rules
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.mode_names import BY_NAME
@@ -47,6 +47,7 @@ from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_mode, compression_idle, options_idle, row_average_idle, strict_idle
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.settings_watch import ChangedSettings
 from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd, buffer_of
 from recovery import state_codec
@@ -151,7 +152,10 @@ def start(
         )  # fmt: skip
         mode = ModelAveragingMode(engine, replicas, idle)
     else:
-        mode = ParameterServerMode(engine, PsWorker(*parts, patience_s, model.compression, model.row_coder), idle)
+        takes_over = update_rules.takes_over(session.rule, model.optimizer)
+        changed = ChangedSettings(model.dense_settings, is_followed=not takes_over)
+        servers = PsWorker(*parts, patience_s, model.compression, model.row_coder)
+        mode = ParameterServerMode(engine, servers, idle, changed)
     servers = mode.servers
     servers.client.traffic, servers.contact.host_name = engine.traffic, engine.world.host
     servers.source_names.names = engine.progress.source_names

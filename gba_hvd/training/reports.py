@@ -352,17 +352,18 @@ class Reports:
     def dense_settings(self, mode: str, in_use: Sequence[Mapping[str, Any]]) -> None:
         """Name settings of dense groups that were changed, and that servers do not follow; once in a process.
 
-        in_use: of each group, as the servers have them
+        in_use: of each group, as the servers have them, those that they do not follow
         """
         if "dense_settings_not_followed" in self._reported:
             return
         groups = enumerate(zip(self._model.dense_settings, in_use, strict=False))
         if found := [f"group {i}: {words}" for i, (now, used) in groups if (words := changes(now, used))]:
             text = (
-                f"mode {mode!r}, {'; '.join(found)}. Servers follow the lr of each group, and have all else as it was "
-                "when the mode began; it is followed again in allreduce mode, and taken over when a mode begins. A "
-                "scheduler that moves betas or momentum as well can leave them, as OneCycleLR(cycle_momentum=False) "
-                "does; for anything else stay in allreduce mode"
+                f"mode {mode!r}, {'; '.join(found)}. Servers follow numbers and tuples of numbers, and under a rule "
+                "that takes over the optimizer's momentum (dana_zero, dana_slim, dana_dc, delayed_nesterov) the lr "
+                "alone; they have all else as it was when the mode began. It is followed in allreduce mode, and taken "
+                "over when a mode begins: stay in allreduce mode, train with another rule, or, where a scheduler moves "
+                "momentum as well, leave that to lr alone, as OneCycleLR(cycle_momentum=False) does"
             )
             self.once(Event("dense_settings_not_followed", self._progress.step, text, {"mode": mode}, level="warning"))
 

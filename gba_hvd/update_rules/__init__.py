@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from gba_hvd.errors import BadInput
 from gba_hvd.update_rules.dana_dc import DanaDc
 from gba_hvd.update_rules.dana_slim import DanaSlim
@@ -89,6 +91,12 @@ def check(name: str, optimizer: Mapping[str, Any]) -> None:
 def damps(name: str) -> bool:
     """Whether the rule of that name damps gradients: a step's row gradients then wait for what all servers say."""
     return rule_class(name).damping is not Plain.damping
+
+
+def takes_over(name: str, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the rule of that name steps in the optimizer's place, with its settings as they were at the start."""
+    is_nadam = isinstance(optimizer, torch.optim.NAdam)  # `delayed_nesterov` leaves it the step
+    return getattr(rule_class(name), "owns_momentum", False) and not is_nadam
 
 
 def make(name: str, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:

@@ -17,7 +17,7 @@ gradient that was computed again by another worker is in both momenta. The buffe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from gba_hvd.update_rules.sgd_momentum import Sgd
 
 class DanaSlim(Plain):
     """The server's part. buffer: float32 [n]."""
+
+    owns_momentum: ClassVar[bool] = True
 
     def __init__(self, sgd: Sgd, buffer: np.ndarray) -> None:
         self._sgd, self._buffer, self._next = sgd, buffer, buffer

@@ -31,6 +31,7 @@ class DanaZero(Plain):
     """
 
     looks_ahead: ClassVar[bool] = True
+    owns_momentum: ClassVar[bool] = True
     knows_workers: ClassVar[bool] = True
 
     def __init__(self, sgd: Sgd, buffer: np.ndarray, workers: Sequence[int]) -> None:

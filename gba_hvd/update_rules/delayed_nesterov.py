@@ -31,6 +31,7 @@ class DelayedNesterov(Plain):
     """For SGD. buffer: float32 [n], what momentum there is."""
 
     looks_ahead: ClassVar[bool] = True
+    owns_momentum: ClassVar[bool] = True
 
     def __init__(self, sgd: Sgd, buffer: np.ndarray) -> None:
         self._sgd, self._buffer, self._next = sgd, buffer, buffer

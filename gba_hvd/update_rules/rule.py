@@ -136,6 +136,8 @@ class Rule(Protocol):
 
     looks_ahead:   it shows workers other values than the model's, so evaluations are given the model's
     knows_workers: it uses `Step.workers`
+    owns_momentum: it answers `NewValues`, and steps with the optimizer's settings as they were when it started; workers
+                   then report changes of them. Not required: without it there are none to report
     defaults:      its settings (`GBACallback(rule_settings=...)`) with their defaults; empty: it has none. Servers get
                    all numbers as floats
     """
@@ -182,6 +184,7 @@ class Plain:
 
     looks_ahead: ClassVar[bool] = False
     knows_workers: ClassVar[bool] = False
+    owns_momentum: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Setting]] = {}
 
     @classmethod

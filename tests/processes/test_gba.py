@@ -93,6 +93,20 @@ def test_one_worker_in_lock_step_equals_allreduce(tmp_path: Path, dense: str, ro
     assert result.samples == reference.samples
 
 
+@pytest.mark.parametrize(
+    "moves", [{"one_cycle": 60}, {"settings_at": {10: {"weight_decay": 0.5, "eps": 1e-3}, 30: {"weight_decay": 0}}}]
+)
+def test_servers_follow_the_settings_of_the_dense_groups_that_are_changed(
+    tmp_path: Path, moves: dict[str, Any]
+) -> None:
+    plan = {**FIFTY_STEPS, **moves, "micro_batch": 96}
+    reference = train_alone(tmp_path / "allreduce", plan)
+    result = train_alone(tmp_path / "gba", plan, **LOCK_STEP)
+    assert (result.step, result.modes) == (50, {"gba"})
+    assert_identical(result.arrays, reference.arrays)
+    assert_identical(result.optimizer_arrays, reference.optimizer_arrays)
+
+
 def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
     """With a learning rate that falls at every step, on workers and servers alike."""
     plan = {**FIFTY_STEPS, "dense_optimizer": "momentum", "row_optimizer": "RowAdagrad", "lr_decay": 0.9}

@@ -213,9 +213,18 @@ class Training:
         )
         if plan.get("lr_decay"):
             values["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, plan["lr_decay"])
+        if plan.get("one_cycle"):  # moves betas, too
+            values["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=plan["one_cycle"])
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
-        if plan.get("lr_decay"):
+        if "scheduler" in values:
             state.on_step(state.scheduler.step)
+        for step, changed in plan.get("settings_at", {}).items():  # of the dense group
+
+            def change(step: int = int(step), changed: dict[str, Any] = changed) -> None:
+                if state.step == step:
+                    optimizer.param_groups[0].update(changed)
+
+            state.on_step(change)
         dataset = (FeatureClicks if has_features else Clicks)(plan.get("samples", 1000), raw="hashed" in plan)
         return cls(dataset, tables, model, optimizer, state, scaler)
 

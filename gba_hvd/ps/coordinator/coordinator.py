@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from gba_hvd.comm.traffic import NOTHING, Sums, added
@@ -25,6 +26,7 @@ from gba_hvd.ps.coordinator.recent_pace import RecentPace
 from gba_hvd.ps.messages import (
     Apply,
     Enter,
+    GroupSetting,
     HeartbeatMsg,
     JobPosition,
     LeaseGrant,
@@ -37,7 +39,7 @@ from gba_hvd.ps.messages import (
     PushDone,
     ReplicaSubmitted,
 )
-from gba_hvd.ps.validation import check_rates
+from gba_hvd.ps.validation import check_rates, check_settings
 from gba_hvd.update_rules import damps
 
 
@@ -115,6 +117,7 @@ class Coordinator:
         self._staleness_before, self._dense_ages_before = dict(position.staleness), dict(position.dense_ages)
         self._refused_before, self._reissued_before = position.refused, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
+        self._settings: list[dict[str, GroupSetting]] = []  # as of `Apply`
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
         self.refused_gradients: list[str] = []
@@ -143,7 +146,7 @@ class Coordinator:
     def ask(self, request: LeaseRequest) -> LeaseReply | None:
         """A lease, or why there is none; None while the worker should wait. Raises Mismatch."""
         try:
-            check_rates(request.lrs, len(self._enter.lrs) + 1)
+            self._check_rates(request)
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
@@ -187,7 +190,7 @@ class Coordinator:
                 f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
                 "workers must run the same script, with the same seed, on the same data"
             )
-        self._take_rates(request.epoch, request.lrs_step, request.lrs)
+        self._take_rates(request.epoch, request)
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
@@ -203,11 +206,21 @@ class Coordinator:
             return LeaseReply(self.position(), None, "drained")
         return None
 
-    def _take_rates(self, epoch: int, step: int, lrs: Sequence[float]) -> None:
-        """Learning rates as a worker had them after `step`, unless newer ones are known."""
-        if (epoch, step) >= self._lrs_key:
-            *self._lrs, self._row_lr = lrs
-            self._lrs_key = (epoch, step)
+    def _check_rates(self, request: LeaseRequest | PushDone) -> None:
+        check_rates(request.lrs, len(self._enter.lrs) + 1)
+        check_settings(request.settings, self._enter.optimizer.get("groups", ()))
+
+    def _take_rates(self, epoch: int, request: LeaseRequest | PushDone) -> None:
+        """Learning rates and settings as a worker had them after a step, unless newer ones are known.
+
+        A worker that came late sends what was changed since: the changes before that stay.
+        """
+        if (epoch, request.lrs_step) >= self._lrs_key:
+            *self._lrs, self._row_lr = request.lrs
+            self._lrs_key = (epoch, request.lrs_step)
+            if request.settings:
+                known = self._settings or [{} for _ in request.settings]
+                self._settings = [{**old, **new} for old, new in zip(known, request.settings, strict=True)]
 
     def _all_left_early(self, worker: int) -> bool:
         """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
@@ -219,7 +232,7 @@ class Coordinator:
     def done(self, request: PushDone) -> str:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
-            check_rates(request.lrs, len(self._enter.lrs) + 1)
+            self._check_rates(request)
         self.works(request.worker)
         # Both only grow.
         self._traffic[request.worker] = max(self._traffic.get(request.worker, NOTHING), request.traffic)
@@ -229,7 +242,7 @@ class Coordinator:
         if answer == "accepted":
             self._given.pop(request.micro, None)
             if request.lrs:
-                self._take_rates(self.ledger.epoch, request.lrs_step, request.lrs)
+                self._take_rates(self.ledger.epoch, request)
             if request.loss is not None:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
@@ -408,6 +421,7 @@ class Coordinator:
             enter.generation, plan.step, sums.members, sums.scale,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
             sorted(self.workers), dense_factor, row_factor, self.account.steps_skipped, sums.dropped, sums.n_micro,
+            self._settings,
         )  # fmt: skip
 
     def damped(self, answers: Sequence[tuple[int, int, float]]) -> None:
@@ -534,6 +548,7 @@ class Coordinator:
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
+            "settings": self._settings,
             "moved": [[place, micro] for place, micro in self.moved.items()],
             "gathered": self.gathered,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
@@ -560,6 +575,7 @@ class Coordinator:
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
+        self._settings = msgspec.convert(state.get("settings", []), list[dict[str, GroupSetting]])
         self.moved = dict(state["moved"])
         self.gathered, self.void, self._order = state["gathered"], state.get("void", 0), state.get("order")
         if self.loss_scale is not None:

@@ -133,11 +133,15 @@ class DensePart:
         part._load()
         return part
 
-    def step_(self, grad: np.ndarray, lrs: Sequence[float], step: int, ahead: float = 0.0) -> None:
+    def step_(
+        self, grad: np.ndarray, lrs: Sequence[float], step: int, ahead: float = 0.0,
+        settings: Sequence[Mapping[str, Any]] = (),
+    ) -> None:  # fmt: skip
         """Step the optimizer once, then publish. If anything raises, all is as after the last complete step.
 
         grad: [n], the gradient of the step. lrs: learning rate of each group. step: later than the last one.
         ahead: where workers are shown other values, these are those after the step plus so many times the step.
+        settings: other settings of each group that were changed, from this step on; empty: none.
         """
         self._check(step)
         if grad.shape != self._gradient.shape or grad.dtype != self._gradient.dtype:
@@ -152,6 +156,8 @@ class DensePart:
             self._gradient[:] = grad
             for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
                 group["lr"] = float(lr)
+            for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
+                group.update(changed)
             if self._params:
                 self._optimizer.step()
             for param, view in zip(self._params, self._views, strict=True):

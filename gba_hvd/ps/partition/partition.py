@@ -211,6 +211,7 @@ class Partition:
         if request.step <= self.dense.step:
             return Applied(request.step)
         validation.check_apply(request, self.dense.step, len(self.enter.lrs), counts=bool(self._extra))
+        validation.check_settings(request.settings, self.enter.optimizer.get("groups", ()))
         for worker in self._living.difference(request.workers):
             self.forget_worker(worker)
         self._living = set(request.workers)
@@ -332,7 +333,7 @@ class Partition:
         gaps = [(push.worker, self.gaps.of(push.dense_step)) for push, _ in pushes]
         answer = self.rule.act(Step(request.step, dense.values, gradient, received, request.lrs, request.workers))
         if isinstance(answer, ByOptimizer):
-            dense.step_(gradient, answer.lrs, request.step, answer.ahead)
+            dense.step_(gradient, answer.lrs, request.step, answer.ahead, request.settings)
         else:
             if not validation.all_finite(answer.values):
                 raise NonFiniteGradient("the values after the step are not finite: the learning rate is far too large")

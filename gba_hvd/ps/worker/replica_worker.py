@@ -110,10 +110,10 @@ class ReplicaWorker(PsWorker):
 
     def ask(
         self, epoch: int, segment: int, order: int, n_samples: int, lrs: Sequence[float], lrs_step: int,
-        stop: Callable[[], bool],
+        stop: Callable[[], bool], settings: Sequence[dict[str, messages.GroupSetting]] = (),
     ) -> messages.LeaseReply:  # fmt: skip
         self._epoch, self._run = epoch, run_number(epoch, segment)
-        return super().ask(epoch, segment, order, n_samples, lrs, lrs_step, stop)
+        return super().ask(epoch, segment, order, n_samples, lrs, lrs_step, stop, settings)
 
     def refresh_dense_(self) -> int:
         """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""

@@ -62,7 +62,8 @@ class PsWorker:
         self.source_names = SourceNames(self.client, self.contact, worker, session.generation)
         self.client.beat, self.client.on_position = self.contact.message, self._on_heartbeat_reply
         self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
-        self.rates: tuple[int, list[float]] = (-1, [])  # a step, and this worker's learning rates since; for pushes
+        # For pushes: a step, and this worker's learning rates and changed settings since.
+        self.rates: tuple[int, list[float], list[dict[str, messages.GroupSetting]]] = (-1, [], [])
         self._request = 0
         if not any(session.remote_servers(host)):
             compression = None
@@ -147,19 +148,20 @@ class PsWorker:
 
     def ask(
         self, epoch: int, segment: int, order: int, n_samples: int, lrs: Sequence[float], lrs_step: int,
-        stop: Callable[[], bool],
+        stop: Callable[[], bool], settings: Sequence[dict[str, messages.GroupSetting]] = (),
     ) -> messages.LeaseReply:  # fmt: skip
         """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
 
         order: the digest of the samples in their order, the same on all workers.
         lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
         stop: asked now and then; true gives up waiting ("wait").
+        settings: of the dense groups, changed since the mode began, as of the same step.
         """
         self._raise_failure()
         self._request += 1
         body = messages.LeaseRequest(
             self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step,
-            segment, order,
+            segment, order, list(settings),
         )  # fmt: skip
         while True:
             try:
@@ -226,10 +228,10 @@ class PsWorker:
             if drop:
                 self._push_window.abort(push)
                 return ""
-            step, lrs = self.rates
+            step, lrs, settings = self.rates
             done = messages.PushDone(
                 self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step,
-                min(self._values.steps),
+                min(self._values.steps), settings=settings,
             )  # fmt: skip
             if refused:
                 self._push_window.report(push, done)

@@ -63,6 +63,7 @@ def message(keys: list[list[int]], value: float = 1.0, contributors: bool = Fals
         PushDone(3, 9, 4, 5, None, 0.25, "the gradient of w is not finite"),
         HeartbeatMsg(1, 0, 0, 123, 9, report={"step": 4}),
         Apply(9, 7, [PlannedMember(1, 2, 0.5)], 0.25, 0.1, [0.1, 0.2], 3),
+        Apply(9, 7, [], 1.0, 0.1, [0.1], 3, settings=[{"betas": (0.5, 1), "eps": 0.5, "amsgrad": True, "none": None}]),
     ],
 )
 def test_a_request_comes_through_as_it_was(body: Any) -> None:

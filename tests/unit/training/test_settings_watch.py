@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gba_hvd
-from gba_hvd.training.settings_watch import changes, own_settings, settings_of
+from gba_hvd.training.settings_watch import ChangedSettings, changes, own_settings, settings_of
+from gba_hvd.update_rules import RULES, takes_over
 
 from .test_parameter_watch import Clicks, Model
 
@@ -102,9 +103,35 @@ def test_no_false_alarm(touch: Any, rows: Any, tmp_path: Path, monkeypatch: pyte
     assert warnings_of(tmp_path, monkeypatch, touch, rows) == []
 
 
+def test_servers_get_the_numbers_that_were_changed_and_get_them_again_when_changed_back():
+    begun = {"betas": (0.9, 0.99), "eps": 0.5, "kind": "a"}
+    changed = ChangedSettings([begun, begun], is_followed=True)
+    assert changed.followed([begun, begun]) == []
+    now = {**begun, "betas": (0.8, 0.99), "kind": "b"}
+    assert changed.followed([begun, now]) == [{}, {"betas": (0.8, 0.99)}]
+    assert changed.kept([begun, now]) == [{"kind": "a"}, {"kind": "a"}]
+    assert changed.followed([begun, begun]) == [{}, {"betas": (0.9, 0.99)}]
+    not_finite = {**begun, "eps": float("inf")}
+    assert changed.followed([not_finite, begun])[0] == {} and changed.kept([not_finite])[0]["eps"] == 0.5
+
+
+def test_a_rule_that_owns_the_momentum_keeps_all_settings_as_they_were():
+    changed = ChangedSettings([{"momentum": 0.9}], is_followed=False)
+    assert changed.followed([{"momentum": 0.5}]) == [] and changed.kept([{"momentum": 0.5}]) == [{"momentum": 0.9}]
+    sgd, nadam = (kind([torch.zeros(1)], lr=0.1) for kind in (torch.optim.SGD, torch.optim.NAdam))
+    assert [name for name in RULES if takes_over(name, sgd)] == [
+        "dana_zero",
+        "dana_slim",
+        "dana_dc",
+        "delayed_nesterov",
+    ]
+    assert not takes_over("delayed_nesterov", nadam)
+
+
 def test_settings_are_compared_as_plain_values():
-    names = ("lr", "betas", "eps")
+    names = ("lr", "betas", "eps", "fused")
     group = {"params": [], "lr": 1.0, "betas": [torch.tensor(0.5), 0.75], "eps": 1e-8, "initial_lr": 2.0}
+    group["fused"] = True  # changes nothing that is computed
     assert settings_of(group, names) == {"betas": (0.5, 0.75), "eps": 1e-8}
     assert own_settings(gba_hvd.Adam(lr=1.0, betas=(0.5, 0.75)), names) == {"betas": (0.5, 0.75), "eps": 1e-8}
     assert changes(settings_of(group, names), own_settings(gba_hvd.Adam(lr=1.0), names)) == (

@@ -12,6 +12,7 @@ from gba_hvd.epoch import SampleAccount
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.messages import (
+    Apply,
     Endpoint,
     Enter,
     HeartbeatMsg,
@@ -431,6 +432,34 @@ def test_the_newest_learning_rates_count_in_whatever_order_they_come() -> None:
     step = coordinator.decide()
     assert step is not None
     assert (step.lrs, step.row_lr) == ([0.3], 0.2)
+
+
+ADAM = {"class": "torch.optim.adam:Adam", "groups": [{"betas": {"tuple": [0.9, 0.999]}, "eps": 1e-8}]}
+
+
+def test_the_newest_settings_count_and_a_successor_has_them() -> None:
+    coordinator = a_coordinator(Clock(), optimizer=ADAM)
+    coordinator.ask(ask(1, 1, lrs_step=4, settings=[{"betas": (0.5, 0.9), "eps": 0.1}]))
+    coordinator.ask(ask(2, 1, lrs_step=3, settings=[{"eps": 0.9}]))
+    given = lease(coordinator, 1, 2)
+    done(coordinator, 1, given, lrs=[0.5, 0.1], lrs_step=5, settings=[{"eps": 0.2}])  # a worker that came late
+    done(coordinator, 2, lease(coordinator, 2, 1), lrs=[0.5, 0.1], lrs_step=5)
+    successor = a_coordinator(Clock(), optimizer=ADAM)
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    for one in (coordinator, successor):
+        step = one.decide()
+        assert isinstance(step, Apply) and step.settings == [{"betas": (0.5, 0.9), "eps": 0.2}]
+
+
+@pytest.mark.parametrize(
+    "settings", [[{"lr": 0.1}], [{"params": ()}], [{"eps": float("nan")}], [{"betas": (0.9, float("inf"))}], [{}, {}]]
+)
+def test_settings_that_would_destroy_parameters_are_refused(settings: list[dict[str, Any]]) -> None:
+    coordinator = a_coordinator(Clock(), optimizer=ADAM)
+    before = coordinator.state()
+    with pytest.raises(Mismatch, match="optimizer group"):
+        coordinator.ask(ask(1, 1, settings=settings))
+    assert coordinator.state() == before
 
 
 def test_a_refused_gradient_is_dropped_counted_and_named() -> None:

@@ -125,6 +125,22 @@ def a_part(path: Path, make: Make = OPTIMIZERS["adam"], step: int = 0) -> tuple[
     return DensePart.create(path, TENSORS, spec, values, [{}] * len(TENSORS), step), plain
 
 
+def test_changed_settings_are_those_of_the_plain_optimizer_also_for_a_new_process(tmp_path: Path) -> None:
+    part, plain = a_part(tmp_path / "dense")
+    for step in range(1, 7):
+        changed = [{"betas": (0.5 + step / 20, 0.9), "eps": 1e-3}, {"weight_decay": 0.5 / step}] if step < 4 else []
+        for group, new in zip(plain.optimizer.param_groups, changed, strict=False):
+            group.update(new)
+        part.step_(a_gradient(step), LRS, step, settings=changed)
+        plain.step_(a_gradient(step), LRS)
+        if step == 4:
+            part.close()
+            part = DensePart.open(tmp_path / "dense")
+    np.testing.assert_array_equal(part.values, plain.values)
+    assert same(part.state(), plain.state())
+    part.close()
+
+
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
