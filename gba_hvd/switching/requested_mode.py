@@ -20,7 +20,8 @@ SERVERS_NOT_UP = "the companion servers were not up"
 class AskedMode:
     """Counts global steps, on every worker alike.
 
-    now: the mode that is asked for. obstacle: why it could not be entered the last time that this was tried.
+    now: the mode that is asked for. obstacle: why it could not be entered the last time that this was tried; empty
+    while the job is in it.
     switch_at: as in `GBACallback`
     """
 
@@ -31,6 +32,7 @@ class AskedMode:
         self._steps: dict[str, int] = {}  # by mode: while it was asked for
         self._inside: dict[str, int] = {}  # and those of them in it
         self._first: dict[str, int] = {}  # the first step in it
+        self._delays: dict[str, str] = {}  # by mode: the obstacle until then
 
     def step(self, step: int, mode: str) -> None:
         """The job is at `step`, and has come there in `mode`. Several steps may have passed."""
@@ -44,6 +46,8 @@ class AskedMode:
         if mode == self.now:
             self._inside[mode] = self._inside.get(mode, 0) + n
             self._first.setdefault(mode, step)
+            self._delays.setdefault(mode, self.obstacle)
+            self.obstacle = ""
 
     def override_plan(self, step: int) -> None:
         """What was planned up to this step is asked for no more."""
@@ -86,13 +90,14 @@ class AskedMode:
     def state(self) -> dict[str, Any]:
         return {
             "now": self.now, "handled": self._handled, "steps": self._steps, "inside": self._inside,
-            "first": self._first, "obstacle": self.obstacle,
+            "first": self._first, "obstacle": self.obstacle, "delays": self._delays,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The next step that is reported counts as one: how many were lost on the way is not known."""
         self.now, self._handled, self.obstacle = state["now"], state["handled"], state["obstacle"]
         self._steps, self._inside, self._first = dict(state["steps"]), dict(state["inside"]), dict(state["first"])
+        self._delays = dict(state.get("delays", {}))
         self._seen = None
 
     def _event(self, mode: str, asked: int, step: int, obstacle: str) -> Event:
@@ -104,9 +109,8 @@ class AskedMode:
             obstacle = self.obstacle
         why = obstacle or self.obstacle or "the job ended before it was entered"
         if inside:
-            why = f"it was first entered at step {self._first[mode]:,}" + (
-                f"; {self.obstacle}" if self.obstacle else ""
-            )
+            newest = self.obstacle or self._delays.get(mode, "")
+            why = f"it was first entered at step {self._first[mode]:,}" + (f"; {newest}" if newest else "")
         text = (
             f"mode {mode} was asked for; {of} were in it: {why}. The other steps were trained in another mode, as a "
             "rule by allreduce, where all workers wait for the slowest. GBACallback(wait_s=60) makes training wait for "

@@ -144,7 +144,7 @@ class ModeRequests(StepParticipant):
                 engine.signals.requested_mode = None
             elif agreed[_NOT_READY] and not agreed[_WAITS]:
                 engine.signals.requested_mode, self.waiting = None, [f"mode {mode}"]
-                callback.asked.obstacle = callback.asked.obstacle or SERVERS_NOT_UP
+                callback.asked.obstacle = SERVERS_NOT_UP
             else:
                 engine.signals.requested_mode = (mode, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gba_hvd.callbacks import Event
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.requested_mode import AskedMode
+from gba_hvd.switching.requested_mode import SERVERS_NOT_UP, AskedMode
 
 
 def after(asked: AskedMode, *modes: tuple[int, str], obstacle: str = "") -> list[Event]:
@@ -59,6 +59,24 @@ def test_what_a_try_failed_of_is_the_reason_also_where_servers_are_not_up_at_the
     asked.obstacle = "a server refused a gradient: no room"
     (reported,) = after(asked, (224, "allreduce"), obstacle="the companion servers came up when the job had ended")
     assert "0 of 224 steps were in it: a server refused a gradient: no room. " in reported.message
+
+
+def test_the_newest_obstacle_is_the_reason_and_none_outlasts_a_try_that_got_there():
+    asked = AskedMode("gba", {})
+    asked.obstacle = SERVERS_NOT_UP
+    asked.step(5, "allreduce")
+    asked.step(9, "gba")
+    resumed = AskedMode("gba", {})
+    resumed.load(asked.state())
+    for one in (asked, resumed):
+        assert one.obstacle == ""
+        one.step(59, "allreduce")
+        one.step(60 + 9, "allreduce")
+        (late,) = one.shortfall(60, "")
+        assert f"it was first entered at step 9; {SERVERS_NOT_UP}. " in late.message
+        one.obstacle = "a server refused a gradient: no room"
+        (refused,) = one.shortfall(60, "")
+        assert "it was first entered at step 9; a server refused a gradient: no room. " in refused.message
 
 
 def test_some_steps_until_the_servers_are_up_are_no_shortfall() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from gba_hvd import Event, GBACallback
+from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.messages import JobPosition, SwitchTo
 from gba_hvd.switching import requests
+from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
 
@@ -69,3 +71,16 @@ def test_an_operator_overrides_what_was_planned_before_and_is_not_requested_yet(
     assert [event.kind for event in chief.events] == ["mode_held"]
     chief.micro_batch(30, **held)
     assert callback.mode == "auto" and [one.mode for one in chief.sent] == ["auto"]
+
+
+def test_servers_that_are_not_up_at_a_later_try_are_the_newest_obstacle() -> None:
+    chief = Chief(callback := GBACallback(mode="gba"))
+    chief.participant._engine.mode = SimpleNamespace(name="allreduce")
+    chief.participant._engine.signals = SimpleNamespace(requested_mode=None)
+    callback.failed(5, "a server refused a gradient: no room")
+    agreed = [0.0] * chief.participant.n_fields()
+    chief.participant.after_commit(agreed)
+    assert callback.asked.obstacle == "a server refused a gradient: no room"
+    agreed[MODE_NUMBERS["gba"]] = agreed[requests._NOT_READY] = 1.0
+    chief.participant.after_commit(agreed)
+    assert (callback.asked.obstacle, chief.participant.waiting) == (SERVERS_NOT_UP, ["mode gba"])
