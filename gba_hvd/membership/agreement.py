@@ -37,11 +37,12 @@ class RankState:
     row_factor: float = 1.0  # what the row gradients of its newest step were multiplied by
     rollbacks: int = 0  # full recoveries behind its state
     rollbacks_agreed: int = 0  # and those that it knows to have been agreed on
+    refused: int = 0  # number of the mode that it left since servers refused to train; 0: none
 
     def row(self) -> np.ndarray:
         fields = (self.has_state, self.step, self.held_step, self.host, self.settings, self.pid)
         factor = int(np.float64(self.row_factor).view(np.int64))
-        numbers = (self.generation, self.membership, factor, self.rollbacks, self.rollbacks_agreed)
+        numbers = (self.generation, self.membership, factor, self.rollbacks, self.rollbacks_agreed, self.refused)
         return np.array([*fields, *numbers], dtype=np.int64)
 
     @classmethod

@@ -32,7 +32,7 @@ from gba_hvd.shm.layout import digest
 from gba_hvd.shm.placement import WorkerTopology, place_shards
 from gba_hvd.shm.shard_memory import difference
 from gba_hvd.switching import enter_ps, leave_ps
-from gba_hvd.switching.requests import switching_of
+from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import RankFacts
 from recovery import state_codec
@@ -109,6 +109,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if source is not None:
         return _join_asynchronous(engine, world, facts, source)
     agreed = agree(facts)
+    if mine.has_state and (requests := engine.participant(ModeRequests)) is not None:
+        requests.refused_elsewhere({rank: f.refused for rank, f in enumerate(facts) if f.refused})
     _catch_up(engine, world, mine, agreed)
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
@@ -224,12 +226,14 @@ def _plain(value: Any) -> Any:
 def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:
     """What this rank reports to the others."""
     of_mode = RankFacts() if engine.mode is None else engine.mode.rank_facts()
+    requests = engine.participant(ModeRequests)
     return RankState(
         has_state, engine.progress.step, of_mode.held_step, Host.here(engine.model.tables.config.shard_dir).number,
         settings, os.getpid(),
         of_mode.generation, of_mode.membership,
         engine.progress.factors.rows,
         engine.rollback.number, engine.rollback.agreed_number,
+        0 if requests is None else requests.refused,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ In allreduce mode requests travel with the commit of a step, in an asynchronous 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.launcher_slot import LauncherStore
 from gba_hvd.comm.traffic import sent_received
-from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
+from gba_hvd.mode_names import MODE_NUMBERS, MODES, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching import operator_reason
@@ -46,6 +46,7 @@ class ModeRequests(StepParticipant):
     """One worker's part. Belongs to the training thread.
 
     operator_request: what `gba-hvd switch` asked the server of this host for, (mode, reason), once
+    refused: number of the mode in which servers refused to train, on any worker, until a mode is entered; 0: none
     """
 
     name, order = "mode requests", 0
@@ -54,6 +55,7 @@ class ModeRequests(StepParticipant):
         self._engine, self.callback = engine, callback
         self.operator_request: Callable[[], tuple[str, str] | None] = lambda: None
         self.waiting: list[str] = []
+        self.refused = 0
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
@@ -72,10 +74,20 @@ class ModeRequests(StepParticipant):
 
     def servers_refused(self, mode: str, why: str) -> None:
         """This worker has left a mode whose servers cannot train in it."""
-        step = self._engine.progress.step
+        self._pause(mode, why, only_here=True)
+
+    def refused_elsewhere(self, refused: Mapping[int, int]) -> None:
+        """When a world forms: the refusal of any worker pauses the mode on all. refused: by rank, as `self.refused`."""
+        if refused and not self.refused:
+            rank, mode = next(iter(refused.items()))
+            why = f"servers refused a worker, which is rank {rank} now: its log says why"
+            self._pause(MODES[mode], why, only_here=False)
+
+    def _pause(self, mode: str, why: str, only_here: bool) -> None:
+        step, self.refused = self._engine.progress.step, MODE_NUMBERS[mode]
         self.callback.failed(step, why)
         text = f"mode {mode} was left, allreduce continues ({self.callback.pause_in_words(step)}): {why}"
-        self._engine.emit(Event("switch_failed", step, text, {"to": mode}, level="warning"), only_here=True)
+        self._engine.emit(Event("switch_failed", step, text, {"to": mode}, level="warning"), only_here)
 
     def missing_mode(self, mode: str) -> str:
         return self.callback.asked.missing(mode)
@@ -175,7 +187,7 @@ class ModeRequests(StepParticipant):
 
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
-        self._asked_s, self._pushes, self._noted = 0.0, PushReadings(), ("", "")
+        self._asked_s, self._pushes, self._noted, self.refused = 0.0, PushReadings(), ("", ""), 0
         self._forget_drops()
 
     def _forget_drops(self) -> None:

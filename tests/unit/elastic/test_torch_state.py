@@ -26,10 +26,13 @@ from gba_hvd.comm.collectives import SoloWorld, worker_lost
 from gba_hvd.elastic import training_state
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import JoinResult
+from gba_hvd.membership.agreement import RankState
+from gba_hvd.membership.join import _rank_state
+from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.shard_memory import ShardMemory
-from gba_hvd.switching.requests import switching_of
+from gba_hvd.switching.requests import ModeRequests, switching_of
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
@@ -953,9 +956,31 @@ def test_servers_that_refuse_are_tried_again_later_and_their_words_are_the_reaso
     is_refusal = isinstance(cause, ServerRefused)
     assert callback.paused_until == (20 if is_refusal else 0)
     assert callback.asked.obstacle == (str(cause) if is_refusal else "")
+    assert _rank_state(job.state.engine, True, 0).refused == (MODE_NUMBERS["gba"] if is_refusal else 0)
     told = [event.message for event in events if event.kind == "switch_failed"]
     text = f"mode gba was left, allreduce continues (tried again after 20 steps or more): {cause}"
     assert told == [text] * is_refusal
+
+
+def test_a_mode_whose_servers_refused_another_worker_is_tried_again_later_by_all(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, of_row, events = training(epoch=0), RankState.of_row, list[gba_hvd.Event]()
+    callback = gba_hvd.GBACallback("gba")
+    job.state.register_callbacks([callback])
+    job.state.sync()
+    requests = job.state.engine.participant(ModeRequests)
+    monkeypatch.setattr(job.state.engine, "emit", lambda event, only_here=False: events.append(event))
+    monkeypatch.setattr(RankState, "of_row", lambda row: replace(of_row(row), refused=MODE_NUMBERS["gba"]))
+    for _ in range(2):  # formed again before the mode is entered: the same refusal
+        job.state.sync()
+        assert (callback.paused_until, requests.refused) == (20, MODE_NUMBERS["gba"])
+    why = "servers refused a worker, which is rank 0 now: its log says why"
+    (told,) = [event.message for event in events if event.kind == "switch_failed"]
+    assert told == f"mode gba was left, allreduce continues (tried again after 20 steps or more): {why}"
+    assert callback.asked.obstacle == why
+    requests.mode_entered()
+    assert requests.refused == 0
 
 
 @pytest.mark.parametrize(("change", "comes"), [(1, False), (2, True), (3, True)], ids=["removed", "added", "both"])

@@ -83,7 +83,7 @@ def test_a_world_that_forms_while_a_mode_is_left_is_formed_again(step: int) -> N
 
 
 def test_facts_travel_as_a_row_of_numbers() -> None:
-    facts = RankState(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77, row_factor=0.1)
+    facts = RankState(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77, row_factor=0.1, refused=3)
     row = facts.row()
     assert RankState.of_row(row) == facts
 
