@@ -17,10 +17,11 @@ import msgspec
 from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.checkpoint.state_check import refuse_foreign_state
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.learning_rates import Rates, ReplacedRates, of_wire, rates_of, to_wire
-from gba_hvd.elastic.resume_fit import refuse_foreign_state, refuse_other_optimizer, refuse_other_tensors
+from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.torch_optimizers import user_class
