@@ -360,6 +360,7 @@ def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, fea
     # Not as a submodule: the tables have no parameters or buffers, and are not copied, moved or saved with the model.
     object.__setattr__(module, "tables", tables)
     object.__setattr__(module, "feature", feature)
+    object.__setattr__(module, "weight_table", tables.features[feature].table)
     object.__setattr__(module, "dtype", weight.dtype)
     if weight.device.type != "meta":
         object.__setattr__(module, "device", weight.device)

@@ -38,6 +38,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.claim_renewal import ClaimRenewal
 from gba_hvd.checkpoint.resumed_checkpoint import ResumedCheckpoint, digest_of
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
+from gba_hvd.checkpoint.state_check import check_state
 from gba_hvd.config import checked_job_id
 from gba_hvd.embedding.accesses import were_changed
 from gba_hvd.epoch import position_in
@@ -272,7 +273,7 @@ class JobCheckpoints(StepParticipant):
         """
         rows = ShardRows(memory, lambda: shards, filling=True)
         if now is None:
-            return restore(self._opened({}), rows, config=self.callback.config)
+            return restore(self._opened({}), rows, config=self.callback.config, check_state=check_state)
         config, is_mine = self.callback.config, self._is_of_this_job
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
 
@@ -296,6 +297,8 @@ class JobCheckpoints(StepParticipant):
             try:
                 self.check_fits(newest.about)
                 state = read_state(self.store, newest)
+                if state is not None:
+                    check_state(newest.name, state)
             except (BadInput, Damaged, NotFound) as error:
                 passed_over.append(Skipped(newest.name, str(error)).words)
                 continue

@@ -7,6 +7,7 @@ the next `prepare` of the same name clears away.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -122,7 +123,8 @@ def prepare(
     `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows.
 
     Raises BadInput for input that the recipe does not fit, for more bad rows than allowed, and for an `out` that is in
-    use; MissingPackage without pyarrow. Then `out` is as it was.
+    use; MissingPackage without pyarrow. Then `out` is as it was. Where that shows when the dataset is complete, it is
+    kept beside `out`, and the error has its name.
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)
@@ -195,8 +197,13 @@ def prepare(
             sync(inside)
         write_manifest(folder, manifest)
         sync(folder)
-        _check_free(out, overwrite)  # again: files may have come since
-        _put_in_place(folder, out)
+        try:
+            _check_free(out, overwrite)  # again: files may have come since
+            _put_in_place(folder, out)
+        except (BadInput, OSError) as error:
+            beside = _put_beside(folder, out)
+            raise BadInput(f"{error}. The new dataset is complete, in {beside}: use it there, or move it") from error
+        sync(out.parent)
     return manifest
 
 
@@ -296,4 +303,12 @@ def _put_in_place(folder: Path, out: Path) -> None:
         except OSError:
             old.rename(out)
             raise
+
+
+def _put_beside(folder: Path, out: Path) -> Path:
+    """Show the new dataset under a free name beside `out`, whose own name it cannot get."""
+    names = (out.with_name(f"{out.name}.new" + f"-{n}" * (n > 1)) for n in itertools.count(1))
+    beside = next(name for name in names if not os.path.lexists(name))
+    folder.rename(beside)
     sync(out.parent)
+    return beside

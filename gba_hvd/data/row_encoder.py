@@ -27,7 +27,7 @@ from gba_hvd.data.list_columns import is_list, one_array
 from gba_hvd.data.prepare import Encoders, vocabulary_path
 from gba_hvd.data.raw_rows import RawRows
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
-from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
+from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest, refuse_irregular
 from gba_hvd.errors import BadInput
 
 _LISTS = (list, tuple, np.ndarray)
@@ -272,6 +272,7 @@ def _fitted(number: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_vocabulary(folder: Path, table: str, n_rows: int) -> pa.Array:
     path = vocabulary_path(folder, table)
+    refuse_irregular(path)
     try:
         with pa.memory_map(str(path)) as file:
             stored = pa.ipc.open_file(file).read_all()

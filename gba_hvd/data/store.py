@@ -238,6 +238,12 @@ def verify(folder: Path) -> list[str]:
     return flaws
 
 
+def refuse_irregular(path: Path) -> None:
+    """Raises BadInput for what is there and no regular file: opening a pipe would wait for its writer."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise BadInput(f"{path}: it is no regular file (a pipe, a device or a folder); remove it")
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "version": VERSION, **manifest}, file, indent=1)
@@ -247,6 +253,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
+    refuse_irregular(path)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -13,27 +13,9 @@ from torch import Tensor, nn
 
 from gba_hvd.errors import BadInput
 from gba_hvd.torch_optimizers import user_class
-from recovery.errors import Damaged
 
 _N_NAMED = 5
-_NEEDED = ("model", "optimizer", "values", "position", "callbacks")
-_NEEDED_ASYNCHRONOUS = ("snapshot", "dense", "position")
 _ADDED = {"gba_hvd", "params", "param_names"}  # of a group, which are no hyper-parameters
-
-
-def refuse_foreign_state(where: str, state: Any) -> None:
-    """Raises Damaged where `state` is not that of a `TrainingState`, also one of an asynchronous mode."""
-    parts: list[tuple[Any, Sequence[str]]] = [(state, _NEEDED)]
-    if isinstance(state, dict) and "snapshot" in state:
-        parts = [(state, _NEEDED_ASYNCHRONOUS), (state["snapshot"], _NEEDED)]
-    for part, needed in parts:
-        lacks = [name for name in needed if not isinstance(part, dict) or name not in part]
-        if lacks:
-            raise Damaged(
-                f"{where}: its training state lacks {', '.join(lacks)}: another program wrote it, or it was altered; "
-                "read it with what wrote it, go back to another checkpoint, or start over at another url or with "
-                "resume=False"
-            )
 
 
 def refuse_other_optimizer(where: str, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -17,10 +17,12 @@ import msgspec
 from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.checkpoint.state_check import refuse_foreign_state
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.learning_rates import Rates, ReplacedRates, of_wire, rates_of, to_wire
-from gba_hvd.elastic.resume_fit import refuse_foreign_state, refuse_other_optimizer, refuse_other_tensors
+from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
+from gba_hvd.embedding.module_placement import FollowsModule
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.torch_optimizers import user_class
@@ -76,6 +78,7 @@ class TrainingState:
         return {
             "model": dict(self._model.state_dict()),
             "parameter_names": self._parameter_names(),
+            "row_parameters": self._row_parameters(),
             "optimizer": engine.model.optimizer.state_dict(),
             "script_rates": to_wire(self._script_rates),
             "optimizer_class": user_class(engine.model.optimizer).__qualname__,
@@ -91,6 +94,12 @@ class TrainingState:
         own = {id(parameter): name for name, parameter in self._model.named_parameters()}
         pairs = zip(trained.names, trained.dense.parameters, strict=True)
         return {name: own[id(one)] for name, one in pairs if own.get(id(one), name) != name}
+
+    def _row_parameters(self) -> dict[str, str]:
+        """Weights that `convert` moved into tables, by their names in the `state_dict` of the plain model -> table."""
+        modules = self._model.named_modules(remove_duplicate=False)
+        found = {path: one.weight_table for path, one in modules if isinstance(one, FollowsModule) and one.weight_table}
+        return {f"{path}.weight" if path else "weight": table for path, table in found.items()}
 
     def encoded(self) -> bytes:
         """What late joiners receive; a checkpoint has no use for the claim it was saved under."""

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 class FollowsModule(nn.Module):
     """Lookups return `dtype` on `device`, which `model.to(...)`, `.bfloat16()`, `.cuda()` and so on set, as they set
-    those of the weight of an `nn.Embedding`. Rows stay float32 in the host's memory, and so do their gradients."""
+    those of the weight of an `nn.Embedding`. Rows stay float32 in the host's memory, and so do their gradients.
 
+    weight_table: the table that has the rows of the module's `weight`; empty: it had no weight
+    """
+
+    weight_table: str = ""
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
 

@@ -87,6 +87,7 @@ def restore(
     config: Config | None = None,
     now: TrainingPoint | None = None,
     with_state: bool = True,
+    check_state: Callable[[str, bytes], object] = lambda name, state: None,
     is_wanted: Callable[[int, int], bool] = lambda epoch, number: True,
     only: str | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -96,6 +97,8 @@ def restore(
     No other thread may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with
     partial saves takes one byte a row.
 
+    check_state: called with the manifest's name and the state, before rows are read; a checkpoint for which it raises
+        Damaged counts as damaged.
     is_wanted: by the epoch it was written under and its number; the others are as if they were not there.
     only: this checkpoint and no other, by the name of its manifest.
 
@@ -117,6 +120,8 @@ def restore(
                 raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
         try:
             state = read_state(store, newest) if with_state else None
+            if state is not None:
+                check_state(newest.name, state)
             filling = Filling(store, source, asked, chain, config or Config())
             filling.run()
         except (Damaged, NotFound) as error:

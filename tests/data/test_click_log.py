@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from gba_hvd.batch import Bag
-from gba_hvd.data import Categorical, ClickLog, Identity, Numeric, Recipe
+from gba_hvd.data import Categorical, ClickLog, Identity, Numeric, Recipe, RowEncoder
 from gba_hvd.data.store import MANIFEST, verify, write_manifest
 from gba_hvd.errors import BadInput
 
@@ -172,6 +173,14 @@ def test_a_damaged_manifest_is_named(dataset: Path, content: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("open_it", [ClickLog.open, RowEncoder.open, verify])
+def test_a_pipe_as_manifest_is_refused(dataset: Path, open_it: Callable[[Path], object]) -> None:
+    (dataset / MANIFEST).unlink()
+    os.mkfifo(dataset / MANIFEST)
+    with pytest.raises(BadInput, match=r"dataset\.json: it is no regular file \(a pipe, .*; remove it"):
+        open_it(dataset)
+
+
 def test_a_manifest_of_another_version_is_refused(dataset: Path) -> None:
     manifest = json.loads((dataset / MANIFEST).read_text())
     (dataset / MANIFEST).write_text(json.dumps(manifest | {"version": 99}))

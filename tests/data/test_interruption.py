@@ -103,10 +103,36 @@ def test_an_overwrite_leaves_a_folder_alone_that_has_other_files(source: SplitFi
     with pytest.raises(BadInput, match=r"so it is left alone: letter\.txt, train/part-00000\.arrow\.old; move"):
         prepare(COLOURS, source, out, overwrite=True)
     assert (out / "letter.txt").read_text() == "dear" and (out / "dataset.json").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.new", "train.csv"]
     (out / "letter.txt").unlink()
     (out / "train/part-00000.arrow.old").unlink()
     prepare(COLOURS, source, out, overwrite=True)
+
+
+def test_a_finished_dataset_is_kept_beside_a_folder_that_cannot_be_replaced(
+    source: SplitFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare(COLOURS, source, out)
+    old = out.stat().st_ino
+
+    def write_letter(progress: PrepareProgress) -> None:
+        (out / "letter.txt").write_text("dear")
+
+    for name in ("out.new", "out.new-2"):
+        with pytest.raises(BadInput, match=rf"letter\.txt; move .* The new dataset is complete, in .*/{name}: use it"):
+            prepare(COLOURS, source, out, overwrite=True, on_progress=write_letter)
+        (out / "letter.txt").unlink()
+        assert len(ClickLog.open(tmp_path / name).take(np.arange(200))) == 200
+
+    def busy(one: Path, other: Path) -> bool:
+        raise OSError("a mount point")
+
+    monkeypatch.setattr(import_module("gba_hvd.data.prepare"), "exchange", busy)
+    with pytest.raises(BadInput, match=r"a mount point\. The new dataset is complete, in .*/out\.new-3: use it"):
+        prepare(COLOURS, source, out, overwrite=True)
+    assert out.stat().st_ino == old and len(ClickLog.open(out)) == 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.new", "out.new-2", "out.new-3", "train.csv"]
 
 
 def test_two_at_once_do_not_mix(source: SplitFiles, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,9 @@ def test_a_damaged_vocabulary_is_named(encoder: tuple[RowEncoder, str], tmp_path
         RowEncoder.open(tmp_path / "out")
     path.unlink()
     with pytest.raises(BadInput, match=r"user\.arrow: missing or damaged"):
+        RowEncoder.open(tmp_path / "out")
+    os.mkfifo(path)
+    with pytest.raises(BadInput, match=r"user\.arrow: it is no regular file"):
         RowEncoder.open(tmp_path / "out")
 
 

@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
+from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.processes import adoptable
 
@@ -257,6 +259,19 @@ def test_tables_have_the_paths_of_their_modules_and_rows_of_their_weights(conver
     assert list(model.state_dict()) == ["out.weight", "out.bias"]
     assert model.same_item is model.item[0]
     assert isinstance(model.user, nn.Embedding)
+
+
+def test_the_training_state_names_the_weights_that_tables_hold_as_the_model_had_them(convert: Convert) -> None:
+    model: nn.Module = TwoTowers()
+    names = {*model.state_dict()} - {"out.weight", "out.bias"}
+    convert(model)
+    found = TrainingState(SimpleNamespace(), model, None, [])._row_parameters()  # type: ignore[arg-type]
+    assert found == {"user.weight": "user", "item.0.weight": "item.0", "same_item.weight": "item.0"}
+    assert found.keys() == names
+    model = nn.Embedding(9, 4)
+    convert(model)
+    state = TrainingState(SimpleNamespace(), model, None, [])  # type: ignore[arg-type]
+    assert state._row_parameters() == {"weight": "embedding"}
 
 
 def test_modules_with_one_weight_share_a_table(convert: Convert) -> None:

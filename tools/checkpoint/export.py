@@ -2,8 +2,9 @@
 
 Names are those of the model: a table's weights have its own name, its slots are `TABLE/SLOT`. A hashed table has its
 ids beside that, `TABLE/id`, -2**63 for rows that belong to no id or are shared. What was saved beside the
-rows and is a tensor comes along: the model's under its name, all other under `state/...`. Tables are read one after the
-other, straight into the mapped file, so that none has to fit into memory.
+rows and is a tensor comes along: the model's under its name, all other under `state/...`. With weights only, a table of
+a model that `gba_hvd.convert` changed has the names of the weights that it holds, so the plain model loads the file.
+Tables are read one after the other, straight into the mapped file, so that none has to fit into memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from recovery.catalog.chains import Chain
 from recovery.errors import BadInput, StoreError
 from recovery.format.manifest import Manifest
 from recovery.restore.inspect import read_rows, read_state
+from recovery.restore.open_checkpoint import dense_of_state
 from recovery.rows import FILTER, KEY, NO_KEY, USES
 from recovery.storage.store import Store
+
+OwnNames = dict[str, list[str]]  # table -> what its weight is called in the plain model
 
 # As safetensors calls them.
 _DTYPES = {
@@ -62,14 +66,18 @@ def export(
     on_bytes: Callable[[int], object] = lambda n: None,
 ) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
-    dense, left_out = dense_tensors(store, chain.newest, weights_only)
-    columns = column_names(chain.newest)
+    dense, left_out, own_names = dense_tensors(store, chain.newest, weights_only)
+    columns, again = column_names(chain.newest), list[tuple[str, str]]()
+    for names in columns:
+        names[0], *more = own_names.get(names[0], names[:1])
+        again += [(names[0], name) for name in more]
     shapes = {
         name: (table.n_rows,) if column == KEY else (table.n_rows, column.width)
         for table, names in zip(chain.newest.schema.tables, columns, strict=True)
         for place, (name, column) in enumerate(zip(names, table.columns, strict=True))
         if (place == 0 or not weights_only or column == KEY) and column not in (FILTER, USES)
     }
+    shapes |= {name: shapes[first] for first, name in again}
     if twice := sorted(shapes.keys() & dense.keys()):
         raise BadInput(f"a table's column and a tensor of the state are both called {twice[0]!r}; nothing was written")
     fresh = out.with_name(f".{out.name}.{os.getpid()}")
@@ -87,6 +95,8 @@ def export(
                 ids[:] = np.where(there, ids_of(ids), NO_KEY)
             if not there.all():
                 not_saved[table.name] = int((~there).sum())
+        for first, name in again:
+            arrays[name][:] = arrays[first]
         if form == "state_dict":
             _replace_by_state_dict(fresh, arrays, dense)
         del arrays, into
@@ -109,23 +119,32 @@ def column_names(manifest: Manifest) -> list[list[str]]:
     ]
 
 
-def dense_tensors(store: Store, manifest: Manifest, weights_only: bool) -> tuple[dict[str, Tensor], str]:
-    """The tensors of the state, and a sentence about what is not among them."""
+def dense_tensors(store: Store, manifest: Manifest, weights_only: bool) -> tuple[dict[str, Tensor], str, OwnNames]:
+    """The tensors of the state, a sentence about what is not among them, and the names of weights that tables hold."""
     data = read_state(store, manifest)
     if data is None:
-        return {}, ""
+        return {}, "", {}
     try:
         state = state_codec.decode(data)
     except Exception:  # the caller's own bytes, in a format that only the caller knows
-        return {}, f"the state: {len(data):,} bytes in a format of the job's own"
-    model = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(model, dict):
-        return ({}, "the state") if weights_only else (dict(_tensors(state, "state")), "")
-    found = {name: tensor for key, value in model.items() for name, tensor in _tensors(value, str(key))}
-    others = {key: value for key, value in state.items() if key != "model"}
+        return {}, f"the state: {len(data):,} bytes in a format of the job's own", {}
+    first = state.get("snapshot", state) if isinstance(state, dict) else None
+    if not isinstance(first, dict) or not isinstance(first.get("model"), dict):
+        return ({}, "the state", {}) if weights_only else (dict(_tensors(state, "state")), "", {})
     if not weights_only:
-        found |= dict(_tensors(others, "state"))
-    return found, "all but weights" if weights_only else ""
+        if first is not state:
+            return dict(_tensors(state, "state")), "", {}
+        others = {key: value for key, value in state.items() if key != "model"}
+        return _model_tensors(first["model"]) | dict(_tensors(others, "state")), "", {}
+    found = _model_tensors(first["model"] if first is state else dense_of_state(state, manifest.name))
+    own_names: OwnNames = {}
+    for name, table in first.get("row_parameters", {}).items():
+        own_names.setdefault(table, []).append(name)
+    return found, "all but weights", own_names
+
+
+def _model_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor for key, value in model.items() for name, tensor in _tensors(value, str(key))}
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

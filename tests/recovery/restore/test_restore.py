@@ -256,6 +256,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(ram: RamSt
         assert report.skipped[0].step == (None if part == "manifest" else newest.step)
 
 
+def test_a_state_that_its_job_cannot_read_spoils_its_checkpoint(ram: RamStore) -> None:
+    saver, expected = delta_chain(ram)
+    *_, before, newest = saver.made
+
+    def refuse_newest(name: str, state: bytes) -> None:
+        if name == newest.name:
+            raise Damaged(f"{name}: the state is {state!r}")
+
+    rows = empty(2)
+    report = restore(ram, rows, check_state=refuse_newest)
+    assert report is not None and (report.manifest.name, report.state) == (before.name, b"state of step 4")
+    assert_same(values(rows), expected[-2])
+    assert [skipped.words for skipped in report.skipped] == [f"{newest.name}: the state is b'state of step 6'"]
+
+
 def test_damage_in_the_base_spoils_all_that_is_on_top_of_it(ram: RamStore) -> None:
     saver, _ = delta_chain(ram)
     saver.save("full")

@@ -13,6 +13,7 @@ import torch
 from gba_hvd_tools.cli import main
 from gba_hvd_tools.commands.checkpoint import _chain
 
+from recovery import state_codec
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import Damaged
@@ -380,6 +381,29 @@ def test_an_export_of_weights_only_can_be_loaded_into_the_model(
     said(capsys, "export", saved.url, "--out", str(tmp_path / "w.pt"), "--weights-only")
     model.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
     assert np.array_equal(model.user.detach().numpy(), saved.values[5]["user"][:, :4])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_an_export_of_weights_only_has_the_names_of_the_model_before_convert(
+    form: str, asynchronous: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: Any = {"model": {"mlp.weight": torch.ones(2, 3)}}
+    state["row_parameters"] = {"emb.user.weight": "user", "same.weight": "user", "colours.weight": "colour"}
+    if asynchronous:
+        values = np.full(6, 2.0, np.float32)
+        state = {"snapshot": state, "dense": {"mlp.weight": {"values": values, "state": {}}}, "position": {}}
+    rows = two_tables(n_rows=20)
+    Saver(rows, open_store(tmp_path / "place")).save("full", state_codec.encode(state))
+    out = tmp_path / f"w.{form}"
+    said(capsys, "export", str(tmp_path / "place"), "--out", str(out), "--weights-only")
+    found = read_file(out)
+    assert found.keys() == {"emb.user.weight", "same.weight", "colours.weight", "mlp.weight"}
+    assert torch.equal(found["mlp.weight"], torch.full((2, 3), 2.0 if asynchronous else 1.0))
+    for name, table in (("emb.user.weight", "user"), ("same.weight", "user"), ("colours.weight", "colour")):
+        assert torch.equal(found[name], rows.tables[table].weight)
+    said(capsys, "export", str(tmp_path / "place"), "--out", str(out))
+    assert {"user", "colour", "user/sum"} <= read_file(out).keys()
 
 
 def test_an_export_that_fails_leaves_no_file(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

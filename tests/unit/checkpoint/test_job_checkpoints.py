@@ -14,7 +14,7 @@ from gba_hvd import BadInput, Compression
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from gba_hvd.ps.messages import SaveFacts, SaveStatus
-from recovery import CheckpointCallback
+from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain
 from recovery.config import Config
@@ -153,6 +153,17 @@ def test_a_job_that_started_over_beside_another_ones_checkpoints_takes_no_row_of
     place.spoil(own)
     with pytest.raises(Damaged, match="000002-00000001"):
         place.filled(job)
+
+
+def test_a_job_resumes_from_the_newest_checkpoint_whose_training_state_can_be_read(place: Place) -> None:
+    whole = state_codec.encode(dict.fromkeys(("model", "optimizer", "values", "position", "callbacks")))
+    good = Saver(rows_of(1.0), place.store, epoch=1).save("full", whole)
+    junk = Saver(rows_of(2.0), place.store, epoch=2).save("full", b"junk")
+    report = place.job().fill(None, [0], None)  # type: ignore[arg-type]
+    assert report is not None and (report.manifest.name, report.state) == (good.name, whole)
+    assert float(place.rows.tables["t"].weight[0, 0]) == 1.0
+    (skipped,) = report.skipped
+    assert skipped.words.startswith(f"{junk.name}: its 4 bytes of training state cannot be read")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from gba_hvd.shm import retained_state
 from gba_hvd.shm.placement import HostShards
 from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.training.job_state import Rollback
-from recovery import CheckpointCallback
+from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
 from recovery.errors import BadInput, NotFound
 from recovery.format.manifest import Manifest
@@ -35,6 +35,7 @@ from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 OLD = RankState(True, 12, -1, host=1, settings=1, pid=1)
 AGREED = replace(OLD, rollbacks_agreed=1)  # has the decision, and its state is from before
 BACK = replace(OLD, step=8, rollbacks=1, rollbacks_agreed=1)  # has gone back
+STATE = state_codec.encode(dict.fromkeys(("model", "optimizer", "values", "position", "callbacks")))
 NEW = RankState(False, 0, -1, host=1, settings=1, pid=1)
 
 
@@ -116,10 +117,10 @@ class Place:
         monkeypatch.setattr(self.job, "check_fits", lambda about: None)
         self.job.claim_location("job")
 
-    def save(self, epoch: int, *kinds: str) -> list[Manifest]:
+    def save(self, epoch: int, *kinds: str, state: bytes = STATE) -> list[Manifest]:
         source = TensorRows({"t": RowParts(torch.full((5, 2), float(epoch)))})
         saver = Saver(source, self.store, replace(SMALL, policy="mfu"), epoch=epoch)
-        return [saver.save(kind) for kind in kinds]
+        return [saver.save(kind, state) for kind in kinds]
 
     @property
     def newest(self) -> str:
@@ -136,7 +137,7 @@ def test_a_job_goes_back_to_a_checkpoint_that_leaves_out_no_change(place: Place)
         place.job.newest_complete()
     made = place.save(1, "full", "delta", "mfu", "mfu")
     found = place.job.newest_complete()
-    assert (found.manifest.name, found.state, found.passed_over) == (made[1].name, b"state of step 0", ())
+    assert (found.manifest.name, found.state, found.passed_over) == (made[1].name, STATE, ())
     assert place.job.newest_complete(damaged=[made[1].name]).manifest.name == made[0].name
 
 
@@ -146,6 +147,19 @@ def test_a_checkpoint_whose_state_is_damaged_is_passed_over_and_named(place: Pla
     (tmp_path / "store" / second.state.name).write_bytes(bytes(second.state.n_bytes))
     found = place.job.newest_complete()
     assert found.manifest.name == first.name and second.name in found.passed_over[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"), [(b"junk", "its 4 bytes of training"), (state_codec.encode({"model": 1}), "lacks optimizer")]
+)
+def test_a_checkpoint_whose_state_is_no_training_state_is_passed_over_and_named(
+    place: Place, state: bytes, why: str
+) -> None:
+    (first,), (second,) = place.save(1, "full"), place.save(2, "full", state=state)
+    place.job.load_location({"first_epoch": 1, "epochs": [1, 2], "resumed_epoch": 0})
+    found = place.job.newest_complete()
+    assert (found.manifest.name, found.state) == (first.name, STATE)
+    assert second.name in found.passed_over[0] and why in found.passed_over[0]
 
 
 def test_a_job_whose_place_was_not_claimed_again_does_not_go_back(
