@@ -60,7 +60,7 @@ class Group:
         self._work: Any = None  # the operation that was begun, and not waited for yet
 
     def begin_sum(self, values: Tensor) -> None:
-        """Begin a sum over the ranks of the group. `end_sum`, before another operation, has it. [n], n > 0, on the CPU."""
+        """Begin a sum over the ranks of the group, which `end_sum` has, before another operation. [n], n > 0."""
         key = len(values), values.dtype
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(values)
