@@ -6,7 +6,7 @@ first half and the numbers that travel along. So nothing is decided earlier than
 
 What backward accumulated need not be what `optimizer.step()` finds: a loop may call `backward` several times for a
 micro-batch, or clip `p.grad`. Each worker compares, and the commit says whether any of them has found a difference; if
-so the differences are summed as well, which is the commit then, and this sum is given up for this world.
+so the differences are summed as well, which is the commit then, and in this world no sum begins early any more.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def open_carriers(
 def _connect(world: World, leaders: Sequence[int]) -> tuple[Group | None, Group]:
     """The group of the hosts' leaders, and that of all workers. A collective. Raises NotConnected, on all.
 
-    Two also where these are the same workers: a sum of the leaders may be under way while rows are exchanged, and which
+    Two also where these are the same workers: the leaders may sum while rows are exchanged, and which
     of them began first differs from worker to worker.
     """
     of_leaders = form_group("commit", world, leaders)

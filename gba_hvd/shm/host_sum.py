@@ -6,7 +6,7 @@ adds them up in the order of the ranks: so all have the same bits, and a sum is 
 What is decided, and when. A sum is decided when the last worker has posted; the workers' memory says so, and outlives
 them. So no survivor of a crash misses the result of a sum that another one has: it finds all vectors, and adds them
 up itself. A vector is written over two sums later, see `shm.outbox`: by a worker that has the sum in between, for
-which all have posted after they had read.
+which all have posted after they had read. That holds where a worker computes something else between `begin` and `end`.
 
     a worker dies                        the others
     before its vector is complete        see that it is gone, and that the sum will never be there: `WorkerGone`
@@ -74,15 +74,27 @@ class HostSum:
         Every worker returns after all have called it, on several hosts if n > 0. Raises WorkerGone where some worker
         never will; after that, and after any other exception, this worker has left.
         """
+        self.begin(values)
+        self.end(values)
+
+    def begin(self, values: Tensor, waits: bool = True) -> None:
+        """Begin a sum, which `end` ends before another one begins; until then the values must not change.
+
+        waits: a leader for its neighbours; else `advance`, called now and then, continues when they have come
+        """
         self._refuse_left()
         self._n += 1
         with self._leaving():
-            self._post(values)
-            self._await(self._outboxes)
-            parts = self._posted(self._outboxes, values)
-            torch.add(parts[0], parts[1], out=values)
-            for part in parts[2:]:
-                values.add_(part)
+            self._begin(values, waits)
+
+    def advance(self) -> None:
+        """See `begin`."""
+
+    def end(self, values: Tensor) -> None:
+        """Write the sum that was begun here."""
+        self._refuse_left()
+        with self._leaving():
+            self._end(values)
 
     def leave(self) -> None:
         """This worker makes no more sums; it wakes those that wait for it."""
@@ -93,6 +105,16 @@ class HostSum:
         self.leave()
         for outbox in self._outboxes.values():
             outbox.close()
+
+    def _begin(self, values: Tensor, waits: bool) -> None:
+        self._post(values)
+
+    def _end(self, values: Tensor) -> None:
+        self._await(self._outboxes)
+        parts = self._posted(self._outboxes, values)
+        torch.add(parts[0], parts[1], out=values)
+        for part in parts[2:]:
+            values.add_(part)
 
     def _refuse_left(self) -> None:
         if self._outboxes[self._rank].has_left:
@@ -171,11 +193,7 @@ class Leaders(Protocol):
 
 
 class SumThroughLeaders(HostSum):
-    """The same with several hosts. A sum may be begun and ended later: in between the worker computes something else.
-
-    At most one sum is under way; others may come after its end. A half of an outbox is written again two sums later, as
-    above: whoever begins that sum has ended the one between, for which all have posted after they had read.
-    """
+    """The same with several hosts."""
 
     def __init__(self, rank: int, outboxes: Mapping[int, Outbox], leaders: Leaders | None) -> None:
         """outboxes: of the ranks of this host, the lowest of which leads it; leaders: None on other ranks."""
@@ -187,41 +205,30 @@ class SumThroughLeaders(HostSum):
             self._awaited = "it posted the sum of all hosts' gradients"
         self._own: Tensor | None = None  # a leader's, until all neighbours have posted theirs
 
-    def begin(self, values: Tensor, waits: bool = True) -> None:
-        """Begin a sum of [n], which must not change until its end. n > 0.
-
-        waits: for the neighbours, on a leader; else `advance`, called now and then, goes on when they have come
-        """
-        self._refuse_left()
-        self._n += 1
-        with self._leaving():
-            if self._leaders is None:
-                self._post(values)
-                return
-            self._own = values
-            if waits:
-                self._await(self._neighbours)
-            self._advance()
+    def _begin(self, values: Tensor, waits: bool) -> None:
+        if self._leaders is None:
+            self._post(values)
+            return
+        self._own = values
+        if waits:
+            self._await(self._neighbours)
+        self._advance()
 
     def advance(self) -> None:
-        """See `begin`."""
         if self._own is not None:
             with self._leaving():
                 self._advance()
 
-    def end(self, values: Tensor) -> None:
-        """Write the sum that was begun to `values`. Raises WorkerGone, see `sum_`."""
-        self._refuse_left()
-        with self._leaving():
-            if self._leaders is None:
-                self._await([self._leader])
-                values.copy_(self._posted([self._leader], values)[0])
-                return
-            self._await(self._neighbours)
-            self._advance()
-            self._leaders.end_sum(values)
-            if self._neighbours:
-                self._post(values)  # there is room: `Outbox.create`
+    def _end(self, values: Tensor) -> None:
+        if self._leaders is None:
+            self._await([self._leader])
+            values.copy_(self._posted([self._leader], values)[0])
+            return
+        self._await(self._neighbours)
+        self._advance()
+        self._leaders.end_sum(values)
+        if self._neighbours:
+            self._post(values)  # there is room: `Outbox.create`
 
     def _advance(self) -> None:
         if self._own is None or not all(self._outboxes[rank].wait_posted(self._n, 0.0) for rank in self._neighbours):
@@ -234,10 +241,6 @@ class SumThroughLeaders(HostSum):
         for part in parts[1:]:
             own.add_(part)
         self._leaders.begin_sum(own)
-
-    def sum_(self, values: Tensor) -> None:
-        self.begin(values)
-        self.end(values)
 
     def leave(self) -> None:
         super().leave()
