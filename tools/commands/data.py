@@ -54,6 +54,13 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--out", type=Path, required=True, help="folder of the dataset; appears when all is done")
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset that is there")
 
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="STORE",
+        help="ids, means and deviations as in this dataset: for new data of a model that was trained on it",
+    )
+
     columns = parser.add_argument_group("columns (a preset, or all by hand)")
     columns.add_argument("--preset", metavar="NAME", help="criteo-kaggle, criteo-1tb or frappe")
     columns.add_argument(
@@ -152,7 +159,7 @@ def _shares(text: str) -> dict[str, float]:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    from gba_hvd.data import prepare
+    from gba_hvd.data import RowEncoder, prepare
 
     from .data_recipe import recipe_of
 
@@ -163,14 +170,16 @@ def run_prepare(args: argparse.Namespace) -> int:
             raise BadInput("no input: name files or folders, or --train, --valid and --test")
         recipe, split_by = recipe_of(args, given or args.input)
         source = _source(args, recipe, split_by)
+        like = None if args.like is None else RowEncoder.open(args.like)
     except BadInput:
         raise
     except ValueError as error:
         raise BadInput(str(error)) from error
     with shown_progress() as on_progress:
         manifest = prepare(
-            recipe, source, args.out, overwrite=args.overwrite, max_bad_rows=args.max_bad_rows, on_progress=on_progress
-        )
+            recipe, source, args.out, overwrite=args.overwrite, like=like, max_bad_rows=args.max_bad_rows,
+            on_progress=on_progress,
+        )  # fmt: skip
     print_summary(args.out, manifest)
     if missing := [split for split in SPLITS if split not in manifest["splits"]]:
         print_line(f"no split {' and '.join(missing)}: examples/train_ctr.py needs it, your own script may not")
