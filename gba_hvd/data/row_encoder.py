@@ -23,9 +23,8 @@ from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
 from gba_hvd.data.doubtful_values import TextsReadAs
-from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
+from gba_hvd.data.encoding import Encoder, Encoders, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.list_columns import is_list, one_array
-from gba_hvd.data.prepare import Encoders
 from gba_hvd.data.raw_rows import RawRows
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
 from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest

@@ -159,7 +159,7 @@ def _shares(text: str) -> dict[str, float]:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    from gba_hvd.data import RowEncoder, prepare
+    from gba_hvd.data import prepare
 
     from .data_recipe import recipe_of
 
@@ -170,14 +170,13 @@ def run_prepare(args: argparse.Namespace) -> int:
             raise BadInput("no input: name files or folders, or --train, --valid and --test")
         recipe, split_by = recipe_of(args, given or args.input)
         source = _source(args, recipe, split_by)
-        like = None if args.like is None else RowEncoder.open(args.like)
     except BadInput:
         raise
     except ValueError as error:
         raise BadInput(str(error)) from error
     with shown_progress() as on_progress:
         manifest = prepare(
-            recipe, source, args.out, overwrite=args.overwrite, like=like, max_bad_rows=args.max_bad_rows,
+            recipe, source, args.out, overwrite=args.overwrite, like=args.like, max_bad_rows=args.max_bad_rows,
             on_progress=on_progress,
         )  # fmt: skip
     print_summary(args.out, manifest)

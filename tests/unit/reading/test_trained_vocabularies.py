@@ -30,8 +30,9 @@ def stored(tmp_path: Path) -> Stored:
     def make(name: str, users: str, like: str | None = None, recipe: Recipe = RECIPE) -> ClickLog:
         rows = "".join(f"1,{one},i1\n0,{one},i2\n" for one in users)
         (tmp_path / f"{name}.csv").write_text(f"label,user,item\n{rows}")
-        known = None if like is None else RowEncoder.open(tmp_path / like)
-        prepare(recipe, SplitFiles({"train": [tmp_path / f"{name}.csv"]}), tmp_path / name, like=known)
+        prepare(
+            recipe, SplitFiles({"train": [tmp_path / f"{name}.csv"]}), tmp_path / name, like=like and tmp_path / like
+        )
         return ClickLog.open(tmp_path / name)
 
     return make
