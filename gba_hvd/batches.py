@@ -48,6 +48,7 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
@@ -114,7 +115,8 @@ def batches(
     is another number: where `collate_fn` adds negatives, or time comes first.
 
     Raises StateMismatch when the workers' datasets or settings differ, or when the epoch was begun with other samples
-    or in another order: its position would mean nothing, and a complete one has no batches left for new data. Raises
+    or in another order: its position would mean nothing, and a complete one has no batches left for new data; and for a
+    prepared dataset in whose vocabularies ids mean other values than in those that the job has trained. Raises
     BadInput for settings that would have no effect and for a dataset that cannot be copied to reader processes;
     ReaderDied (a GbaError) when one of these has ended; BadInput for a batch that has another number of samples than
     were asked for, by `n_samples`, or where its label, its ids or all its tensors show that; and what reading a batch
@@ -248,14 +250,19 @@ def _run(
     has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     engine.progress.dataset = dataset
+    vocabularies = digests_of(dataset)
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
+        facts |= {"vocabularies of the dataset": digest(vocabularies) if vocabularies else 0}
         facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
         if shards is not None:
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
         agree_on(engine.world, "epoch", facts, engine.progress.source_names)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
+    refuse_other_vocabularies(progress.vocabularies, dataset)
+    progress.vocabularies |= vocabularies
+    engine.model.tables.trained_vocabularies = progress.vocabularies
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))
     )
@@ -500,10 +507,11 @@ def _refuse_new_data_in(engine: Engine, begun: EpochOrder, order: EpochOrder, n_
     if found := _differences(begun, order, _OF_SAMPLES):
         epoch, following = order.epoch, order.epoch + 1
         raise StateMismatch(
-            f"epoch {epoch} is complete: all {n_steps} steps of it were trained, with {found}. New data is a new "
-            f"epoch: set state.epoch = {following} before batches(), as `for state.epoch in range({following}, ...)` "
-            f"does. Corrected data of epoch {epoch} would then be trained beside what it corrects: to train it "
-            f"instead, {way_back(engine, epoch)}"
+            f"epoch {epoch} is complete: all {n_steps} steps of it were trained, with {found}. New data, whose ids "
+            "mean the same (of a store: gba-hvd data prepare --like), is a new epoch: set state.epoch = "
+            f"{following} before batches(), as `for state.epoch in range({following}, ...)` does. Corrected data of "
+            f"epoch {epoch} would then be trained beside what it corrects: to train it instead, "
+            f"{way_back(engine, epoch)}"
         )
 
 

@@ -16,6 +16,7 @@ from gba_hvd.reading.datasets import Dataset, MapDataset, place_of, reads
 from gba_hvd.reading.read_ahead import Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.reading.trained_vocabularies import refuse_other_vocabularies
 from gba_hvd.shm.layout import table_seed
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import SampleReader
@@ -52,7 +53,8 @@ def open_reader(
     """What reads the dataset while this lasts.
 
     batch: samples of a forward pass, default `micro_batch`. keys: the rows that some batches use.
-    Raises BadInput for a batch below 1, a dataset without samples, and one that cannot be read by number or copied.
+    Raises BadInput for a batch below 1, a dataset without samples, and one that cannot be read by number or copied;
+    StateMismatch for one whose ids mean other values than those that the job has trained.
     """
     size = engine.model.micro_batch if batch is None else batch
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -60,6 +62,7 @@ def open_reader(
     take = reads(dataset, settings.collate_fn)
     if not len(dataset):
         raise BadInput("the dataset has no samples")
+    refuse_other_vocabularies(engine.progress.vocabularies, dataset)
     with contextlib.ExitStack() as stack:
         readers = Readers(dataset, take, settings, _rows, _seed, stack)
         yield SampleReader(take, len(dataset), size, keys, readers.ahead(readers.take), settings.depth)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag, Batch
 from gba_hvd.data.store import DatasetLayout, DatasetPart, open_part, part_path, read_manifest
+from gba_hvd.data.vocabulary_files import VocabularyDigests
 from gba_hvd.errors import BadInput
 
 Rows = npt.NDArray[np.int64]
@@ -38,6 +39,7 @@ class ClickLog:
     n_dense:     width of `Batch.dense`
     dense_names: of its columns, as `save_model(dense_names=)` takes them
     description: JSON values that say what this is
+    vocabulary_digests: of what ids stand for (`reading.trained_vocabularies`); None of a log in memory
 
     `open` raises BadInput for a dataset that is missing, cut or damaged; `take` raises IndexError for rows out of
     range.
@@ -57,6 +59,7 @@ class ClickLog:
         self.description = dict(description)
         self._layout, self._parts = layout, tuple(parts)
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self.vocabulary_digests: VocabularyDigests | None = None
         self._opened: tuple[str, str] | None = None
         self._files = ["a click log in memory"] * len(parts)
 
@@ -81,6 +84,7 @@ class ClickLog:
             ]
             features = {f["name"]: f.get("table", f["name"]) for f in fields}  # a version before had no tables
             tables = {features[f["name"]]: int(f["rows"]) for f in fields}
+            digests = VocabularyDigests.of_store(folder, manifest)
         except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{folder}: its dataset.json lacks {error}; prepare the dataset again") from error
         about = {"kind": "click log", "path": str(folder), "split": split, "samples": splits[split]["rows"]}
@@ -88,6 +92,7 @@ class ClickLog:
         about |= {"tables": tables, "n_dense": len(layout.dense)}
         about |= {key: manifest[key] for key in ("created", "recipe", "input") if key in manifest}
         log = cls(tables, layout, parts, about, features)
+        log.vocabulary_digests = digests
         log._opened, log._files = (str(folder), split), [str(folder / p["file"]) for p in splits[split]["parts"]]
         return log
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gba_hvd.data import times
-from gba_hvd.data.encoding import Scaler, VocabularyEncoder
+from gba_hvd.data.encoding import Encoders, Scaler, VocabularyEncoder
 from gba_hvd.data.recipe import Categorical, Identity, Part, Recipe
 from gba_hvd.errors import BadInput
-
-if TYPE_CHECKING:
-    from gba_hvd.data.prepare import Encoders
 
 _MONDAY = datetime(2024, 1, 1)
 

@@ -7,6 +7,7 @@ train split only: `prepare` passes them nothing else.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -15,9 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gba_hvd.data.checked_rows import Values
+from gba_hvd.data.checked_rows import CheckedRows, Values
 from gba_hvd.data.hashing import UInt64, hash_strings
-from gba_hvd.data.recipe import MAX_ROWS, Hashed, Identity, Numeric, Vocabulary
+from gba_hvd.data.recipe import MAX_ROWS, Hashed, Identity, Numeric, Recipe, Vocabulary
+from gba_hvd.data.store import EncodedRows
 from gba_hvd.errors import BadInput
 
 Ids = npt.NDArray[np.int32]
@@ -204,3 +206,31 @@ class ScalerFit:
 def encoder_of(encoding: Hashed | Identity) -> Encoder:
     """The encoder of a table that needs no data."""
     return HashEncoder(encoding) if isinstance(encoding, Hashed) else IdentityEncoder(encoding)
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What turns checked rows into stored rows, by table; `distinct` counts the values a vocabulary saw."""
+
+    tables: dict[str, Encoder]
+    numeric: dict[str, Scaler]
+    distinct: dict[str, int]
+
+    def encode(self, rows: CheckedRows, recipe: Recipe) -> EncodedRows:
+        n = len(rows)
+        ids = {c.name: self.tables[c.of_table].encode(rows.categorical[c.name]) for c in recipe.categorical}
+        single = [ids[c.name] for c in recipe.categorical if not c.multi_valued]
+        bags = [(_lengths(rows, c.name), ids[c.name]) for c in recipe.categorical if c.multi_valued]
+        dense = [self.numeric[x.name].encode(rows.numeric[x.name]) for x in recipe.numeric]
+        return EncodedRows(
+            rows.label,
+            np.stack(single, axis=1) if single else np.empty((n, 0), dtype=np.int32),
+            np.stack(dense, axis=1) if dense else np.empty((n, 0), dtype=np.float32),
+            tuple(bags),
+        )
+
+
+def _lengths(rows: CheckedRows, name: str) -> npt.NDArray[np.int64]:
+    lengths = rows.categorical[name].lengths
+    assert lengths is not None
+    return lengths

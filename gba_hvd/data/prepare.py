@@ -17,53 +17,25 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from gba_hvd.data.bad_rows import DEFAULT_LIMIT
-from gba_hvd.data.checked_rows import CheckedRows
-from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, encoder_of
+from gba_hvd.data.encoding import Encoder, Encoders, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, encoder_of
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, Vocabulary, encoding_to_json
+from gba_hvd.data.row_encoder import RowEncoder
 from gba_hvd.data.sources import BLOCK_BYTES
 from gba_hvd.data.splits import TRAIN, Input, PrepareProgress
 from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, write_manifest
+from gba_hvd.data.vocabulary_files import vocabulary_digest, vocabulary_path
 from gba_hvd.errors import BadInput
 from recovery.storage.local_store import sync
 from recovery.storage.rename import exchange
 
 _IN_DATASET = re.compile(r"dataset\.json|vocabulary/[^/]+\.arrow|[^/]+/part-\d{5,}\.arrow")
 _N_NAMED = 5
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """What turns checked rows into stored rows, by table; `distinct` counts the values a vocabulary saw."""
-
-    tables: dict[str, Encoder]
-    numeric: dict[str, Scaler]
-    distinct: dict[str, int]
-
-    def encode(self, rows: CheckedRows, recipe: Recipe) -> EncodedRows:
-        n = len(rows)
-        ids = {c.name: self.tables[c.of_table].encode(rows.categorical[c.name]) for c in recipe.categorical}
-        single = [ids[c.name] for c in recipe.categorical if not c.multi_valued]
-        bags = [(_lengths(rows, c.name), ids[c.name]) for c in recipe.categorical if c.multi_valued]
-        dense = [self.numeric[x.name].encode(rows.numeric[x.name]) for x in recipe.numeric]
-        return EncodedRows(
-            rows.label,
-            np.stack(single, axis=1) if single else np.empty((n, 0), dtype=np.int32),
-            np.stack(dense, axis=1) if dense else np.empty((n, 0), dtype=np.float32),
-            tuple(bags),
-        )
-
-
-def _lengths(rows: CheckedRows, name: str) -> npt.NDArray[np.int64]:
-    lengths = rows.categorical[name].lengths
-    assert lengths is not None
-    return lengths
 
 
 def fit(recipe: Recipe, source: Input) -> Encoders:
@@ -113,6 +85,7 @@ def prepare(
     out: str | Path,
     *,
     overwrite: bool = False,
+    like: str | Path | None = None,
     max_bad_rows: float = DEFAULT_LIMIT,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     rows_per_part: int = ROWS_PER_PART,
@@ -120,18 +93,19 @@ def prepare(
 ) -> dict[str, Any]:
     """Write a dataset that `ClickLog.open(out, split)` reads; returns its manifest.
 
-    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows.
+    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows. like: another dataset, whose
+    vocabularies, means and deviations are taken in place of those of this train split: ids mean the same in both.
 
-    Raises BadInput for input that the recipe does not fit, for more bad rows than allowed, and for an `out` that is in
-    use; MissingPackage without pyarrow. Then `out` is as it was. Where that shows when the dataset is complete, it is
-    kept beside `out`, and the error has its name.
+    Raises BadInput for input that the recipe does not fit, for a `like` of other columns, for more bad rows than
+    allowed, and for an `out` that is in use; MissingPackage without pyarrow. Then `out` is as it was. Where that shows
+    when the dataset is complete, it is kept beside `out`, and the error has its name.
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)
     layout = DatasetLayout.of(recipe)
     with _hidden_folder(out, overwrite) as folder:
         rows_of = Input(recipe, source, max_bad_rows, on_progress, block_bytes)
-        encoders = fit(recipe, rows_of)
+        encoders = fit(recipe, rows_of) if like is None else RowEncoder.open(like).encoders_for(recipe)
         bad = rows_of.tally()
         tallies = {split: _SplitTally(0, np.zeros(len(recipe.labels))) for split in rows_of.splits}
         id_0 = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
@@ -161,6 +135,8 @@ def prepare(
         for split, tally in tallies.items():
             if not tally.rows:
                 raise BadInput(f"split {split!r} got no rows; give it a larger share or other files")
+        vocabularies = {name: one for name, one in encoders.tables.items() if isinstance(one, VocabularyEncoder)}
+        digests = {name: vocabulary_digest(one.values) for name, one in vocabularies.items()}
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": recipe.to_json(),
@@ -172,6 +148,7 @@ def prepare(
                     "multi_valued": c.multi_valued,
                     "rows": encoders.tables[c.of_table].rows,
                     "encoding": encoding_to_json(c.encoding),
+                    **({"vocabulary": digests[c.of_table]} if c.of_table in digests else {}),
                     "distinct_in_train": encoders.distinct.get(c.of_table),
                     "values": n_values[c.name],
                     "id_0": id_0[c.name],
@@ -215,19 +192,17 @@ def _by_field(encoded: EncodedRows, layout: DatasetLayout) -> Iterator[tuple[str
 
 
 def _write_vocabularies(folder: Path, encoders: Encoders) -> None:
-    """`vocabulary/TABLE.arrow`: row i is the value with id i + 1, and how often the train split had it."""
+    """`vocabulary/TABLE.arrow`: row i is the value with id i + 1, and how often the train split had it, where that was
+    counted."""
     (folder / "vocabulary").mkdir()
     for name, encoder in encoders.tables.items():
         if isinstance(encoder, VocabularyEncoder):
-            table = pa.table({"value": encoder.values, "count": encoder.counts})
+            counts = {} if encoder.counts is None else {"count": encoder.counts}
+            table = pa.table({"value": encoder.values, **counts})
             path = vocabulary_path(folder, name)
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table)
             sync(path)
-
-
-def vocabulary_path(folder: Path, table: str) -> Path:
-    return folder / "vocabulary" / f"{quote(table, safe='')}.arrow"
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from gba_hvd.data.checked_rows import CheckedRows, features_of
 from gba_hvd.data.click_log import ClickLog
 from gba_hvd.data.decoding import decoded_columns
 from gba_hvd.data.doubtful_values import TextsReadAs
-from gba_hvd.data.encoding import Encoder, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
+from gba_hvd.data.encoding import Encoder, Encoders, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.list_columns import is_list, one_array
-from gba_hvd.data.prepare import Encoders, vocabulary_path
 from gba_hvd.data.raw_rows import RawRows
 from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
-from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest, refuse_irregular
+from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
+from gba_hvd.data.vocabulary_files import VocabularyDigests, read_vocabulary, vocabulary_digest
 from gba_hvd.errors import BadInput
 
 _LISTS = (list, tuple, np.ndarray)
@@ -47,18 +48,18 @@ class RowEncoder:
     What is missing, rare or not in the train split has id 0, as in the dataset. Of the dataset's folder `dataset.json`
     and the folder `vocabulary` are read, by `open` alone. An encoder does not change, so threads may share it.
 
-    tables, features, dense_names: as of `ClickLog`
+    tables, features, dense_names: as of `ClickLog`. name: the folder, in messages
 
     `open` raises BadInput for a dataset that is missing or damaged. `columns` and `batch` raise it for a row that
     `prepare` would leave out as malformed, for a column that is not there, and for a value whose text in the input is
     not known: 7.0, which may have been `7`, where the input was text, and 7 where a vocabulary has "007".
     """
 
-    def __init__(self, recipe: Recipe, encoders: Encoders) -> None:
+    def __init__(self, recipe: Recipe, encoders: Encoders, name: str = "an encoder") -> None:
         self.tables = {table: encoders.tables[table].rows for table in recipe.tables}
         self.features = {c.name: c.of_table for c in recipe.categorical}
         self.dense_names = tuple(n.name for n in recipe.numeric)
-        self._recipe, self._encoders = recipe, encoders
+        self._recipe, self._encoders, self.name = recipe, encoders, name
         self._wanted = [name for name in recipe.used if name not in recipe.labels]
         self._read_as: dict[tuple[str, str], TextsReadAs] = {}
 
@@ -73,13 +74,15 @@ class RowEncoder:
                 "rows": {field.get("table", field["name"]): int(field["rows"]) for field in manifest["fields"]},
                 "numeric": {one["name"]: _fitted(one) for one in manifest["numeric"]},
             }
-            return cls.of(facts, lambda table: _read_vocabulary(folder, table, facts["rows"][table]))
+            return cls.of(facts, lambda table: read_vocabulary(folder, table, facts["rows"][table]), str(folder))
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"{folder}: its dataset.json has no whole recipe ({error}); prepare it again") from error
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], vocabulary: Callable[[str], pa.Array]) -> RowEncoder:
-        """The encoder of these `facts`. vocabulary: the values of a table with one.
+    def of(
+        cls, facts: Mapping[str, Any], vocabulary: Callable[[str], pa.Array], name: str = "an encoder"
+    ) -> RowEncoder:
+        """The encoder of these `facts`. vocabulary: the values of a table with one. name: for messages.
 
         Raises KeyError, TypeError or ValueError for facts that are not whole.
         """
@@ -94,7 +97,18 @@ class RowEncoder:
                 raise ValueError(f"the vocabulary of {table!r} has {encoder.rows - 1} values")
             tables[table] = encoder
         numeric = {n.name: Scaler(n, **_fitted(facts["numeric"][n.name])) for n in recipe.numeric}
-        return cls(recipe, Encoders(tables, numeric, {}))
+        return cls(recipe, Encoders(tables, numeric, {}), name)
+
+    def encoders_for(self, recipe: Recipe) -> Encoders:
+        """Those of another dataset that is to have the same ids. Raises BadInput for columns that become others."""
+        mine, others = _columns_of(self._recipe), _columns_of(recipe)
+        for name in (*others, *(name for name in mine if name not in others)):
+            if mine.get(name) != others.get(name):
+                raise BadInput(
+                    f"column {name!r}: expected {mine.get(name, 'none of this name')}, as in {self.name}, got "
+                    f"{others.get(name, 'none of this name')}: prepare both with the same columns and encodings"
+                )
+        return self._encoders
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,6 +121,12 @@ class RowEncoder:
         """By table, large_string [n]: the value of id i is at i - 1."""
         found = self._encoders.tables.items()
         return {table: one.values for table, one in found if isinstance(one, VocabularyEncoder)}
+
+    @cached_property
+    def vocabulary_digests(self) -> VocabularyDigests:
+        values = self.vocabularies
+        known = {table: (len(one), vocabulary_digest(one)) for table, one in values.items()}
+        return VocabularyDigests(self.name, values.__getitem__, known)
 
     def text_format(self, ending: str) -> tuple[str, bool]:
         """The delimiter of a `.csv` or `.tsv` file of raw rows, and whether it has quotes: those of the input that was
@@ -265,23 +285,15 @@ class RowEncoder:
         return columns | there
 
 
+def _columns_of(recipe: Recipe) -> dict[str, str]:
+    """In words, what each becomes: not how it is read."""
+    ids = {c.name: f"{c.encoding} in table {c.of_table!r}" + ", lists" * c.multi_valued for c in recipe.categorical}
+    return ids | {n.name: str(n) for n in recipe.numeric}
+
+
 def _fitted(number: Mapping[str, Any]) -> dict[str, Any]:
     """What `Scaler.to_json` gave."""
     return {"mean": number["mean"], "std": number["std"], "missing_becomes": number.get("missing_becomes")}
-
-
-def _read_vocabulary(folder: Path, table: str, n_rows: int) -> pa.Array:
-    path = vocabulary_path(folder, table)
-    refuse_irregular(path)
-    try:
-        with pa.memory_map(str(path)) as file:
-            stored = pa.ipc.open_file(file).read_all()
-        stored.validate(full=True)
-    except (OSError, pa.ArrowException) as error:
-        raise BadInput(f"{path}: missing or damaged ({error}); prepare the dataset again") from error
-    if stored.num_rows + 1 != n_rows:
-        raise BadInput(f"{path}: {stored.num_rows} values, expected {n_rows - 1}: damaged; prepare the dataset again")
-    return one_array(stored["value"])
 
 
 def _is_text_array(values: Any) -> bool:

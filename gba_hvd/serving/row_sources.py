@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.serving.manifest import Initial
 from gba_hvd.shm.layout import Group, table_seed
 from gba_hvd.shm.shard_memory import ShardMemory
+from recovery import state_codec
 from recovery.hashed_ids import ids_of, keys_of_ids
 from recovery.restore.open_checkpoint import OpenCheckpoint
 
@@ -118,6 +119,14 @@ def step_of_rows(tables: Sequence[EmbeddingTables]) -> int:
     """The newest step that is in the rows, as their memory has it (`live_rows`)."""
     memories = [cast(Any, whole_of(one).memory) for one in tables]
     return int(max(memory.steps_of(shard)[0] for memory in memories for shard in memory.ready()))
+
+
+def trained_vocabularies(opened: OpenCheckpoint) -> Mapping[str, tuple[int, str]]:
+    """As the training state of a job has them (`reading.trained_vocabularies.Digests`); one of an earlier version has
+    none."""
+    state = state_codec.decode(opened.state() or state_codec.encode({}))
+    found = state.get("snapshot", state).get("position", {}).get("vocabularies", {})
+    return {table: (n, digest) for table, (n, digest) in found.items()}
 
 
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:

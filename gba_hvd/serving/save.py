@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from gba_hvd.serving.module import (
 )
 from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
-from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows
+from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, trained_vocabularies, whole_of
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -67,7 +67,8 @@ class SavedModel:
     """One version.
 
     url: of the store, without credentials. new_shards, new_bytes: of rows, that were not there yet. vocabulary_values,
-    vocabulary_bytes: of the encoder
+    vocabulary_bytes: of the encoder; encoder: where it is from; encoder_is_trained: the model is known to have been
+    trained with its vocabularies
     """
 
     url: str
@@ -78,6 +79,8 @@ class SavedModel:
     new_bytes: int
     vocabulary_values: int = 0
     vocabulary_bytes: int = 0
+    encoder: str = ""
+    encoder_is_trained: bool = False
 
 
 def save_model(
@@ -120,7 +123,8 @@ def save_model(
     (docs/FORMAT.md): "torch" or True, of `torch.export`; "onnx", which is compared with the module when it is made and
     needs the extra `onnx`; or both, ("torch", "onnx"). Needs an input_example of two samples or more.
     encoder: the folder of the prepared dataset that the model was trained on, or its `RowEncoder`: it is stored with
-    the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example.
+    the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example. Another one is
+    refused where it is known which vocabularies were trained: the rows come from `batches` over a `ClickLog`.
     hashed: fields of ids of hashed tables that were strings in the data, as in `ParquetStream(hashed=)`: requests then
     hold these strings. Needs an input_example.
     source: plain JSON that is kept with the version, as is the step of the rows ("step").
@@ -140,12 +144,13 @@ def save_model(
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model, dense_names)
     exported = exported_dense_part(model, input_example, formats) if formats else None
+    trained = whole_of(own[0]).trained_vocabularies
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
     stored_as = stand_ins(list(rows.values()))
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled, trained)
     hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
@@ -205,7 +210,9 @@ def export_model(
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled)
+    made = None
+    if encoder is not None:
+        made = encoder_to_store(encoder, spec, example, assembled, trained_vocabularies(opened))
     hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}
@@ -230,9 +237,12 @@ def export_model(
 
 
 def described_vocabularies(saved: SavedModel) -> str:
+    of, note = "its training data", ""
+    if not saved.encoder_is_trained:
+        of, note = saved.encoder, "; that the model was trained with it is not checked"
     return (
-        f"the model has the encoder of its training data: {saved.vocabulary_values:,} values of vocabularies, "
-        f"{saved.vocabulary_bytes:,} bytes. Requests hold raw values"
+        f"the model has the encoder of {of}: {saved.vocabulary_values:,} values of vocabularies, "
+        f"{saved.vocabulary_bytes:,} bytes{note}. Requests hold raw values"
     )
 
 
@@ -305,11 +315,13 @@ def _commit(
         )  # fmt: skip
         _require_all(store, manifest)
         store.put(manifest.name, [to_json(manifest)])
-    n_values = 0 if encoder is None else encoder.n_values
-    n_bytes = 0 if stored_encoder is None else stored_encoder.n_bytes
-    return SavedModel(
-        store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes, n_values, n_bytes
-    )
+    saved = SavedModel(store.url, number, written.n_rows, manifest.n_bytes, written.n_shards, written.n_bytes)
+    if encoder is None or stored_encoder is None:
+        return saved
+    return replace(
+        saved, vocabulary_values=encoder.n_values, vocabulary_bytes=stored_encoder.n_bytes,
+        encoder=encoder.encoder.name, encoder_is_trained=encoder.is_trained,
+    )  # fmt: skip
 
 
 def _require_all(store: Store, manifest: ModelManifest) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
+from gba_hvd.reading.trained_vocabularies import other_vocabulary
 from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import StoredEncoder
 from gba_hvd.serving.stored_bytes import get_verified, put_file
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncoderToStore:
-    """example: of a request, raw columns by name"""
+    """example: of a request, raw columns by name. is_trained: the model is known to have been trained with its
+    vocabularies"""
 
     encoder: RowEncoder
     example: Mapping[str, Any]
+    is_trained: bool
 
     @property
     def n_values(self) -> int:
@@ -48,16 +51,19 @@ def opened_encoder(encoder: RowEncoder | str | Path) -> RowEncoder:
 
 def encoder_to_store(
     given: RowEncoder | str | Path, spec: inputs.Spec | None, example: Mapping[str, Any] | None,
-    tables: Sequence[EmbeddingTables],
+    tables: Sequence[EmbeddingTables], trained: Mapping[str, tuple[int, str]],
 ) -> EncoderToStore:  # fmt: skip
     """Raises BadInput where rows of the encoder do not become the model's input.
 
-    spec, example: the fields of a request, and one with ids and numbers. tables: of the model
+    spec, example: the fields of a request, and one with ids and numbers. tables: of the model. trained: vocabularies
+    that it is known to have been trained with
     """
     encoder = opened_encoder(given)
     if spec is None or example is None:
         raise BadInput("encoder needs input_example, which describes the fields of a request")
     check_sizes(encoder, tables)
+    if words := other_vocabulary(trained, encoder.vocabulary_digests):
+        raise BadInput(f"encoder: {words}. Give that of the data that the model was trained on, or leave it out")
     fields = list(inputs.fields(spec))
     if padded := [one["column"] for one in fields if one["column"] in encoder.multi_valued and not one["is_bag"]]:
         raise BadInput(
@@ -72,7 +78,8 @@ def encoder_to_store(
             f"encoder: its fields ({', '.join(encoder.encoded(raw))}) are not those of the model's input. Arguments of "
             f"forward() and keys need the names of the fields. {error}"
         ) from error
-    return EncoderToStore(encoder, raw)
+    of_encoder = encoder.vocabulary_digests.digests
+    return EncoderToStore(encoder, raw, bool(of_encoder) and of_encoder.keys() <= trained.keys())
 
 
 def check_sizes(encoder: RowEncoder, tables: Sequence[EmbeddingTables]) -> None:

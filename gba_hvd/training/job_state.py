@@ -15,6 +15,7 @@ from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.reading.datasets import source_names
+from gba_hvd.reading.trained_vocabularies import Digests
 from gba_hvd.shm import memory_limit
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.left_epoch import LeftEpochs
@@ -152,8 +153,8 @@ class Progress:
     rank, as of `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals:
     there, ages by step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on
     the wires of all workers, by mode (`comm.traffic`). refused: gradients that were not finite; reissued: micro-batches
-    that were leased again. order, dataset: of the newest epoch whose batches were asked for. n_steps: in the epoch at
-    hand.
+    that were leased again. order, dataset: of the newest epoch whose batches were asked for. vocabularies: those of
+    all datasets that were trained. n_steps: in the epoch at hand.
     factors: what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this
     worker asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has
     changed. launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when
@@ -167,6 +168,7 @@ class Progress:
         self.cursor, self.account = Cursor(), SampleAccount()
         self.order: EpochOrder | None = None
         self.dataset: object = None
+        self.vocabularies: Digests = {}
         self.staleness: dict[int, int] = {}
         self.dense_ages: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
@@ -216,6 +218,7 @@ class Progress:
             "step": self.step,
             "cursor": asdict(self.cursor),
             "order": None if self.order is None else asdict(self.order),
+            "vocabularies": {table: list(one) for table, one in self.vocabularies.items()},
             "account": asdict(self.account),
             "restarts": self.restarts,
             "step_hooks": self.hooks.ran_until,
@@ -229,7 +232,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags`, `gaps`, `traffic`."""
+        """Older ones lack `step_hooks`, `order`, `vocabularies`, `loss_scale`, `lags`, `gaps`, `traffic`."""
         self.step, self.restarts = state["step"], state["restarts"]
         self.cursor = Cursor(**state["cursor"])
         self.account = SampleAccount.of_state(state["account"], was_asynchronous=bool(state["staleness"]))
@@ -237,6 +240,7 @@ class Progress:
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
+        self.vocabularies = {table: (n, digest) for table, (n, digest) in state.get("vocabularies", {}).items()}
         self.staleness = {k: n for k, n in state["staleness"]}
         self.dense_ages = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}

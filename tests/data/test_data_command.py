@@ -57,6 +57,25 @@ def test_encodings_by_field(tmp_path: Path, write: Write) -> None:
 
 
 @pytest.mark.slow
+def test_new_data_gets_the_ids_and_the_numbers_of_another_store(tmp_path: Path, write: Write) -> None:
+    first = write("first.csv", "label,user,price\n1,a,1\n0,b,3\n0,b,3\n")
+    second = write("second.csv", "label,user,price\n1,a,1\n0,c,\n0,b,3\n1,c,7\n")
+    how = ["--categorical", "user", "--numeric", "price", "--standardise"]
+    gba_hvd("prepare", "--train", first, "--out", tmp_path / "first", *how)
+    gba_hvd("prepare", "--train", second, "--out", tmp_path / "second", *how, "--like", tmp_path / "first")
+    gba_hvd("prepare", "--train", first, "--out", tmp_path / "third", *how, "--like", tmp_path / "second")
+    of_first, of_second, of_third = (ClickLog.open(tmp_path / one) for one in ("first", "second", "third"))
+    assert of_second.tables == of_first.tables == {"user": 3}
+    one, new, again = (log.take(np.arange(3)) for log in (of_first, of_second, of_third))
+    assert one.ids["user"].tolist() == again.ids["user"].tolist() == [2, 1, 1]
+    assert new.ids["user"].tolist() == [2, 0, 1]
+    assert new.dense[[0, 2]].tolist() == one.dense[:2].tolist() and new.dense[1].item() == 0
+    assert again.dense.tolist() == one.dense.tolist()
+    with pytest.raises(BadInput, match=r"column 'price': expected .*standardise=True.*first, got .*standardise=False"):
+        gba_hvd("prepare", "--train", second, "--out", tmp_path / "x", *how[:4], "--like", tmp_path / "first")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "folder", "rows"),
     [

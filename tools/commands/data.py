@@ -54,6 +54,13 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--out", type=Path, required=True, help="folder of the dataset; appears when all is done")
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset that is there")
 
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="STORE",
+        help="ids, means and deviations as in this dataset: for new data of a model that was trained on it",
+    )
+
     columns = parser.add_argument_group("columns (a preset, or all by hand)")
     columns.add_argument("--preset", metavar="NAME", help="criteo-kaggle, criteo-1tb or frappe")
     columns.add_argument(
@@ -169,8 +176,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         raise BadInput(str(error)) from error
     with shown_progress() as on_progress:
         manifest = prepare(
-            recipe, source, args.out, overwrite=args.overwrite, max_bad_rows=args.max_bad_rows, on_progress=on_progress
-        )
+            recipe, source, args.out, overwrite=args.overwrite, like=args.like, max_bad_rows=args.max_bad_rows,
+            on_progress=on_progress,
+        )  # fmt: skip
     print_summary(args.out, manifest)
     if missing := [split for split in SPLITS if split not in manifest["splits"]]:
         print_line(f"no split {' and '.join(missing)}: examples/train_ctr.py needs it, your own script may not")

@@ -33,13 +33,14 @@ from tests.unit.serving.test_save_and_load import Converted, Trained, converted_
 
 
 def checkpoint(
-    model: nn.Module, tables: gba_hvd.EmbeddingTables, url: Path, number: int = 1, about: dict[str, Any] | None = None
-) -> None:
+    model: nn.Module, tables: gba_hvd.EmbeddingTables, url: Path, number: int = 1, about: dict[str, Any] | None = None,
+    **state_of_job: Any,
+) -> None:  # fmt: skip
     """One that a job would make of this model, of step 4 + number."""
     rows, store, config = ShardRows(tables.memory), open_store(url), Config()
     selection = Selection(rows, config)
     target = SaveTarget(1, number, "full", None, 4 + number, 500, rows.schema, about or {})
-    state = encode({"model": dict(model.state_dict())})
+    state = encode({"model": dict(model.state_dict()), **state_of_job})
     commit_parts(store, selection, target, [save_part(rows, selection, store, target, config)], lambda parts: state)
 
 

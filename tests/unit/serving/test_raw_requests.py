@@ -39,12 +39,14 @@ from gba_hvd.data import (
     prepare,
 )
 from gba_hvd.data.encoding import VocabularyEncoder
+from gba_hvd.reading.trained_vocabularies import digests_of
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
 from gba_hvd.serving.log_model import check_names
 from gba_hvd.serving.log_saved import _source_of
 from gba_hvd.serving.manifest import _document, from_json, read_manifest, version_name
 from gba_hvd.serving.pyfunc_model import SavedModel
+from gba_hvd.serving.save import described_vocabularies
 from gba_hvd.serving.score_file import score_file
 from recovery.errors import Damaged
 from recovery.storage.open import open_store
@@ -250,6 +252,10 @@ def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pyte
     assert isinstance(kept, VocabularyEncoder) and "_index" not in vars(kept)
     folder = saved.url.parent / "logged"
     saved.log_model.write(saved.model, folder, 3, None)
+    words = "has the encoder of .*/store: 4 values of vocabularies.*; that the model was trained with it is not checked"
+    assert re.search(words, capsys.readouterr().err)
+    saved.model.tables.trained_vocabularies = digests_of(saved.log_model.encoder)  # as `batches` sets them
+    saved.log_model.write(saved.model, saved.url.parent / "again", 3, None)
     assert "encoder of its training data: 4 values of vocabularies" in capsys.readouterr().err
     facts = json.loads((folder / "log.json").read_text())
     assert facts["raw"] and facts["columns"]["user"] == ["u7", "8"]
@@ -269,6 +275,30 @@ def test_an_encoder_of_other_data_is_refused(saved: Saved) -> None:
     lists = {**one.ids, "words": torch.zeros(2, 3, dtype=torch.int64)}
     with pytest.raises(BadInput, match="takes lists of 'words' in a fixed length"):
         dataclasses.replace(log_model, input_example=gba_hvd.Batch(lists, one.dense, one.label)).check(saved.model)
+
+
+@pytest.mark.slow
+def test_an_encoder_of_as_many_other_values_is_refused(saved: Saved, tmp_path: Path) -> None:
+    encoder = saved.log_model.encoder
+    how: dict[str, Any] = {name: getattr(saved.log_model, name) for name in ("build", "arguments", "input_example")}
+    (tmp_path / "other.csv").write_text(ROWS_OF_ALL.replace("u7", "u9"))
+    other = tmp_path / "other"
+    prepare(STORE_OF_ALL, SplitFiles({"train": [tmp_path / "other.csv"]}), other)
+    trained = {"vocabularies": digests_of(encoder)}
+    states: dict[str, Any] = {"sync": {"position": trained}, "gba": {"snapshot": {"position": trained}}}
+    states["gba"]["snapshot"]["model"] = dict(saved.model.state_dict())
+    for name, state in states.items():
+        checkpoint(saved.model, saved.model.tables, tmp_path / name, dense={}, **state)
+        words = "encoder: table 'user': expected the vocabulary that was trained, 2 values .*other: its ids"
+        with pytest.raises(BadInput, match=words):
+            gba_hvd.export_model(tmp_path / name, tmp_path / "e", encoder=other, **how)
+        found = gba_hvd.export_model(tmp_path / name, tmp_path / "e", encoder=encoder, **how)
+        assert "has the encoder of its training data" in described_vocabularies(found)
+    found = gba_hvd.export_model(tmp_path / "c", tmp_path / "e", encoder=other, **how)
+    assert re.search("encoder of .*/other: .* trained with it is not checked", described_vocabularies(found))
+    saved.model.tables.trained_vocabularies = trained["vocabularies"]
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.save_model(saved.model, saved.url, encoder=other, **how)
 
 
 def of_size(saved: Saved, job_memory: Callable[..., None], **rows: int) -> tuple[Any, dict[str, Any]]:
