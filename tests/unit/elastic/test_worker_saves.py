@@ -136,7 +136,7 @@ def test_a_restart_without_the_state_begins_at_the_newest_checkpoint_where_there
     ("saved_step", "is_kept", "then"),
     [
         (-1, False, "again: it begins at step 0, since no checkpoint has been saved yet"),
-        (-1, True, "again: it resumes from step 0 if it comes within 20 s of the end, while that is kept in memory, and "
+        (-1, True, ": it resumes from step 0 if it comes within 20 s of the end, while that is kept in memory, and "
          "saves it; else it begins at step 0, since no checkpoint has been saved yet"),
         (8, True, "and saves it; else it resumes from its newest checkpoint, of step 8"),
     ],
