@@ -131,7 +131,7 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
 
 
 def _with_body_kept(app: Any) -> Any:
-    """The application, which keeps the body of a request in `_BODY`; not of CSV, which does not say what is a number."""
+    """The application, which keeps the body of a request in `_BODY`: not CSV, which does not say what is a number."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or _is_csv(scope):

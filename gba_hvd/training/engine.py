@@ -146,7 +146,7 @@ class Engine:
         if self._micro is not None:
             raise GbaError(
                 f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: call it "
-                "for each; global_batch / micro_batch make a step. To skip one: zero_grad() and step() without backward()"
+                "for each; global_batch / micro_batch make a step. To skip one: zero_grad(), step(), no backward()"
             )
 
     def forget_micro_batch(self) -> None:

@@ -385,7 +385,7 @@ def test_a_forgotten_step_is_noticed(training: Any, clicks: Any, forgotten: int)
 
     with pytest.raises(GbaError, match=rf"micro-batch {forgotten} was handed out, but optimizer.step\(\) was not") as e:
         train()
-    assert str(e.value).endswith("micro_batch make a step. To skip one: zero_grad() and step() without backward()")
+    assert str(e.value).endswith("micro_batch make a step. To skip one: zero_grad(), step(), no backward()")
 
 
 def test_a_batch_that_is_skipped_has_a_gradient_of_0_and_leaves_its_rows(training: Any, clicks: Any) -> None:
