@@ -28,7 +28,7 @@ from recovery.restore import Report, TrainingPoint, restore
 from recovery.rows import RowSource
 from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.selection.selector import Selection
-from recovery.storage.open import open_store
+from recovery.storage.open import open_store, refuse_inside
 from recovery.storage.store import Store, check
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from recovery.write.section_pipeline import Buffers
@@ -69,6 +69,8 @@ class Checkpointer:
         """takeover: from another job that writes there. after: see `claims.claim`. tracker_path, counters: see
         `Tracker`. storage_options: see `open_store`."""
         self._config = config or Config()
+        if isinstance(url, str | Path):
+            refuse_inside(url, **storage_options)
         self._store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
         self._rows, self._takeover, self._after = rows, takeover, after
         self._report = EventReporter(self._store.url, on_event)

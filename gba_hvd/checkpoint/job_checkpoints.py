@@ -65,7 +65,7 @@ from recovery.restore.inspect import read_state
 from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
 from recovery.selection.importance import list_capacities, share_within
-from recovery.storage.open import open_store
+from recovery.storage.open import open_store, refuse_inside
 from recovery.storage.store import Store, check
 
 _STORE_TIMEOUT_S = 20.0
@@ -151,7 +151,9 @@ class JobCheckpoints(StepParticipant):
     def store(self) -> Store:
         """With little patience: all workers stand while one of them asks it."""
         if self._store is None:
-            self._store = self._opened({"timeout_s": _STORE_TIMEOUT_S, "tries": 2})
+            patience = {"timeout_s": _STORE_TIMEOUT_S, "tries": 2}
+            refuse_inside(self.callback.url, **{**patience, **self.callback.storage_options})
+            self._store = self._opened(patience)
         return self._store
 
     def _opened(self, patience: Mapping[str, Any]) -> Store:

@@ -133,7 +133,8 @@ def _label(column: pa.Array, name: str, recipe: Recipe, flaws: dict[int, str]) -
         f"--rating {name} keeps the number)"
     )
     for row in np.flatnonzero(~(ones | zeros)):
-        flaws.setdefault(int(row), f"label {name} is {_shown(strings[row])}, {expected}")
+        shown = _shown(strings[row]) if strings[row].as_py() else "missing"
+        flaws.setdefault(int(row), f"label {name} is {shown}, {expected}")
     return ones.astype(np.uint8)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
+_MOST_SHOWN = 40  # characters of a value in an error
+
 
 class NumberText(str):
     """A number as it is written: 7 and 7.0 are two ids, and a large one loses no digit."""
@@ -24,7 +26,12 @@ def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array],
     wanted: by column, whether lists are expected
     """
     rows, flaws = objects(data)
-    return columns_of(rows, wanted, flaws), flaws
+    n_not_json = len(flaws)
+    columns = columns_of(rows, wanted, flaws)
+    if len(flaws) > n_not_json:  # again, for errors with numbers as they are written
+        rows, flaws = objects(data, number=NumberText)
+        columns = columns_of(rows, wanted, flaws)
+    return columns, flaws
 
 
 def objects(data: bytes, *, number: Callable[[str], Any] | None = str) -> tuple[list[dict[str, Any]], dict[int, str]]:
@@ -91,8 +98,21 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, 
         else:
             texts.append(None)
             expected = "a list of values" if is_list else "one value"
-            flaws.setdefault(i, f"{name} is {json.dumps(value)[:40]}, expected {expected}")
+            flaws.setdefault(i, f"{name} is {_shown(value)}, expected {expected}")
     return pa.array(texts, pa.list_(pa.string()) if is_list else pa.string())
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as JSON, with the text of numbers that are `NumberText`."""
+    return text if len(text := _as_json(value)) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _as_json(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_json, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)}: {_as_json(one)}' for name, one in value.items())}}}"
+    return value if isinstance(value, NumberText) else json.dumps(value)
 
 
 _TEXT: dict[type, Any] = {str: str, NumberText: str, bool: lambda value: "true" if value else "false"}

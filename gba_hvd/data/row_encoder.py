@@ -357,7 +357,8 @@ def _text(value: Any, name: str, is_number: bool, is_json: bool) -> Any:
         return repr(value)
     raise BadInput(
         f"column {name!r}: {value!r} is a {type(value).__name__}, and how it was written in the input is not known: "
-        "give the text (pandas.read_csv(..., dtype=str, keep_default_na=False)), or a whole number"
+        "give the text (pandas.read_csv(..., dtype=str, keep_default_na=False)), or a whole number (pandas: Int64, "
+        "where some are missing)"
     )
 
 

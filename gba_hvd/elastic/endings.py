@@ -35,6 +35,7 @@ from gba_hvd.errors import (
     StateMismatch,
     WorldLost,
 )
+from gba_hvd.shm import host_identity, retained_state
 from gba_hvd.shm.shard_memory import is_alive
 from recovery.errors import Damaged, StoreError
 from recovery.storage.rename import replace_file
@@ -116,14 +117,14 @@ def world_lost(engine: Engine) -> WorldLost:
 
 def _what_to_do(engine: Engine, to_repair: bool = False) -> str:
     if to_repair:
-        return f"When that is repaired, start the job again: {_where_it_begins(engine)}"
+        return f"When that is repaired, start the job again: {where_it_begins(engine)}"
     return (
-        f"Start the job again: {_where_it_begins(engine)}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
+        f"Start the job again: {where_it_begins(engine)}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
         "--min-np 1` with a discovery script) the others continue without the lost worker"
     )
 
 
-def _where_it_begins(engine: Engine) -> str:
+def where_it_begins(engine: Engine) -> str:
     """The job that is started again. Only the chief knows what was saved."""
     if why := why_at_step_0(engine):
         return f"it begins at step 0, since {why}"
@@ -142,6 +143,27 @@ def why_at_step_0(engine: Engine) -> str:
         return "CheckpointCallback(resume=False) reads no checkpoints"
     is_known = engine.world.rank == 0
     return "no checkpoint has been saved yet" if is_known and checkpoints.schedule.saved_step < 0 else ""
+
+
+def kept_in_memory(engine: Engine) -> str:
+    """How long the job, started again, resumes from this step; empty where it does not find the memory: that goes by
+    the job's id, which is given to the job or stands in its newest checkpoint."""
+    checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
+    if checkpoints is None or not checkpoints.callback.resume or memory is None:
+        return ""
+    config = engine.model.tables.config
+    if not (config.job_id or checkpoints.schedule.saved_step >= 0) or not retained_state.is_there(memory.folder):
+        return ""
+    kept = (
+        f"resumes from step {engine.progress.step:,} if it comes within {config.grace_s:g} s of the end, while that is "
+        "kept in memory"
+    )
+    if host_identity.is_of_a_container(os.getpid()):
+        kept += (
+            " (a container that ends with this job takes the memory with it, unless a volume has that: let a shell "
+            "that outlives the launcher start the command again)"
+        )
+    return kept
 
 
 def cause_elsewhere(engine: Engine, within_s: float = 0.0) -> WorldLost | None:

@@ -384,12 +384,11 @@ class WorkerSaves:
         if checkpoints is not None:
             checkpoints.schedule.report_unsaved_best()
         if why and checkpoints is not None:
-            saved_step = checkpoints.schedule.saved_step
-            newest = f"the newest checkpoint is of step {saved_step}" if saved_step >= 0 else ""
+            kept = endings.kept_in_memory(engine)
             raise LastCheckpointFailed(
                 f"the training is done (step {engine.progress.step}), but the checkpoint of its last step was not "
-                f"saved: {why}. {newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: "
-                "repair that, and start the same command again, which does the rest and saves it"
+                f"saved at {checkpoints.callback.url}: {why}. When that is repaired, start the same command again: "
+                f"{f'it {kept}, and saves it; else ' if kept else ''}{endings.where_it_begins(engine)}"
             )
 
     def _await_the_chief(self, servers: PsWorker, timeout_s: float) -> str:

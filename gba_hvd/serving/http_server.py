@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _BACKLOG = 128
 _MOST_WAIT_S = 30  # for requests that have begun, after SIGTERM
 _MOST_BYTES = 64 << 20  # of the body of a request
+_BODY: ContextVar[list[bytes]] = ContextVar("_BODY")  # of the request that is answered, in pieces
 
 
 class _Scorer:
@@ -58,6 +61,7 @@ class _Scorer:
                     f"expected columns by name, as in {{'dataframe_split': ...}} or {{'dataframe_records': ...}}, got "
                     f"{type(data).__name__}"
                 )
+            data = _with_whole_numbers(data)
             columns = data if self._is_raw else with_hashes(data, self._hashed, self._ids, "start the server with")
             with of_hashed_tables(self._hashed):
                 return pandas.DataFrame(self._model.predict(columns, encoded=self._encoded))
@@ -65,6 +69,30 @@ class _Scorer:
             raise MlflowException.invalid_parameter_value(str(error)) from error
         except (Damaged, StoreError) as error:
             raise MlflowException(str(error), error_code=TEMPORARILY_UNAVAILABLE) from error
+
+
+def _with_whole_numbers(data: pandas.DataFrame) -> pandas.DataFrame:
+    """The frame with whole numbers and nulls as they were sent: where some are null, pandas makes floats of the others,
+    which changes large ids."""
+    pieces = _BODY.get([])
+    lost = [name for name in data if data.columns.is_unique and data[name].dtype == float and data[name].isna().any()]
+    if not (pieces and lost):
+        return data
+    sent = _frame_sent(b"".join(pieces))
+    columns = {name: [None if pandas.isna(one) else one for one in sent[name]] for name in lost}
+    whole = {name: some for name, some in columns.items() if all(one is None or isinstance(one, int) for one in some)}
+    return data.assign(**{name: pandas.Series(some, data.index, dtype=object) for name, some in whole.items()})
+
+
+def _frame_sent(body: bytes) -> pandas.DataFrame:
+    """What JSON or Parquet, which MLflow has read, holds."""
+    if body.startswith(b"PAR1"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(io.BytesIO(body)).to_pandas(integer_object_nulls=True)
+    sent = json.loads(body, parse_constant=str)  # NaN is no null
+    split = sent.get("dataframe_split") or {"data": sent["dataframe_records"]}
+    return pandas.DataFrame(split["data"], split.get("index"), split.get("columns"), dtype=object)
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -98,7 +126,28 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
     check_hashed(model.manifest, hashed, encoded)
     app: Any = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
     app.add_exception_handler(RecursionError, _too_deep)
-    return app if encoded or model.encoder is None else _with_csv_as_written(app, model.encoder)
+    kept = _with_body_kept(app)
+    return kept if encoded or model.encoder is None else _with_csv_as_written(kept, model.encoder)
+
+
+def _with_body_kept(app: Any) -> Any:
+    """The application, which keeps the body of a request in `_BODY`: not CSV, which does not say what is a number."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or _is_csv(scope):
+            await app(scope, receive, send)
+            return
+        pieces: list[bytes] = []
+        _BODY.set(pieces)
+
+        async def receive_and_keep() -> Any:
+            message = await receive()
+            pieces.append(message.get("body", b""))
+            return message
+
+        await app(scope, receive_and_keep, send)
+
+    return answer
 
 
 async def _too_deep(request: Any, error: Exception) -> PlainTextResponse:

@@ -1,8 +1,9 @@
-"""Scores of the samples in a file, written to a Parquet or CSV file. Read and written in parts of some samples."""
+"""Scores of the samples in a file, as Parquet, CSV or JSON lines. Read and written in parts of some samples."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from gba_hvd.serving.load import OpenModel
 from gba_hvd.serving.sample_files import Samples, kind_of, read_samples
 
 log = logging.getLogger("gba_hvd")
-_ENDINGS = (".parquet", ".csv")
+_JSON_LINES = (".jsonl", ".ndjson")
+_ENDINGS = (".parquet", ".csv", *_JSON_LINES)
 
 
 def score_file(
@@ -50,7 +52,7 @@ def score_file(
     lines the line, from 1.
     """
     if out.suffix not in _ENDINGS:
-        raise BadInput(f"{out}: expected a name that ends in {' or '.join(_ENDINGS)}")
+        raise BadInput(f"{out}: expected a name that ends in {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}")
     kind = kind_of(source)
     if source.resolve() == out.resolve():
         raise BadInput(f"{out} is the file that is read: name another one")
@@ -189,11 +191,31 @@ def _may_become(kind: Any, other: Any) -> bool:
 
 
 def _check_kept(kept: Mapping[str, Any], out: Path) -> None:
-    """Raises BadInput for lists, where a CSV file is written."""
+    """Raises BadInput for lists, where a CSV file is written, and for what JSON has not, where that is."""
     import pyarrow
 
+    has_json = out.suffix in _JSON_LINES
+    if has_json and (other := [name for name, one in kept.items() if not _is_of_json(one.type)]):
+        raise BadInput(f"column {other[0]!r} has {kept[other[0]].type}, which JSON does not hold: write Parquet")
     if nested := [name for name, one in kept.items() if out.suffix == ".csv" and pyarrow.types.is_nested(one.type)]:
         raise BadInput(f"column {nested[0]!r} has lists, which a CSV file does not hold: write Parquet")
+
+
+def _is_of_json(kind: Any) -> bool:
+    """Whether values of a type of pyarrow are written to JSON without a change."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_struct(kind):
+        return all(_is_of_json(kind.field(i).type) for i in range(kind.num_fields))
+    plain = (
+        types.is_null,
+        types.is_boolean,
+        types.is_integer,
+        types.is_floating,
+        types.is_string,
+        types.is_large_string,
+    )
+    return any(is_one(kind) for is_one in plain)
 
 
 def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:
@@ -210,8 +232,23 @@ def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:
             )  # fmt: skip
 
 
+class _JsonLines:
+    """Writes tables as pyarrow's writers do: an object a row."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write_table(self, table: Any) -> None:
+        self._file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in table.to_pylist())
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def _opened(path: Path, ending: str, schema: Any) -> Any:
-    """A Parquet or CSV file that is written in parts."""
+    """A file that is written in parts."""
+    if ending in _JSON_LINES:
+        return _JsonLines(path)
     import pyarrow.csv
     import pyarrow.parquet
 

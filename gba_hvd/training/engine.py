@@ -145,8 +145,8 @@ class Engine:
         self.loop_time.resumed()
         if self._micro is not None:
             raise GbaError(
-                f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: "
-                "call it once for each"
+                f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: call it "
+                "for each; global_batch / micro_batch make a step. To skip one: zero_grad(), step(), no backward()"
             )
 
     def forget_micro_batch(self) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from recovery.errors import BadInput
+from recovery.redaction import redacted
 from recovery.registry import Registry
 from recovery.storage.fsspec_store import PACKAGES, FsspecStore
 from recovery.storage.local_store import LocalStore
 from recovery.storage.retry import RetryingStore, RetryPolicy
-from recovery.storage.store import LEAST_BYTES_S, Store
+from recovery.storage.store import LEAST_BYTES_S, Store, manifest_names
 
 STORES: Registry[Store] = Registry(
     "recovery.stores",
@@ -50,3 +51,20 @@ def open_store(
         return RetryingStore(LocalStore(path if colon else str(url)), patience)
     kind = STORES.get(protocol) if protocol in STORES.names() else FsspecStore
     return RetryingStore(kind(str(url), storage_options), patience)
+
+
+def refuse_inside(url: str | Path, **how: Any) -> None:
+    """Raises BadInput for a URL that is within a location of checkpoints, such as `ck/manifests` within `ck`.
+
+    how: as of `open_store`
+    """
+    parts = str(url).rstrip("/").split("/")
+    for i, part in enumerate(parts):
+        outer = "/".join(parts[:i])
+        if part not in ("manifests", "blobs", "claims", "probes") or outer.endswith(":/") or not outer:
+            continue
+        if manifest_names(open_store(outer, **how)):
+            raise BadInput(
+                f"{redacted(str(url))} is within the location of the checkpoints at {redacted(outer)}: give "
+                f"{redacted(outer)} to continue from those, or another location, outside of it"
+            )

@@ -28,7 +28,7 @@ MALFORMED = {
     "too few columns": ("1,3,red\n", "3 columns, expected 4"),
     "too many columns": ("1,3,red,round,extra\n", "5 columns, expected 4"),
     "label is 2": ("2,3,red,round\n", "label label is '2', expected 0 or 1"),
-    "label is missing": (",3,red,round\n", "label label is '', expected 0 or 1"),
+    "label is missing": (",3,red,round\n", "label label is missing, expected 0 or 1"),
     "not a number": ("1,three,red,round\n", "size is 'three', expected a number"),
     "infinite": ("1,inf,red,round\n", "size is 'inf', expected a number"),
     "larger than a float32": ("1,1e39,red,round\n", "size is '1e39', expected a number"),

@@ -6,12 +6,13 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gba_hvd_tools.cli import main
 
-from gba_hvd.data import Categorical, ClickLog, Numeric, Recipe, SplitFiles, prepare
+from gba_hvd.data import Categorical, ClickLog, Numeric, Recipe, SplitFiles, json_lines, prepare
 from gba_hvd.errors import BadInput
 
 Write = Callable[[str, str | bytes], Path]
@@ -171,3 +172,27 @@ def test_a_list_of_objects_becomes_a_list_for_each_key_of_which_not_all_are_show
     ) in refused
     refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--categorical=many")
     assert "many_k11: .many.k11} | del(.many)' (the first 12 of 14 keys)" in refused
+
+
+@pytest.mark.parametrize(
+    ("history", "program"),
+    [
+        ([{"item": "9", "t": 17}], ". + {hist_item: [.hist[]?.item], hist_t: [.hist[]?.t]} | del(.hist)"),
+        ([["9", 17], ["8"]], ". + {hist_0: [.hist[]?[0]], hist_1: [.hist[]?[1]]} | del(.hist)"),
+    ],
+)
+def test_a_history_of_pairs_gets_its_program_where_the_first_ones_are_empty(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str], history: Any, program: str
+) -> None:
+    lines = [{"click": i % 2, "hist": one} for i, one in enumerate([[], None, history])]
+    log = write("in/log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--multi=hist")
+    what = "a list of objects" if isinstance(history[0], dict) else "a list of lists"
+    assert f"column 'hist' is {what} on line 3: flatten it, for instance jq -c '{program}'" in refused
+
+
+def test_values_in_errors_are_as_they_are_written() -> None:
+    _, flaws = json_lines.parse(b'{"a": 1.50}\n{"a": [1.50, {"b": "7"}, null, true]}\n', {"a": False})
+    assert flaws == {1: 'a is [1.50, {"b": "7"}, null, true], expected one value'}
+    _, flaws = json_lines.parse(b'{"a": 1}\n{"a": ["%s"]}\n' % (b"x" * 100), {"a": False})
+    assert flaws == {1: f'a is ["{"x" * 38}..., expected one value'}

@@ -383,8 +383,34 @@ def test_a_forgotten_step_is_noticed(training: Any, clicks: Any, forgotten: int)
             if batch.index != forgotten:
                 job.micro_step(batch)
 
-    with pytest.raises(GbaError, match=rf"micro-batch {forgotten} was handed out, but optimizer.step\(\) was not"):
+    with pytest.raises(GbaError, match=rf"micro-batch {forgotten} was handed out, but optimizer.step\(\) was not") as e:
         train()
+    assert str(e.value).endswith("micro_batch make a step. To skip one: zero_grad(), step(), no backward()")
+
+
+def test_a_batch_that_is_skipped_has_a_gradient_of_0_and_leaves_its_rows(training: Any, clicks: Any) -> None:
+    """As the error says: `zero_grad()` and `step()` without `backward()`."""
+
+    def trained(skip: bool) -> dict[str, np.ndarray]:
+        job = training(global_batch=8, micro_batch=4, rows=gba_hvd.Adam(lr=0.1, weight_decay=0.1))
+        job.state.sync()
+        before, users = job.all_rows()["user"], {}
+        for batch in gba_hvd.batches(clicks(8), job.state):
+            users[batch.index] = set(batch.ids["user"].tolist())
+            job.optimizer.zero_grad()
+            loss = job.loss(batch) * (1 - batch.index)
+            if not (skip and batch.index):
+                loss.backward()
+            job.optimizer.step()
+        assert job.state.step == 1 and users[1] - users[0]
+        changed = np.flatnonzero(np.any(job.all_rows()["user"] != before, axis=1))
+        assert {*changed.tolist()} == (users[0] if skip else users[0] | users[1])
+        dense: dict[str, np.ndarray] = job.all_dense()
+        return dense
+
+    skipped, with_zeros = trained(skip=True), trained(skip=False)
+    for name, values in with_zeros.items():
+        np.testing.assert_allclose(skipped[name], values, rtol=1e-6)
 
 
 def test_a_closure_is_refused(training: Any) -> None:

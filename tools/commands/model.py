@@ -86,7 +86,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_url(predict)
     files = "FILE.parquet, FILE.csv, FILE.tsv or FILE.jsonl (JSON lines); all but the first also .gz, .zst"
     predict.add_argument("input", type=Path, metavar="INPUT", help=files)
-    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet or FILE.csv")
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="FILE.parquet, FILE.csv or FILE.jsonl")
     predict.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of the input to copy")
     _add_encoded(predict)
     predict.add_argument("--batch", type=int, default=4096, metavar="N", help="samples at a time (default: 4096)")

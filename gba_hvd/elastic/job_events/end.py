@@ -15,7 +15,6 @@ from gba_hvd.elastic.job_events.words import count, mode_of
 from gba_hvd.elastic.job_health import health_of
 from gba_hvd.epoch import position_in
 from gba_hvd.errors import BadInput
-from gba_hvd.shm import host_identity, retained_state
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 
@@ -184,14 +183,7 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
         newest = f"step {checkpoints.schedule.saved_step:,}"
         at = f"the newest checkpoint, so far of {newest}" if to_repair else f"{newest}, of the newest checkpoint"
         found = [f"resumes from {at}"]
-    if _is_found_in_memory(engine):
-        grace_s = engine.model.tables.config.grace_s
-        kept = f"resumes from step {step:,} if it comes within {grace_s:g} s of the end, while that is kept in memory"
-        if host_identity.is_of_a_container(os.getpid()):
-            kept += (
-                " (a container that ends with this job takes the memory with it, unless a volume has that: let a shell "
-                "that outlives the launcher start the command again)"
-            )
+    if kept := endings.kept_in_memory(engine):
         found.insert(0, kept)
     when = "when that is repaired and all workers have ended" if to_repair else "when all workers have ended"
     return f"{when}, the same command {', else '.join(found)}" if found else ""
@@ -215,15 +207,6 @@ def _steps_not_saved(engine: Engine) -> str:
         f". {which} in no checkpoint, and computed again from there: "
         "CheckpointCallback(preemption_s=4) saves before workers leave"
     )
-
-
-def _is_found_in_memory(engine: Engine) -> bool:
-    """By the job's id, which is given to the job or stands in its newest checkpoint."""
-    checkpoints, memory = checkpoints_of(engine), engine.model.tables.memory  # no memory: the world had not formed
-    if checkpoints is None or not checkpoints.callback.resume or memory is None:
-        return False
-    has_name = bool(engine.model.tables.config.job_id) or checkpoints.schedule.saved_step >= 0
-    return has_name and retained_state.is_there(memory.folder)
 
 
 def _may_yet_be_saved(engine: Engine) -> str:

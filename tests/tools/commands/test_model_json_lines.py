@@ -132,3 +132,26 @@ def test_what_all_lines_lack_is_no_single_line(saved: Any, capsys: pytest.Captur
     assert "2 lines cannot be read" in text and "line 4: not JSON" in text and "line 6: not JSON" in text
     assert predicted(folder, folder / "none.jsonl") == 1
     assert "none.jsonl: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_scores_as_json_lines_are_those_of_parquet(
+    saved: tuple[nn.Module, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = saved
+    lines = [{**line, "request": f"é{i}" if i else None} for i, line in enumerate(lines_of(batch(N)))]
+    source = written(folder / "in.jsonl", lines)
+    kept = ["--keep", "request", "history"]
+    assert predicted(folder, source, *kept, "--out", folder / "out.jsonl") == 0
+    found = [json.loads(line) for line in (folder / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [{name: row[name] for name in ("request", "history")} for row in found] == [
+        {name: line[name] for name in ("request", "history")} for line in lines
+    ]
+    assert predicted(folder, source) == 0
+    assert np.array_equal(np.float32([row["score"] for row in found]), pd.read_parquet(folder / "out.parquet")["score"])
+    pd.DataFrame(lines).assign(at=pd.Timestamp("2024-01-01")).to_parquet(folder / "in.parquet")
+    assert predicted(folder, folder / "in.parquet", "--keep", "at", "--out", folder / "other.jsonl") == 1
+    assert "column 'at' has timestamp[" in (said := capsys.readouterr().err)
+    assert "which JSON does not hold: write Parquet" in said and not (folder / "other.jsonl").exists()
+    assert predicted(folder, source, "--out", folder / "out.json") == 1
+    assert "a name that ends in .parquet, .csv, .jsonl or .ndjson" in capsys.readouterr().err

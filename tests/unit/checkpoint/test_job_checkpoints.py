@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -105,6 +105,19 @@ def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_
     (reported,) = events
     assert reported.kind == "checkpoint_failed"
     assert "was not claimed again: is being written to by job 'other'" in reported.message
+
+
+@pytest.mark.parametrize("inner", ["manifests", "blobs/000001-00000001", "claims/"])
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_a_location_within_the_folders_of_another_one_is_refused(tmp_path: Path, scheme: str, inner: str) -> None:
+    outer = f"{scheme}{tmp_path / 'ck'}"
+    open_store(outer).put("manifests/000001-00000001.json", [b"{}"])
+    with pytest.raises(
+        BadInput, match=rf"ck/{inner.rstrip('/')}/? is within the location of .* at {outer}: give {outer} "
+    ):
+        _ = JobCheckpoints(cast(Any, None), CheckpointCallback(f"{outer}/{inner}", policy="delta")).store
+    for other in (f"{outer}/mine", f"{scheme}{tmp_path / 'manifests'}", f"{scheme}{tmp_path / 'claims' / 'ck'}"):
+        _ = JobCheckpoints(cast(Any, None), CheckpointCallback(other, policy="delta")).store
 
 
 class Place:

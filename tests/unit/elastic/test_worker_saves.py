@@ -12,7 +12,9 @@ import pytest
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import worker_saves
 from gba_hvd.elastic.worker_saves import WorkerSaves
+from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.ps.messages import SaveFacts, SaveStatus
+from gba_hvd.shm import host_identity, retained_state
 from gba_hvd.shm.retained_state import Absence, RetentionDecision, StateRetainer
 from recovery import CheckpointCallback
 from tests.unit.thread_world import EventLog
@@ -127,3 +129,31 @@ def test_a_restart_without_the_state_begins_at_the_newest_checkpoint_where_there
     job.state.saving._keep(0, lambda: b"")
     (reported,) = log.of("memory_not_kept")
     assert reported.message == "it takes 1.4 ms. A restart will begin at the newest checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved_step", "is_kept", "then"),
+    [
+        (-1, False, "again: it begins at step 0, since no checkpoint has been saved yet"),
+        (-1, True, ": it resumes from step 0 if it comes within 20 s of the end, while that is kept in memory, and "
+         "saves it; else it begins at step 0, since no checkpoint has been saved yet"),
+        (8, True, "and saves it; else it resumes from its newest checkpoint, of step 8"),
+    ],
+)  # fmt: skip
+def test_a_last_checkpoint_that_fails_says_where_the_same_command_begins(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_step: int, is_kept: bool, then: str
+) -> None:
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "named")
+    job = training()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"))])
+    job.state.sync()
+    checkpoints = checkpoints_of(job.state.engine)
+    assert checkpoints is not None
+    checkpoints.schedule.saved_step = saved_step
+    monkeypatch.setattr(retained_state, "is_there", lambda folder: is_kept)
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
+    monkeypatch.setattr(job.state.saving, "_save_last", lambda *_, **__: "No space left on device")
+    with pytest.raises(LastCheckpointFailed) as failed:
+        job.state.saving.end()
+    assert str(failed.value).endswith(then) and f"not saved at {tmp_path / 'saved'}: No space" in str(failed.value)

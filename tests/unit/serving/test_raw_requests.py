@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from mlflow.exceptions import MlflowException
@@ -446,12 +447,13 @@ def test_a_frame_that_mlflow_made_of_csv_is_refused_where_it_lost_ids(padded: An
     assert np.array_equal(scores("007 NA", dtype={"user": str}, keep_default_na=False), expected)
 
 
-def posted(app: Any, body: str, kind: str = "text/csv") -> tuple[int, str]:
+def posted(app: Any, body: str | bytes, kind: str = "text/csv") -> tuple[int, str]:
     """Status and text of the answer to a request."""
     answers: list[Any] = []
+    data = body.encode() if isinstance(body, str) else body
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body.encode(), "more_body": False}
+        return {"type": "http.request", "body": data, "more_body": False}
 
     async def send(message: Any) -> None:
         answers.append(message)
@@ -477,6 +479,37 @@ def test_a_csv_request_has_ids_as_they_are_written(padded: Any) -> None:
     assert posted(app, "user,user,price\n007,1,2.5\n") == (
         400, "the request: column 'user' is there 2 times: rename one",
     )  # fmt: skip
+
+
+LARGE = 2**53 + 1  # is another number as a float
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_null_in_a_request_leaves_the_other_ids_as_they_are(
+    job_memory: Callable[..., None], tmp_path: Path, format: str
+) -> None:
+    users = [LARGE, LARGE - 1, 3]
+    source = tmp_path / f"a.{format}"
+    frame = pd.DataFrame({"label": [1.0, 0.0, 1.0], "user": users, "price": [0.5, 1.5, 2.5]})
+    frame.to_parquet(source) if format == "parquet" else frame.to_json(source, orient="records", lines=True)
+    app = app_of(model := saved_of(job_memory, recipe_of(format), source))
+    given = {"user": [LARGE, None], "price": [1, None]}
+    rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+    expected = model.predict({name: pa.array(values) for name, values in given.items()})["score"]
+    bodies = [
+        {"dataframe_records": rows},
+        {"dataframe_records": [rows[0], {}]},
+        {"dataframe_split": {"columns": ["price", "user"], "data": [[1, LARGE], [None]]}},
+        {"dataframe_split": {"columns": ["user", "price"], "index": [4, 4], "data": [[LARGE, 1], [None, None]]}},
+    ]
+    pq.write_table(pa.table(given), tmp_path / "in.parquet")
+    asked = [(json.dumps(body), "application/json") for body in bodies]
+    for data, kind in [*asked, ((tmp_path / "in.parquet").read_bytes(), "application/vnd.apache.parquet")]:
+        status, text = posted(app, data, kind)
+        assert status == 200, text
+        found = [one["score"] for one in json.loads(text)["predictions"]]
+        assert np.array_equal(np.float32(found), expected) and len(set(found)) == 2
 
 
 @pytest.mark.slow
