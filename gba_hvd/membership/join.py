@@ -123,8 +123,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         shard_transfer.refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
     if is_leader:
-        memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
+        # First, since a server that has left its mode is no writer: only one that may still write is killed.
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
+        memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
     checkpoints, beside = checkpoints_of(engine), 0
     if checkpoints is not None and not agreed.is_restart:  # a running job trains on without it, and its saves fail
         beside = bytes_per_row(checkpoints.callback.config.policy)
