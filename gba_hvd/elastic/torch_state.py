@@ -456,7 +456,7 @@ class TorchState:
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
-        engine.progress.restarts += joined.is_restart and not self._ended
+        engine.progress.world_formed(joined.workers, joined.is_restart and not self._ended)
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             checkpoints.schedule.host_was_lost(
                 joined.load_s if joined.rows_restored else None,

@@ -55,6 +55,7 @@ class JoinResult:
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
     decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
     leaders_apart: why the workers of several hosts could not be connected, if so
+    workers: all of this world, as (host, process)
     """
 
     job_id: str
@@ -80,6 +81,7 @@ class JoinResult:
     decision: RecoveryDecision | None = None
     rolled_back: RolledBack | None = None
     leaders_apart: str = ""
+    workers: frozenset[tuple[int, int]] = frozenset()
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
         """Samples lost with a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
@@ -169,7 +171,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
         decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=carriers.apart,
+        workers=_workers(facts),
     )  # fmt: skip
+
+
+def _workers(facts: list[RankState]) -> frozenset[tuple[int, int]]:
+    return frozenset((f.host, f.pid) for f in facts)
 
 
 def _settings(engine: Engine) -> dict[str, object]:
@@ -291,7 +298,9 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
         enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
-    return JoinResult(session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number)
+    return JoinResult(
+        session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number, workers=_workers(facts)
+    )
 
 
 def _refuse_hosts_without_memory(
