@@ -50,7 +50,8 @@ def step_time_facts(report: Mapping[str, Any], now_s: float) -> list[tuple[str, 
 
 
 def _is_long(seconds: float, times: Mapping[str, Any]) -> bool:
-    return seconds > max(_SILENT_S, _SILENT_STEPS * times.get("step_s", 0.0))
+    usual_s: float = times.get("step_s", 0.0)
+    return seconds > max(_SILENT_S, _SILENT_STEPS * usual_s)
 
 
 def _whole(times: Mapping[str, Any]) -> str:

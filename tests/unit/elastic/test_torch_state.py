@@ -29,6 +29,7 @@ from gba_hvd.membership import JoinResult
 from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.switching import leave_ps
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
@@ -1016,6 +1017,16 @@ def test_a_world_met_beside_an_asynchronous_mode_is_reported_before_the_next_one
     state.late_joiners.report()  # as within the next asynchronous mode
     assert state.world is not met
     assert diary.received.count("job") == 3
+
+
+def test_servers_are_asked_to_leave_a_mode_before_old_writers_are_killed(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+    monkeypatch.setattr(leave_ps, "retire_servers", lambda *job: order.append("asked"))
+    monkeypatch.setattr(ShardMemory, "end_old_writers", lambda memory, members: order.append("killed"))
+    training(epoch=0).state.sync()
+    assert order == ["asked", "killed"]
 
 
 def test_changes_of_workers_are_worlds_of_other_workers() -> None:
