@@ -486,8 +486,11 @@ class ShardMemory:
         self._writer[shards] = os.getpid()
 
     def release(self, shards: np.ndarray) -> None:
-        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
-        self._writer[shards] = _NO_PROCESS
+        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer.
+
+        Those that another process has claimed meanwhile stay its own.
+        """
+        self._writer[shards[self._writer[shards] == os.getpid()]] = _NO_PROCESS
 
     def end_old_writers(self, members: set[int]) -> None:
         """End processes of this host that served shards, have not released them, and are no members of the new world.
