@@ -206,7 +206,10 @@ def _report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
         return shown  # the job's server is going, or not there yet
     if (folder / "ps.json").exists():
-        return {**(shown or {}), **ask_status(folder, timeout_s), "servers_here": _servers_of(folder)}
+        report = {**(shown or {}), **ask_status(folder, timeout_s), "servers_here": _servers_of(folder)}
+        if report["mode"] != "allreduce":
+            report.pop("step_times", None)  # it was entered since the board was written
+        return report
     if shown is not None:
         return shown
     with _a_job_that_ends(folder):

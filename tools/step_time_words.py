@@ -5,6 +5,7 @@ The numbers are of the board of the host that is asked, see `gba_hvd.training.st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # a step that takes longer than this, and than so many usual ones
 
 
-def times_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def times_of(report: Mapping[str, Any], now_s: float | None = None) -> list[dict[str, Any]]:
     """By rank: {"rank", "seconds" per micro-batch, "micro_batches", "computing_s", "reading_s"} of a step; or none.
 
-    "pid" is there of workers of the host that is asked.
+    "pid" is there of workers of the host that is asked. None of steps that were made long ago. now_s: default: now
     """
-    if report.get("mode") != "allreduce":
+    times, now_s = report.get("step_times") or {}, time.time() if now_s is None else now_s
+    if report.get("mode") != "allreduce" or _is_long(now_s - times.get("unix_s", now_s), times):
         return []
-    times = report.get("step_times") or {}
     pids = times.get("pids") or {}
     return [
         {"rank": rank, "seconds": computing_s / n if n else 0.0, "micro_batches": n, "computing_s": computing_s,
@@ -29,20 +30,28 @@ def times_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def step_time_facts(report: Mapping[str, Any], now_s: float) -> list[tuple[str, str]]:
-    """As (word, sentence); nothing where no step in allreduce mode has been measured."""
-    listed, times = times_of(report), report.get("step_times") or {}
-    if not listed:
-        return []
-    lines = [
-        ("step time", _whole(times)),
-        ("waits for", _slowest(times, listed)),
-        (f"rank {times['rank']}", _own(times)),
-    ]
+    """As (word, sentence): that training stands still, or what a step in allreduce mode takes, where that is known."""
+    listed, times = times_of(report, now_s), report.get("step_times") or {}
+    lines = []
     silent_s = now_s - report.get("step_unix_s", now_s)
-    if silent_s > max(_SILENT_S, _SILENT_STEPS * times["step_s"]):
+    if why := report.get("stands_still"):
+        text = f"{why}, and a new world of workers forms; the last step was {silent_s:.0f} s ago"
+        lines.append(("stands still", text))
+    elif report.get("mode") == "allreduce" and report.get("step") and _is_long(silent_s, times):
         text = f"{silent_s:.0f} s ago: an evaluation, a pause, or a worker that hangs; the workers' logs say more"
-        lines.insert(0, ("last step", text))
+        lines.append(("last step", text))
+    if listed:
+        lines += [
+            ("step time", _whole(times)),
+            ("waits for", _slowest(times, listed)),
+            (f"rank {times['rank']}", _own(times)),
+        ]
     return lines
+
+
+def _is_long(seconds: float, times: Mapping[str, Any]) -> bool:
+    usual_s: float = times.get("step_s", 0.0)
+    return seconds > max(_SILENT_S, _SILENT_STEPS * usual_s)
 
 
 def _whole(times: Mapping[str, Any]) -> str:

@@ -159,7 +159,7 @@ class JobSummary(Callback):
             "grad_norms": self.norm_log.norms,
             "switches": self.switch_log.switches,
             **recovery_summary(self.recovery_log.events()),
-            "restarts": state.engine.progress.restarts,
+            "restarts": state.engine.progress.changes,
             "workers": state.world.size,
             "steps": state.step,
             "epochs": state.epochs_done,

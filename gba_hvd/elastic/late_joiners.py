@@ -61,7 +61,8 @@ class LateJoiners:
             engine.world = world
             if (checkpoints := checkpoints_of(engine)) is not None:
                 checkpoints.world_formed(rows_moved=False)
-            engine.progress.restarts, engine.reports.n_working = engine.progress.restarts + 1, None
+            engine.progress.world_formed(joined.workers, is_restart=True)
+            engine.reports.n_working = None
             job_events.world_formed(engine, joined, before)
             if lost is not None:
                 job_events.residuals_lost(engine, *lost)
@@ -105,6 +106,7 @@ class LateJoiners:
         _, engine.progress.launched_unix_s = self._state.meet_clocks(world, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
+        engine.progress.world_formed(joined.workers, is_restart=True)
         engine.rollback.load(state["rollback"])
         engine.reports.pauses.load_state_dict(state["pauses"], with_open=False)
         engine.progress.n_reported = state["n_reported"]

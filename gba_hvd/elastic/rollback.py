@@ -25,7 +25,7 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     """
     back, checkpoints, progress = joined.rolled_back, checkpoints_of(engine), engine.progress
     assert back is not None and back.state is not None and checkpoints is not None and joined.decision is not None
-    before, step, restarts = copy(progress.account), progress.step, progress.restarts
+    before, step, counts = copy(progress.account), progress.step, (progress.restarts, progress.changes)
     pauses = engine.reports.pauses.state_dict()
     forget_residuals(engine)
     engine.model.tables.on_device.forget()
@@ -33,7 +33,7 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     state.resume(state_codec.decode(back.state, where), where)
     state.restored = None  # of a start only
     progress.account.rolled_back(before)
-    progress.restarts = restarts
+    progress.restarts, progress.changes = counts
     engine.reports.pauses.load_state_dict(pauses, with_open=True)
     checkpoints.rolled_back_to(back.epoch, back.number)
     checkpoints.schedule.rolled_back_to(back.samples_lost, back.seconds, engine.reports.seconds_since_step)

@@ -40,6 +40,7 @@ from gba_hvd.tracking.epochs import is_quality
 from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import refuse_not_exchanged, untrained
+from gba_hvd.training.pauses import LOSS
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
 from recovery.redaction import redacted
@@ -311,8 +312,14 @@ class TorchState:
             self.engine.signals.hosts_updated = True
 
     def report_pause(self) -> None:
-        """Before the world forms again: that training waits for workers that start, where this worker knows of any."""
+        """Before the world forms again: that training waits for workers that start, where this worker knows of any.
+
+        And for `gba-hvd status`, on each host leader, that it stands still.
+        """
         signals, mode = self.engine.signals, self.engine.mode
+        if self.engine.host.board is not None:
+            is_loss = self.engine.reports.pauses.cause == LOSS
+            self.engine.host.board.show_pause("a worker is gone" if is_loss else "workers come or leave")
         comes, signals.workers_come = signals.workers_come, False
         if comes and (mode is None or mode.steps_together):
             job_events.pauses_for_workers(self.engine)
@@ -456,7 +463,7 @@ class TorchState:
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.progress.account.shard_steps_missed += joined.shard_steps_missed
         engine.progress.account.rows_lost += joined.rows_lost
-        engine.progress.restarts += joined.is_restart and not self._ended
+        engine.progress.world_formed(joined.workers, joined.is_restart and not self._ended)
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             checkpoints.schedule.host_was_lost(
                 joined.load_s if joined.rows_restored else None,

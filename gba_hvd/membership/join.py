@@ -56,6 +56,7 @@ class JoinResult:
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
     decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
     leaders_apart: why the workers of several hosts could not be connected, if so
+    workers: all of this world, as (host, process)
     """
 
     job_id: str
@@ -81,6 +82,7 @@ class JoinResult:
     decision: RecoveryDecision | None = None
     rolled_back: RolledBack | None = None
     leaders_apart: str = ""
+    workers: frozenset[tuple[int, int]] = frozenset()
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
         """Samples lost with a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
@@ -126,8 +128,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         shard_transfer.refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
     if is_leader:
-        memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
+        # First, since a server that has left its mode is no writer: only one that may still write is killed.
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
+        memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
     checkpoints, beside = checkpoints_of(engine), 0
     if checkpoints is not None and not agreed.is_restart:  # a running job trains on without it, and its saves fail
         beside = bytes_per_row(checkpoints.callback.config.policy)
@@ -172,7 +175,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
         decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=carriers.apart,
+        workers=_workers(facts),
     )  # fmt: skip
+
+
+def _workers(facts: list[RankState]) -> frozenset[tuple[int, int]]:
+    return frozenset((f.host, f.pid) for f in facts)
 
 
 def _settings(engine: Engine) -> dict[str, object]:
@@ -296,7 +304,9 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
         enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
-    return JoinResult(session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number)
+    return JoinResult(
+        session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number, workers=_workers(facts)
+    )
 
 
 def _refuse_hosts_without_memory(

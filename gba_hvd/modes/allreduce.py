@@ -365,7 +365,8 @@ class AllreduceMode:
         times = agreed["micro_batch_s"], agreed["reading_s"]
         if (found := self._times.ended(engine.world.rank, seconds, n_samples, of_each, *times)) is not None:
             pids = {**engine.host.neighbours, engine.world.rank: os.getpid()}
-            engine.host.board.show_times({**found, "pids": pids})
+            board_facts = {"pids": pids, "workers": engine.world.size, "unix_s": time.time()}
+            engine.host.board.show_times({**found, **board_facts})
 
     def _non_finite(self, agreed: dict[str, list[float]]) -> NonFiniteGradient:
         progress, compression = self._engine.progress, self._engine.model.compression

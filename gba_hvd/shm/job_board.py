@@ -5,7 +5,8 @@ Two files in the job's folder, written by the host's leader, in every mode and w
     job.json   what the job is; replaced completely when a world has formed
     progress   where it stands; pages that are mapped, so a step costs one small copy and no call of the system.
                Its second half has, as JSON, what is known of the vocabularies of hashed tables; the next two
-               pages, as JSON too, where the time of allreduce steps goes; the last two the job's troubles
+               pages, as JSON too, where the time of allreduce steps goes, or why training stands still; the last two
+               the job's troubles
 
 They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
@@ -73,6 +74,7 @@ class Board:
         self.found_health: dict[str, Any] | None = _json_of(self._page[_HEALTH_AT:])
         if before is None:
             self.show(step, -1, 0, 0, 0, None, mode)
+        self._page[_TIMES_AT:_HEALTH_AT] = bytes(_HEALTH_AT - _TIMES_AT)  # of the world before
 
     def show(
         self,
@@ -100,8 +102,12 @@ class Board:
         self._show(found, _VOCABULARY_AT, _PAGE)
 
     def show_times(self, found: dict[str, Any]) -> None:
-        """What `StepTimes` has found."""
+        """What `StepTimes` has found, with "workers", of how many it is, and "unix_s"."""
         self._show(found, _TIMES_AT, _HEALTH_AT)
+
+    def show_pause(self, why: str) -> None:
+        """Training stands still until the next world has formed."""
+        self._show({"stands_still": why}, _TIMES_AT, _HEALTH_AT)
 
     def show_health(self, found: dict[str, Any]) -> bool:
         """What `JobHealth` has found. Whether there is room for it."""
@@ -140,6 +146,11 @@ def read(folder: Path) -> dict[str, Any] | None:
             for name, start, end in _OF_JSON:
                 if (found := _json_of(page[start:end])) is not None:
                     report[name] = found
+    times = report.pop("step_times", {})
+    if "stands_still" in times:
+        report["stands_still"] = times["stands_still"]
+    elif report.get("mode") == "allreduce" and times.get("workers") == notice.workers:
+        report["step_times"] = times  # else they are of another mode or of other workers
     return report
 
 

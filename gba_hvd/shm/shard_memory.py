@@ -486,14 +486,17 @@ class ShardMemory:
         self._writer[shards] = os.getpid()
 
     def release(self, shards: np.ndarray) -> None:
-        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
-        self._writer[shards] = _NO_PROCESS
+        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer.
+
+        Those that another process has claimed meanwhile stay its own.
+        """
+        self._writer[shards[self._writer[shards] == os.getpid()]] = _NO_PROCESS
 
     def end_old_writers(self, members: set[int]) -> None:
-        """End workers of this host that served shards and that the world has moved on without.
+        """End processes of this host that served shards, have not released them, and are no members of the new world.
 
         Such a worker is dead or stopped. Stopped, it would continue writing an old step when it is continued, under the
-        feet of its successor.
+        feet of its successor. Such a server may still be in its mode; one that has left it has released its shards.
         """
         for pid in set(self._writer[self._ready == _READY].tolist()) - members - {0}:
             if not is_alive(pid) or not self._maps_us(pid):

@@ -25,6 +25,7 @@ from gba_hvd.switching.idle_options import idle, idle_settings
 from gba_hvd.switching.measurements import (
     N_NEWEST,
     N_RECENT,
+    LostWorkers,
     RecentCost,
     RecentRate,
     RecentTimes,
@@ -177,6 +178,7 @@ class GBACallback(Callback):
         self._short_steps = ShortSteps()
         self._steps: deque[int] = deque(maxlen=N_NEWEST)  # of each reading
         self._looked_at = -1  # the step, in gba
+        self._lost, self.n_awaited = LostWorkers(), 0
         self._trained_s = 0.0  # in modes among which it decides
         self._exchange, self._wait = RecentCost(0.0), RecentCost(_FIRST_SERVE_S)
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
@@ -483,6 +485,10 @@ class GBACallback(Callback):
             gain,
         )
 
+    def workers_train(self, n: int, is_forming: bool, now_s: float) -> None:
+        """In gba, as of `LostWorkers.look`. On all workers: any may become the chief."""
+        self.n_awaited = self._lost.look(n, is_forming, now_s)
+
     @property
     def _batch_gain(self) -> float:
         """Seconds per micro-batch in a large batch, as a share of those of single ones; 1 while that is not known."""
@@ -543,7 +549,7 @@ class GBACallback(Callback):
             tuple(shared), n_micro, self._exchange.value(now_s), self._wait.value(now_s), sync_share=gain, draws=draws,
             achieved=None if achieved is None else achieved * (1 - stopped.steps), at_s=now_s,
             waits=self._single.waits(shared, gain) if current == "allreduce" else None,
-            stopped=stopped.workers, steps=steps,
+            stopped=stopped.workers, steps=steps, awaited=self.n_awaited,
         )  # fmt: skip
         if self._rules["staleness"] == "threshold":
             tolerance, by_values = self._rules["tolerance"], self.weighs_by_values
@@ -591,6 +597,7 @@ class GBACallback(Callback):
         entered, self._entered, self._has_switched = self._entered, None, True
         self._request, self._not_before, self._switched_at = None, 0, step
         self._forget_times()
+        self._lost, self.n_awaited = LostWorkers(), 0
         self._checked_rate, self._warned = mode if self._warned else "", ""
         if entered is not None and entered.mode == mode:
             self._stance = replace(entered, since_step=step)
@@ -639,6 +646,7 @@ class GBACallback(Callback):
         self._short_steps = ShortSteps()
         self._forget_times()
         self._stance = self._stance.with_other_workers()
+        self._request = self._entered = None  # decided by them
 
     def on_step(self, record: StepRecord) -> None:
         self.asked.step(record.step, record.mode)

@@ -19,6 +19,7 @@ N_RECENT = 32  # times that are kept: enough to compare two modes to a percent o
 N_NEWEST = 8  # of these, what a decision goes by: few enough to notice a slow worker within five of its steps
 FORGET_S = 3600.0  # what was measured in the other mode counts for so long: a cluster's load changes over hours
 ODD = 4.0
+REPLACED_S = 120.0  # without a worker that was lost: the launcher starts one after 2 to 16 s, which then imports
 _N_COSTS = 9
 
 
@@ -49,6 +50,22 @@ class PushReadings:
         if before_s.keys() == self._computed_s.keys() == counts.keys():
             self.done = tuple((counts[w] - before[w], self._computed_s[w] - before_s[w]) for _, w, *_ in newest)
         return seconds, sum(counts.values()) - sum(before.values()), True
+
+
+class LostWorkers:
+    """How many workers were lost and may be replaced: until as many train as before, or the wait for them is over."""
+
+    def __init__(self) -> None:
+        self._n_before, self._lost_s = 0, -math.inf
+        self._n_newest = 0
+
+    def look(self, n: int, is_forming: bool, now_s: float) -> int:
+        """n: workers that train. is_forming: the next world is, so that the launcher waits for its workers."""
+        if n < self._n_newest or is_forming:
+            self._lost_s = now_s
+        self._n_newest = n
+        self._n_before = n if now_s - self._lost_s > REPLACED_S else max(n, self._n_before)
+        return self._n_before - n
 
 
 class RecentTimes:

@@ -79,7 +79,8 @@ class Decision:
     allreduce, gba: micro-batches/s; of the mode that the job is in as achieved, where that is measured; else predicted
     kind:           of the reason: "switch", or "trial", a switch to find out how fast the other mode is; or why it
                     stays: "gain" (the other mode is not fast enough), "patience", "cost", "min_stay" or "warm_up" (it
-                    is, but not for long enough, it has cost too little so far, or it is too soon)
+                    is, but not for long enough, it has cost too little so far, or it is too soon), or "awaited" (lost
+                    workers may be replaced, for which gba does not stand still, as allreduce does)
     """
 
     mode: str
@@ -179,8 +180,14 @@ class Stance:
         return Stance(mode, step, spent_s=spent_s, allreduce=self.allreduce, gba=self.gba)
 
     def with_other_workers(self) -> Stance:
-        """After a change of membership: ratios are a guess from now on, which the next stay replaces."""
-        return replace(self, left=None, allreduce=Record(self.allreduce.ratio), gba=Record(self.gba.ratio))
+        """After a change of membership: ratios are a guess from now on, which the next stay replaces.
+
+        What was promised, and what the other mode would have done, was of the workers before.
+        """
+        return replace(
+            self, left=None, promised=0.0, in_favour=0, lost_s=0.0, n_lost=0,
+            allreduce=Record(self.allreduce.ratio), gba=Record(self.gba.ratio),
+        )  # fmt: skip
 
 
 def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[Decision, Stance]:
@@ -216,6 +223,10 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
         )  # fmt: skip
         return Decision(other, f"to {other}{why}", gain, rate["allreduce"], rate["gba"], kind), entered
 
+    if rates.awaited and here == "gba":
+        now = replace(now, in_favour=0, lost_s=0.0, n_lost=0)  # by the workers that are left
+        lost = "a lost worker" if rates.awaited == 1 else f"{rates.awaited} lost workers"
+        return stay("awaited", f"{lost} may come back, for which gba does not stand still")
     if not favours_other:
         if stayed >= options.min_stay and (cost_s := trial_cost_s(stance, step, rates, rate, options)) is not None:
             why = (

@@ -49,6 +49,7 @@ class Rates:
     stopped:           share of the time that each worker is stopped, as of `short_steps.Stopped`: part of t_w, and not
                        of draws. (): none is
     steps:             global steps for which one measurement stands
+    awaited:           workers that were lost lately and may still be replaced, in gba
     """
 
     seconds_per_micro: tuple[float, ...]
@@ -64,6 +65,7 @@ class Rates:
     waits: StepWaits | None = None
     stopped: tuple[float, ...] = ()
     steps: float = 1.0
+    awaited: int = 0
 
     def __post_init__(self) -> None:
         if not self.seconds_per_micro or not all(0 < t < math.inf for t in self.seconds_per_micro):

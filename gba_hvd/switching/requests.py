@@ -205,6 +205,9 @@ class ModeRequests(StepParticipant):
         if (order := self.operator_request()) is not None:  # given to this host's server, which does not coordinate
             servers.client.send(0, SwitchTo(*order, pin=True))
         self._note_what_needs_no_switch(servers)
+        if servers.position.newest:
+            is_forming = engine.forming.wait() is not None
+            callback.workers_train(len(servers.position.newest), is_forming, time.perf_counter())
         if engine.world.rank != 0:
             return
         step, position = engine.progress.step, servers.position

@@ -308,12 +308,13 @@ class RunHistory:
 
 
 def changes_of_workers(events: Iterable[Record]) -> int:
-    """How often the workers became others: worlds that formed again, and losses after which none had formed yet."""
+    """How often the workers became others: worlds of others, and losses after which none had formed yet."""
     n, is_open = 0, False
     for event in events:
         kind = event.get("event")
         if kind in ("membership", "started"):  # of a loss before it the new world is the change
-            n += kind == "membership" or is_open
+            is_same = bool(event.get("data", {}).get("same_workers"))
+            n += (kind == "membership" and not is_same) or (kind == "started" and is_open)
             is_open = False
         is_open = is_open or kind == "worker_lost"
     return n + is_open

@@ -148,7 +148,9 @@ class Passed:
 class Progress:
     """How far the training is. Between two steps it is the same on all workers in allreduce mode.
 
-    step: optimizer applications so far. account: of all samples. staleness, dense_ages (stored as `lags`): how often a
+    step: optimizer applications so far. restarts: worlds that formed after the first one; changes: those that had other
+    workers than the one before. workers: of the newest one, as (host, process); same_workers: the one before had the
+    same. account: of all samples. staleness, dense_ages (stored as `lags`): how often a
     gradient, or the dense values that it was computed with, were so many steps old, in asynchronous modes. gaps: by
     rank, as of `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals:
     there, ages by step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on
@@ -164,7 +166,9 @@ class Progress:
 
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
         self.loss_scale, self.hooks = loss_scale, hooks
-        self.step, self.restarts = 0, 0
+        self.step, self.restarts, self.changes = 0, 0, 0
+        self.workers: frozenset[tuple[int, int]] = frozenset()
+        self.same_workers = False
         self.cursor, self.account = Cursor(), SampleAccount()
         self.order: EpochOrder | None = None
         self.dataset: object = None
@@ -184,6 +188,11 @@ class Progress:
         self.launched_unix_s: float | None = None
         self.complete_before: list[int] = []
         self.n_reported = 0
+
+    def world_formed(self, workers: frozenset[tuple[int, int]], is_restart: bool) -> None:
+        self.same_workers, self.workers = workers == self.workers, workers
+        self.restarts += is_restart
+        self.changes += is_restart and not self.same_workers
 
     def source_names(self) -> Sequence[str]:
         """Of the files or shards that are trained; empty where the dataset does not name them."""
@@ -221,6 +230,7 @@ class Progress:
             "vocabularies": {table: list(one) for table, one in self.vocabularies.items()},
             "account": asdict(self.account),
             "restarts": self.restarts,
+            "changes": self.changes,
             "step_hooks": self.hooks.ran_until,
             "staleness": [[k, n] for k, n in self.staleness.items()],
             "lags": [[k, n] for k, n in self.dense_ages.items()],
@@ -232,8 +242,9 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Older ones lack `step_hooks`, `order`, `vocabularies`, `loss_scale`, `lags`, `gaps`, `traffic`."""
+        """Older ones lack `step_hooks`, `order`, `vocabularies`, `loss_scale`, `lags`, `gaps`, `traffic`, `changes`."""
         self.step, self.restarts = state["step"], state["restarts"]
+        self.changes = state.get("changes", self.restarts)
         self.cursor = Cursor(**state["cursor"])
         self.account = SampleAccount.of_state(state["account"], was_asynchronous=bool(state["staleness"]))
         self.epoch = None

@@ -43,6 +43,11 @@ class Pauses:
         self.over: list[Pause] = []
 
     @property
+    def cause(self) -> str | None:
+        """Why training stands still now, as far as is known."""
+        return None if self._open is None else self._open.cause
+
+    @property
     def total_s(self) -> float:
         """Of all that are over."""
         return sum(pause.seconds for pause in self.over)

@@ -489,6 +489,24 @@ def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
         assert isinstance(answer, Refused) and "comes too late" in answer.why
         assert host.everything() == before
         assert not (host.folder / "ps-0.session").exists()
+        server = host.pid()
+        host.memory.end_old_writers(members={os.getpid()})
+        assert is_alive(server) and host.pid() == server, "it writes nothing, and may be saving"
+    finally:
+        host.close()
+
+
+def test_a_server_in_a_mode_that_nobody_ended_is_killed_before_workers_write(tmp_path: Path) -> None:
+    """A host leader that died when it had removed the session, and had not asked the server."""
+    host = Host(tmp_path, job="unasked")
+    try:
+        host.peer().ask(*fuzz_server.enter(host.endpoints))
+        unasked = host.pid()
+        (host.folder / "ps-0.session").unlink()
+        leave_ps.retire_servers(host.job, host.key, host.folder, host.host)
+        assert is_alive(unasked)
+        host.memory.end_old_writers(members={os.getpid()})
+        assert not is_alive(unasked)
     finally:
         host.close()
 

@@ -998,11 +998,18 @@ LOST, FORMED = {"event": "worker_lost", "data": {"workers": 3}}, {"event": "memb
         ([LOST, FORMED, LOST], 2),
         ([LOST, LOST, FORMED], 1),
         ([LOST, {"event": "started", "data": {"workers": 3}}, FORMED], 2),
+        ([FORMED, told("membership", workers=2, same_workers=True), FORMED], 2),
+        ([LOST, told("membership", workers=3, same_workers=True)], 0),
     ],
 )
 def test_changes_of_workers_are_worlds_that_formed_and_losses_without_one(events: list[Record], n: int) -> None:
     facts = {fact.name: fact.value for fact in what_went_wrong(history_of(*events))}
     assert facts.get("changes of workers") == (str(n) if n else None)
+
+
+def test_servers_that_died_and_were_started_again_are_counted() -> None:
+    facts = {fact.name: fact.value for fact in what_went_wrong(history_of(told("server_restarted"), told("switch")))}
+    assert facts["other failures"] == "server restarted x 1"
 
 
 def test_pauses_are_a_fact_with_what_they_were_for() -> None:

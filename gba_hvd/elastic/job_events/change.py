@@ -22,7 +22,10 @@ def of_a_change(engine: Engine, joined: JoinResult, before: int | None, residual
         "rows_lost": joined.rows_lost,
         "rows_restored": joined.rows_restored,
     }
-    yield Event("membership", step, f"{place_of(engine, joined)}{was}; resuming at step {step}", facts)
+    same: dict[str, Any] = {}
+    if engine.progress.same_workers:
+        was, same = ", the same as before", {"same_workers": True}
+    yield Event("membership", step, f"{place_of(engine, joined)}{was}; resuming at step {step}", facts | same)
     if joined.shard_steps_missed and joined.rolled_back is None:
         text = _step_in_part(step, joined.shard_steps_missed, engine.model.tables.layout.n_shards)
         yield Event("shard_steps_missed", step, text, facts, level="warning")

@@ -38,7 +38,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         word = f"by {_interruption(str(error))}"
     facts = {
         **account,
-        "restarts": engine.progress.restarts,
+        "restarts": engine.progress.changes,
         "refused": engine.progress.refused,
         "reissued": engine.progress.reissued,
         "lasted_s": max(0.0, time.time() - (engine.progress.launched_unix_s or time.time())),

@@ -151,6 +151,10 @@ class Partition:
         memory.claim(part.shards)
         return part, len(torn)
 
+    def release(self) -> None:
+        """This server writes its shards no more; the workers, which wait for its answer, do not write them yet."""
+        self._memory.release(self.shards)
+
     @property
     def most_bytes(self) -> int:
         """That the row gradients of one push may take, opened: as much as those that come as they are."""

@@ -124,6 +124,7 @@ class ActiveMode:
             part.idle, part.mirrors = True, None
             # Before the workers write shards: a successor must leave them alone.
             self._records.save_session(part.enter, idle=True)
+            part.release()  # last: the workers kill a writer that is none of them
         return Exported(step, position), (values, state)
 
     def abandon(self, generation: int) -> None:

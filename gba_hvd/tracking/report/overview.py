@@ -42,7 +42,9 @@ _MORE = {
     "dense learning rate": ("dense.lr", "dense_lr", "lr", "learning_rate"), "global batch": ("global_batch",),
     "micro-batch": ("micro_batch",), "mode": ("mode",), "seed": ("seed",),
 }  # fmt: skip
-_OTHER_FAILURES = ("checkpoint_failed", "refused", "shard_steps_missed", "residual_lost", "switch_failed")
+_OTHER_FAILURES = (
+    "checkpoint_failed", "refused", "shard_steps_missed", "residual_lost", "switch_failed", "server_restarted",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

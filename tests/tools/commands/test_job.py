@@ -330,6 +330,20 @@ def test_a_step_that_takes_many_times_as_long_is_shown() -> None:
     assert dict(step_time_facts(STEPPING, 1047.0))["last step"].startswith("47 s ago: ")
 
 
+def test_times_of_steps_that_were_made_long_ago_are_not_shown() -> None:
+    dated = {**STEPPING, "step_times": {**STEPPING["step_times"], "unix_s": 999.0}}
+    assert step_time_facts(dated, 1001.0) == step_time_facts(STEPPING, 1001.0)
+    assert [word for word, _ in step_time_facts(dated, 1047.0)] == ["last step"]
+    assert job.workers(dated) == []
+
+
+def test_that_training_stands_still_is_shown_with_the_cause() -> None:
+    report = {**STEPPING, "step_times": None, "stands_still": "a worker is gone"}
+    assert step_time_facts(report, 1012.0) == [
+        ("stands still", "a worker is gone, and a new world of workers forms; the last step was 12 s ago")
+    ]
+
+
 def test_times_of_steps_in_allreduce_are_not_shown_in_another_mode() -> None:
     assert step_time_facts({**STEPPING, "mode": "gba"}, 1047.0) == []
 

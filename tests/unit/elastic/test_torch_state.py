@@ -32,7 +32,10 @@ from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.client import ServerLost, ServerRefused
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.switching import leave_ps
 from gba_hvd.switching.requests import ModeRequests, switching_of
+from gba_hvd.training.job_state import Progress
+from gba_hvd.training.step_hooks import StepHooks
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
@@ -1017,6 +1020,7 @@ def test_hosts_that_come_or_go_interrupt_between_two_steps(training: Any, clicks
         *("job", "started", "step 1", "step 2", "job", "membership"), "training_continues", "step 3"
     ]  # fmt: skip
     assert job.optimizer.engine.progress.restarts == 1
+    assert job.optimizer.engine.progress.changes == 0, "it has the same worker"
     whole.epoch(dataset)
     for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
@@ -1038,6 +1042,31 @@ def test_a_world_met_beside_an_asynchronous_mode_is_reported_before_the_next_one
     state.late_joiners.report()  # as within the next asynchronous mode
     assert state.world is not met
     assert diary.received.count("job") == 3
+
+
+def test_servers_are_asked_to_leave_a_mode_before_old_writers_are_killed(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+    monkeypatch.setattr(leave_ps, "retire_servers", lambda *job: order.append("asked"))
+    monkeypatch.setattr(ShardMemory, "end_old_writers", lambda memory, members: order.append("killed"))
+    training(epoch=0).state.sync()
+    assert order == ["asked", "killed"]
+
+
+def test_changes_of_workers_are_worlds_of_other_workers() -> None:
+    progress, both = Progress(None, StepHooks()), frozenset({(1, 10), (1, 11)})
+    progress.world_formed(both, is_restart=False)
+    for workers in ({(1, 10)}, {(1, 10), (1, 12)}, {(1, 10), (1, 12)}):
+        progress.world_formed(frozenset(workers), is_restart=True)
+    assert (progress.restarts, progress.changes, progress.same_workers) == (3, 2, True)
+    successor = Progress(None, StepHooks())
+    successor.load_state_dict(progress.state_dict())
+    assert successor.changes == 2
+    state = progress.state_dict()
+    del state["changes"]
+    successor.load_state_dict(state)
+    assert successor.changes == 3
 
 
 def test_reset_callbacks_run_after_a_change(training: Any) -> None:

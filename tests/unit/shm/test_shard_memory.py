@@ -600,6 +600,16 @@ def test_a_process_that_only_has_the_number_of_a_dead_writer_is_left_alone(open_
     assert bystander.returncode == 0
 
 
+def test_a_process_releases_the_shards_that_no_other_has_claimed(open_memory: Open) -> None:
+    """A server that was stopped while workers continued without it."""
+    memory = open_memory()
+    shards = np.array([0, 1])
+    memory.claim(shards)
+    memory._writer[1] = os.getppid()
+    memory.release(shards)
+    assert memory._writer[shards].tolist() == [shard_memory._NO_PROCESS, os.getppid()]
+
+
 def test_what_a_dead_job_left_is_cleared_and_what_somebody_lives_in_is_not(open_memory: Open, tmp_path: Path) -> None:
     memory = open_memory(grace_s=60.0)
     remove_orphaned_memory(tmp_path, "job")

@@ -16,6 +16,7 @@ import torch
 import gba_hvd
 from gba_hvd import BadInput, GBACallback
 from gba_hvd.callbacks import Event
+from gba_hvd.comm.world_formation import Forming
 from gba_hvd.mode_names import BY_NAME, RECORDS, SERVER_MODES
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
@@ -711,6 +712,27 @@ def test_a_switch_that_does_not_pay_is_undone_and_remembered_through_a_restart()
     assert successor.last.allreduce == pytest.approx(6 / 0.36), "times of those that left are gone"
 
 
+@pytest.mark.slow
+def test_gba_stays_while_the_launcher_replaces_a_lost_worker() -> None:
+    callback = GBACallback(trial_budget=0.0)
+    for step in range(1, 100):
+        callback.measured_allreduce(step, [0.05, 0.3], 1.0, 6)
+    request = callback.mode_request(99, "allreduce")
+    assert request is not None and request[0] == "gba"
+    callback.switched("gba", 100)
+    callback.workers_train(2, False, 0.0)
+    in_gba(callback, [0.05, 0.3], 20, 101, per_step_s=0.3)
+    callback.workers_train(1, True, 20.0)
+    callback.members_changed()
+    in_gba(callback, [0.05], 60, 121, per_step_s=0.5)
+    assert callback.mode_request(180, "gba") is None
+    assert callback.last is not None and callback.last.kind == "awaited"
+    callback.workers_train(1, False, 1000.0)  # it did not come
+    in_gba(callback, [0.05], 60, 181, per_step_s=0.5)
+    request = callback.mode_request(240, "gba")
+    assert request is not None and request[0] == "allreduce" and "promised" not in request[1]
+
+
 def test_rates_over_all_steps_since_a_switch_are_worked_out_only_while_they_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -747,6 +769,7 @@ class GbaChief:
         engine: Any = SimpleNamespace(
             world=SimpleNamespace(rank=0, size=2), progress=self.progress, elp=12, emit=lambda event: None,
             model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
+            forming=Forming(),
         )  # fmt: skip
         self.engine, self.requests = engine, requests.ModeRequests(engine, self.callback)
         self.requests.mode_entered()

@@ -8,6 +8,8 @@ import pytest
 from gba_hvd.switching.measurements import (
     FORGET_S,
     N_RECENT,
+    REPLACED_S,
+    LostWorkers,
     PushReadings,
     RecentCost,
     RecentRate,
@@ -137,3 +139,13 @@ def test_counts_of_another_server_or_of_other_workers_are_not_compared() -> None
     assert not readings.members_changed
     assert readings.take([(0, 7, 2, 0.1), (1, 9, 4, 0.1)]) == ([0.0, 0.0], 0, False)
     assert readings.members_changed
+
+
+def test_a_lost_worker_is_awaited_until_it_is_back_or_the_wait_is_over() -> None:
+    lost = LostWorkers()
+    assert [lost.look(n, False, float(now_s)) for now_s, n in enumerate((2, 2, 1, 1, 2, 2))] == [0, 0, 1, 1, 0, 0]
+    assert lost.look(1, False, 10.0) == 1
+    assert lost.look(1, False, 10.0 + REPLACED_S) == 1
+    assert lost.look(1, True, 11.0 + REPLACED_S) == 1, "the launcher waits for the workers of a world"
+    assert lost.look(1, False, 12.0 + 2 * REPLACED_S) == 0
+    assert lost.look(2, True, 13.0 + 2 * REPLACED_S) == 0, "one more than before is none that was lost"

@@ -316,6 +316,24 @@ def test_with_other_workers_ratios_are_a_guess() -> None:
     assert stance.left is None and stance.gba.at_s is None and stance.gba.ratio < 1
 
 
+def test_a_promise_made_with_other_workers_is_not_broken() -> None:
+    entered = Stance("gba", 100, in_favour=4, lost_s=3.0, n_lost=9, promised=2.38)
+    alone = replace(EVEN, seconds_per_micro=(0.1,), shares=(8,), serve_s=0.015, achieved=8.7)
+    (first, *_, left), _ = run(entered.with_other_workers(), [alone] * 60, Options(), first=130)
+    assert first.kind == "patience" and "for 1 of 5 steps" in first.reason
+    assert left.mode == "gba" or "promised" not in left.reason
+
+
+def test_gba_is_not_left_and_no_mode_is_tried_while_a_lost_worker_may_come_back() -> None:
+    alone = replace(EVEN, seconds_per_micro=(0.1,), shares=(8,), serve_s=0.015, achieved=8.7, awaited=1, at_s=9e4)
+    decisions, stance = run(Stance("gba", 100), [alone] * 60, Options(), first=130)
+    assert {(d.mode, d.kind) for d in decisions} == {("gba", "awaited")}
+    assert decisions[0].reason == "stay in gba: a lost worker may come back, for which gba does not stand still"
+    decisions, _ = run(stance, [replace(alone, awaited=0)] * 60, Options(), first=190)
+    assert decisions[0].kind == "patience", "what was counted before was not of these workers"
+    assert any(d.mode == "allreduce" for d in decisions)
+
+
 def test_a_stance_is_stored_and_one_of_an_older_version_is_read() -> None:
     stance = learned(entered_gba(), 120, in_gba(0.9), Options())
     assert Stance.load(asdict(stance)) == stance

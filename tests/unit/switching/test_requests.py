@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gba_hvd import Event, GBACallback
+from gba_hvd.comm.world_formation import Forming
 from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.messages import JobPosition, SwitchTo
 from gba_hvd.switching import requests
@@ -17,15 +18,15 @@ from gba_hvd.training.step_hooks import StepHooks
 
 
 class Chief:
-    def __init__(self, callback: GBACallback) -> None:
+    def __init__(self, callback: GBACallback, rank: int = 0) -> None:
         self.events, self.sent = list[Event](), list[SwitchTo]()
         self.progress = Progress(None, StepHooks())
         engine: Any = SimpleNamespace(
-            world=SimpleNamespace(rank=0, size=2), progress=self.progress, elp=12, emit=self.events.append,
+            world=SimpleNamespace(rank=rank, size=2), progress=self.progress, elp=12, emit=self.events.append,
             model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
-            host=SimpleNamespace(server=None),
+            host=SimpleNamespace(server=None), forming=Forming(),
         )  # fmt: skip
-        self.participant = requests.ModeRequests(engine, callback)
+        self.engine, self.participant = engine, requests.ModeRequests(engine, callback)
         self.participant.mode_entered()
 
     def micro_batch(self, step: int, **position: Any) -> None:
@@ -84,3 +85,24 @@ def test_servers_that_are_not_up_at_a_later_try_are_the_newest_obstacle() -> Non
     agreed[MODE_NUMBERS["gba"]] = agreed[requests._NOT_READY] = 1.0
     chief.participant.after_commit(agreed)
     assert (callback.asked.obstacle, chief.participant.waiting) == (SERVERS_NOT_UP, ["mode gba"])
+
+
+@pytest.mark.parametrize(("rank", "is_forming", "now_s"), [(0, False, 30.0), (0, True, 500.0), (1, False, 30.0)])
+def test_every_worker_knows_in_gba_of_one_that_was_lost(
+    monkeypatch: pytest.MonkeyPatch, rank: int, is_forming: bool, now_s: float
+) -> None:
+    """Any may become the chief."""
+    callback, clock_s = GBACallback(), [0.0]
+    monkeypatch.setattr(requests.time, "perf_counter", lambda: clock_s[0])
+    chief = Chief(callback, rank)
+    both = [(0, 7, 3, 0.1), (1, 9, 3, 0.3)]
+    chief.micro_batch(5, newest=both)
+    clock_s[0] = 20.0
+    chief.micro_batch(6, newest=both[:1])
+    if is_forming:
+        chief.engine.forming.begin()
+    clock_s[0] = now_s
+    chief.micro_batch(7, newest=both[:1])
+    assert callback.n_awaited == 1
+    chief.micro_batch(8, newest=both)
+    assert callback.n_awaited == 0
