@@ -55,24 +55,18 @@ class Group:
     def __init__(self, name: str, world: World, ranks: Sequence[int], connections: Any) -> None:
         """name: of its sums, for what is logged of a long wait; connections: a ProcessGroupGloo of these ranks"""
         self._name, self._world, self._ranks, self._connections = name, world, ranks, connections
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._buffer = torch.empty(0)
         self._sent = torch.empty(0)
-        self._work: Any = None  # the operation that was begun, and not waited for yet
 
-    def begin_sum(self, values: Tensor) -> None:
-        """Begin a sum over the ranks of the group, which `end_sum` has, before another operation. [n], n > 0."""
-        key = len(values), values.dtype
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(values)
-        buffer = self._buffers[key].copy_(values)  # a sum that failed may still be written to
+    def sum_(self, values: Tensor) -> None:
+        """Sum over the ranks of the group, in place. values: [n], n > 0, on the CPU."""
+        if self._buffer.shape != values.shape or self._buffer.dtype != values.dtype:
+            self._buffer = torch.empty_like(values)
+        self._buffer.copy_(values)  # a sum that failed may still be written to
         options = AllreduceOptions()
         options.timeout = _UNLIMITED
-        self._begin(lambda connections: connections.allreduce([buffer], options))
-
-    def end_sum(self, values: Tensor) -> None:
-        """Wait for the sum that was begun, and write it to `values`."""
-        self._end(self._name)
-        values.copy_(self._buffers[len(values), values.dtype])
+        self._wait(self._name, lambda connections: connections.allreduce([self._buffer], options))
+        values.copy_(self._buffer)
 
     def alltoall(
         self, name: str, words: np.ndarray, splits: np.ndarray, expected: np.ndarray | None = None
@@ -94,34 +88,19 @@ class Group:
 
     def close(self) -> None:
         """Close the connections. May be called twice, not while an operation is waited for."""
-        if self._work is not None:
-            self._keep_open(self._work)
-        self._connections = self._work = None
+        self._connections = None
 
     def _wait(self, name: str, begin: Callable[[Any], Any]) -> None:
-        self._begin(begin)
-        self._end(name)
-
-    def _begin(self, begin: Callable[[Any], Any]) -> None:
         """begin: begins the operation with the connections it is called with; it keeps none"""
         if self._connections is None:
             raise worker_lost("this worker has left the group")
-        assert self._work is None, "an operation of this group was begun and not waited for"
+        work = None
         try:
-            self._work = begin(self._connections)
-        except BaseException:
-            self._keep_open(None)
-            self.close()
-            raise
-
-    def _end(self, name: str) -> None:
-        if self._connections is None:
-            raise worker_lost("this worker has left the group")
-        work, self._work = self._work, None
-        try:
+            work = begin(self._connections)
             self._world.wait_until(name, work.is_completed, partial(_doze, work), self._ranks)
         except BaseException:
-            self._keep_open(work)
+            if work is None or not work.is_completed():  # to free the connections would wait for it
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
             work = None  # the traceback would keep the connections open
             self.close()
             raise
@@ -131,11 +110,6 @@ class Group:
             work = None
             self.close()
             raise worker_lost(f"a worker is gone: {_first_sentence(error)}") from None
-
-    def _keep_open(self, work: Any) -> None:
-        """For good, where the operation has not ended: to free the connections would wait for it."""
-        if work is None or not work.is_completed():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connections))
 
 
 def _doze(work: Any, most_s: float) -> None:

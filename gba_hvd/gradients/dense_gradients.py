@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,30 +67,6 @@ class DenseGradients:
     def sizes(self) -> list[int]:
         """Numbers in each parameter."""
         return [p.numel() for p in self._parameters]
-
-    @property
-    def second_half(self) -> tuple[int, int]:
-        """The number of its first parameter, and where that is in `flat`: as near to the middle as may be."""
-        ends = [0, *itertools.accumulate(self.sizes)]
-        first = min(range(len(ends)), key=lambda number: abs(2 * ends[number] - self.n))
-        return first, ends[first]
-
-    def add_up_second_half(self, weight: float, out: Tensor) -> None:
-        """out = that half of `total` + weight * the micro-batch's gradients, wherever they are, rounded as below.
-
-        out: [numbers in it]
-        """
-        first, start = self.second_half
-        at = start
-        for p in self._parameters[first:]:
-            here = self.total[at : at + p.numel()]
-            there = out[at - start : at - start + p.numel()]
-            if p.grad is None:
-                there.copy_(here)
-            else:
-                grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).reshape(-1)
-                torch.add(here, grad if weight == 1.0 else grad * weight, out=there)
-            at += p.numel()
 
     def resize_extra(self, n_extra: int) -> None:
         """Let another number of values travel with the gradients; `total` is empty afterwards."""

@@ -17,7 +17,6 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none, worker_lost
 from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
-from gba_hvd.gradients.early_sum import open_early_sum
 from gba_hvd.membership import full_recovery, shard_transfer
 from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
 from gba_hvd.membership.full_recovery import RolledBack
@@ -155,10 +154,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         engine.mode.close()
     engine.traffic.mode = AllreduceMode.name
     model = engine.model
-    early_sum = open_early_sum(model.dense, carriers.host_sum) if model.compression is None else None
     exchange = AllreduceExchange(
         world, members, placement, model.tables, carriers.outboxes, model.row_average, model.compression,
-        model.row_coder, engine.traffic, carriers.host_sum, carriers.workers, early_sum,
+        model.row_coder, engine.traffic, carriers.host_sum, carriers.workers,
     )  # fmt: skip
     engine.mode = AllreduceMode(engine, exchange)
     if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):

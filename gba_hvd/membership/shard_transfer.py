@@ -209,12 +209,11 @@ def open_carriers(
 
 
 def _connect(world: World, leaders: Sequence[int]) -> tuple[Group | None, Group]:
-    """The group of the hosts' leaders, and that of all workers. A collective. Raises NotConnected, on all.
-
-    Two also where these are the same workers: the leaders may sum while rows are exchanged, and which
-    of them began first differs from worker to worker.
-    """
+    """The group of the hosts' leaders, and that of all workers. A collective. Raises NotConnected, on all."""
     of_leaders = form_group("commit", world, leaders)
+    if len(leaders) == world.size:
+        assert of_leaders is not None
+        return of_leaders, of_leaders
     try:
         workers = form_group("rows", world, range(world.size))
     except NotConnected:

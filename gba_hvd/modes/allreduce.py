@@ -102,10 +102,7 @@ class AllreduceMode:
                     self.exchange.pull(epoch.keys(loaded), bags=epoch.bags(loaded))
             for micros, batch in zip(share, read, strict=True):
                 n_samples = sum(cut.samples_of_micro(index) for index in micros)
-                is_last = micros == share[-1]
-                engine.begin_micro_batch(micros[0], n_samples, is_last, n_micro=len(micros))
-                if is_last:
-                    self.exchange.expect_last(n_samples / engine.model.micro_batch)
+                engine.begin_micro_batch(micros[0], n_samples, is_last=micros == share[-1], n_micro=len(micros))
                 yield batch
                 engine.check_stepped()
             if not share:
@@ -233,7 +230,6 @@ class AllreduceMode:
         self._engine.forget_micro_batch()
         model.dense.clear_total_()
         model.tables.drop_gradients()
-        self.exchange.expect_no_last()
         self.exchange.await_rows(progress.step)
 
     def _close_step(self) -> None:

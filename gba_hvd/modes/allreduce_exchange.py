@@ -9,8 +9,7 @@ One step, on every rank:
                be clipped, each rank then measures what it holds: the squares travel with the commit, so its result has
                the norm, and all ranks find the same factor
     4. commit  one sum of the dense gradients: through memory on a host, and among the leaders of several hosts
-               (`shm.host_sum`); half of it may begin during backward (`gradients.early_sum`), which decides nothing.
-               It ends only when every rank has entered it, so a rank with its result knows that
+               (`shm.host_sum`). It ends only when every rank has entered it, so a rank with its result knows that
                every rank holds its row gradients: from here on the step is decided. Compressed dense gradients go round
                just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
@@ -22,7 +21,6 @@ as soon as it learns that the step was decided, and with which factor (`elastic`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -61,14 +59,12 @@ from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import GbaError
 from gba_hvd.gradients import clipping
 from gba_hvd.gradients.dense_gradients import AllSum, DenseGradients
-from gba_hvd.gradients.early_sum import EarlySum, worker_gone_is_lost
 from gba_hvd.modes.whole_rows import WholeRows
-from gba_hvd.shm.host_sum import HostSum
+from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
 
-log = logging.getLogger("gba_hvd")
 _LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that returned to this host
 Part = tuple[RowGrad | DeviceRowGrad, float]  # of a step's gradient, and its weight
 
@@ -99,7 +95,7 @@ class AllreduceExchange:
     not own, the world, the tables' memory and the dense gradients.
 
     host_sum, workers: owned as well; without them Horovod sums the dense gradients of several hosts, and carries rows
-    between these. early_sum: owned, too; a part of the sum that begins during backward
+    between these
     """
 
     def __init__(
@@ -115,13 +111,11 @@ class AllreduceExchange:
         traffic: Traffic | None = None,
         host_sum: HostSum | None = None,
         workers: Group | None = None,
-        early_sum: EarlySum | None = None,
     ) -> None:
         assert tables.memory is not None
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self.members, self.placement = members, placement
         self._dense_exchange, self._traffic, self._host_sum = dense_exchange, traffic or Traffic(), host_sum
-        self._early_sum = early_sum
         self._workers, self._alltoall = workers, world.alltoall if workers is None else workers.alltoall
         self._server = placement.rank
         self._by_contributors = row_average != "global"
@@ -221,16 +215,6 @@ class AllreduceExchange:
             else:
                 self._whole_rows.pull(keys, exchange.alltoall, returns=True)
 
-    def expect_last(self, weight: float) -> None:
-        """The micro-batch that is handed out is this worker's last of the step. weight: of its gradient in the sum."""
-        if self._early_sum is not None:
-            self._early_sum.expect(weight)
-
-    def expect_no_last(self) -> None:
-        """A step begins."""
-        if self._early_sum is not None:
-            self._early_sum.forget()
-
     def exchange(self, step: int, parts: Sequence[Sequence[Part]], scale: float, lr: float, n_skipped: int = 0) -> None:
         """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes.
 
@@ -324,28 +308,17 @@ class AllreduceExchange:
             return
         if self._world.size == 1:
             return
-        if self._early_sum is None:
-            dense.sum_(self._over_all.sum_)
-        elif not self._early_sum.sum_(self._over_all.sum_, fields["changed_late"], fields["n_bad"]):
-            self._sum_late()
+        dense.sum_(self._over_all.sum_)
         itemsize = dense.total.element_size()
         self._traffic.both("dense", self._over_all.sent(itemsize * dense.n))
         self._traffic.both("header", self._over_all.sent(itemsize * len(dense.extra)))
 
-    def _sum_late(self) -> None:
-        if self._early_sum is not None:
-            self._early_sum.close()
-            self._early_sum = None
-        if self._world.rank == 0:
-            log.info(
-                "gradients change between backward and optimizer.step() (several calls of backward for a micro-batch, "
-                "or p.grad is clipped), so their sum over the hosts begins when a step is complete, not during backward"
-            )
-
     def _sum_in_memory_(self, values: Tensor) -> None:
         assert self._host_sum is not None
-        with worker_gone_is_lost():
+        try:
             self._host_sum.sum_(values)
+        except WorkerGone as error:
+            raise worker_lost(str(error)) from error
 
     def apply_held(self, factor: float = 1.0) -> None:
         """Apply the held row gradients to the shards this rank serves. factor: what they are multiplied by."""
@@ -426,8 +399,6 @@ class AllreduceExchange:
         """Let go of the outboxes. May be called twice."""
         if self._host_sum is not None:
             self._host_sum.close()
-        if self._early_sum is not None:
-            self._early_sum.close()
         self._leave_workers()
         for outbox in self._outboxes.values():
             outbox.close()

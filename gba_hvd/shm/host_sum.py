@@ -6,7 +6,7 @@ adds them up in the order of the ranks: so all have the same bits, and a sum is 
 What is decided, and when. A sum is decided when the last worker has posted; the workers' memory says so, and outlives
 them. So no survivor of a crash misses the result of a sum that another one has: it finds all vectors, and adds them
 up itself. A vector is written over two sums later, see `shm.outbox`: by a worker that has the sum in between, for
-which all have posted after they had read. That holds where a worker computes something else between `begin` and `end`.
+which all have posted after they had read.
 
     a worker dies                        the others
     before its vector is complete        see that it is gone, and that the sum will never be there: `WorkerGone`
@@ -35,8 +35,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -74,27 +73,14 @@ class HostSum:
         Every worker returns after all have called it, on several hosts if n > 0. Raises WorkerGone where some worker
         never will; after that, and after any other exception, this worker has left.
         """
-        self.begin(values)
-        self.end(values)
-
-    def begin(self, values: Tensor, waits: bool = True) -> None:
-        """Begin a sum, which `end` ends before another one begins; until then the values must not change.
-
-        waits: a leader for its neighbours; else `advance`, called now and then, continues when they have come
-        """
-        self._refuse_left()
+        if self._outboxes[self._rank].has_left:
+            raise WorkerGone(f"rank {self._rank}, this worker, left the world when a sum failed")
         self._n += 1
-        with self._leaving():
-            self._begin(values, waits)
-
-    def advance(self) -> None:
-        """See `begin`."""
-
-    def end(self, values: Tensor) -> None:
-        """Write the sum that was begun here."""
-        self._refuse_left()
-        with self._leaving():
-            self._end(values)
+        try:
+            self._exchange(values)
+        except BaseException:  # the others would wait for the sum that this worker takes for the next one
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """This worker makes no more sums; it wakes those that wait for it."""
@@ -106,28 +92,13 @@ class HostSum:
         for outbox in self._outboxes.values():
             outbox.close()
 
-    def _begin(self, values: Tensor, waits: bool) -> None:
+    def _exchange(self, values: Tensor) -> None:
         self._post(values)
-
-    def _end(self, values: Tensor) -> None:
         self._await(self._outboxes)
         parts = self._posted(self._outboxes, values)
         torch.add(parts[0], parts[1], out=values)
         for part in parts[2:]:
             values.add_(part)
-
-    def _refuse_left(self) -> None:
-        if self._outboxes[self._rank].has_left:
-            raise WorkerGone(f"rank {self._rank}, this worker, left the world when a sum failed")
-
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """After an exception the others would wait for the sum that this worker takes for the next one."""
-        try:
-            yield
-        except BaseException:
-            self.leave()
-            raise
 
     def _post(self, values: Tensor) -> None:
         mine = values.numpy()
@@ -182,11 +153,8 @@ class HostSum:
 class Leaders(Protocol):
     """What connects the leaders of all hosts."""
 
-    def begin_sum(self, values: Tensor) -> None:
-        """Begin a sum over the leaders, of [n]."""
-
-    def end_sum(self, values: Tensor) -> None:
-        """Wait for it, and write it here."""
+    def sum_(self, values: Tensor) -> None:
+        """Sum over the leaders, in place."""
 
     def close(self) -> None:
         """This one makes no more sums. May be called twice."""
@@ -203,49 +171,24 @@ class SumThroughLeaders(HostSum):
         assert (leaders is not None) == (rank == self._leader)
         if leaders is None:
             self._awaited = "it posted the sum of all hosts' gradients"
-        self._own: Tensor | None = None  # a leader's, until all neighbours have posted theirs
-
-    def _begin(self, values: Tensor, waits: bool) -> None:
-        if self._leaders is None:
-            self._post(values)
-            return
-        self._own = values
-        if waits:
-            self._await(self._neighbours)
-        self._advance()
-
-    def advance(self) -> None:
-        if self._own is not None:
-            with self._leaving():
-                self._advance()
-
-    def _end(self, values: Tensor) -> None:
-        if self._leaders is None:
-            self._await([self._leader])
-            values.copy_(self._posted([self._leader], values)[0])
-            return
-        self._await(self._neighbours)
-        self._advance()
-        self._leaders.end_sum(values)
-        if self._neighbours:
-            self._post(values)  # there is room: `Outbox.create`
-
-    def _advance(self) -> None:
-        if self._own is None or not all(self._outboxes[rank].wait_posted(self._n, 0.0) for rank in self._neighbours):
-            return
-        assert self._leaders is not None
-        own, self._own = self._own, None
-        parts = self._posted(self._neighbours, own)
-        if parts:
-            own = own + parts[0]
-        for part in parts[1:]:
-            own.add_(part)
-        self._leaders.begin_sum(own)
 
     def leave(self) -> None:
         super().leave()
         if self._leaders is not None:
             self._leaders.close()
+
+    def _exchange(self, values: Tensor) -> None:
+        if self._leaders is None:
+            self._post(values)
+            self._await([self._leader])
+            values.copy_(self._posted([self._leader], values)[0])
+            return
+        self._await(self._neighbours)
+        for part in self._posted(self._neighbours, values):
+            values.add_(part)
+        self._leaders.sum_(values)
+        if self._neighbours:
+            self._post(values)  # there is room: `Outbox.create`
 
     def _report(self, missing: list[int], waited_s: float) -> None:
         if self._leaders is not None:

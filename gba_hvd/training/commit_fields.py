@@ -3,7 +3,7 @@
 They stand behind the dense gradients in one tensor, `DenseGradients.total`, and are summed with them. The layout is
 made once for each world:
 
-    step            those of `STEP`, one number each
+    step            the eight of `STEP`, one number each
     participants    fields of the participants in the commit: requests of modes, checkpoints, bytes on the wires
     micro_batch_s   a number for each worker: its seconds per micro-batch
     reading_s       the same: its seconds of waiting for batches in the step
@@ -24,10 +24,7 @@ from gba_hvd.gradients.dense_gradients import DenseGradients
 if TYPE_CHECKING:
     from gba_hvd.ps.worker.worker import PsWorker
 
-STEP = (
-    "samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro", "rates", "row_squares", "rows_trained",
-    "changed_late",
-)  # fmt: skip
+STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro", "rates", "row_squares", "rows_trained")
 
 
 class StepParticipant(ABC):

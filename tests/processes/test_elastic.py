@@ -143,16 +143,6 @@ def test_a_worker_killed_after_the_commit_of_two_hosts_costs_its_shards_that_ste
         assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of the four shards of its host
 
 
-@pytest.mark.parametrize(("point", "rank"), [("half has begun", 0), ("half has begun", 3), ("before the late half", 2)])
-def test_a_worker_killed_while_half_of_the_sum_is_under_way_changes_no_parameter(
-    reference: dict[str, np.ndarray], tmp_path: Path, point: str, rank: int
-) -> None:
-    """In backward: a leader, a neighbour; and after it, before the commit."""
-    with cluster(tmp_path, faults=[fault(point, rank=rank)], own_memory_per_name=True) as job:
-        job.run(lambda: job.start_elastic(TWO, slots=2, max_np=4))
-        assert_the_step_was_computed_again(job, reference)
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_leader_killed_before_the_leaders_have_summed_changes_no_parameter(
     reference: dict[str, np.ndarray], tmp_path: Path, rank: int

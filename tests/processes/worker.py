@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,8 +64,6 @@ from gba_hvd.elastic import torch_state  # noqa: E402
 from gba_hvd.elastic.training_state import TrainingState  # noqa: E402
 from gba_hvd.elastic.worker_saves import WorkerSaves  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
-from gba_hvd.gradients import early_sum as early_sum_module  # noqa: E402
-from gba_hvd.gradients.early_sum import EarlySum  # noqa: E402
 from gba_hvd.membership import full_recovery, shard_transfer  # noqa: E402
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange  # noqa: E402
 from gba_hvd.modes.parameter_server import ParameterServerMode  # noqa: E402
@@ -74,7 +71,7 @@ from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
 from gba_hvd.reading import slow_reads  # noqa: E402
-from gba_hvd.shm.host_sum import HostSum, SumThroughLeaders  # noqa: E402
+from gba_hvd.shm.host_sum import HostSum  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
 from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
 from gba_hvd.switching import enter_ps  # noqa: E402
@@ -184,28 +181,10 @@ def hosts_updated() -> Exception:
 
 torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
-around(HostSum, "_await", lambda _: leaders.commit and die("posted", state.step + 1), None)
-leaders = SimpleNamespace(commit=True)  # in their next sum
-_early_sum = EarlySum.sum_
-
-
-def early_sum(self: EarlySum, add_up: Any, *fields: Any) -> bool:
-    def commits(values: torch.Tensor) -> None:
-        leaders.commit = True
-        add_up(values)
-        leaders.commit = False
-
-    die("before the late half", state.step + 1)
-    return _early_sum(self, commits, *fields)
-
-
-EarlySum.sum_ = early_sum  # type: ignore[method-assign]
-early_sum_module.LEAST_BYTES = 0
-around(EarlySum, "__init__", lambda _: setattr(leaders, "commit", False), None)
-around(EarlySum, "close", None, lambda _: setattr(leaders, "commit", True))
-around(Group, "begin_sum", lambda _: leaders.commit and die("leaders sum", state.step + 1), None)
-around(Group, "end_sum", None, lambda _: leaders.commit and die("leaders have summed", state.step + 1))
-around(SumThroughLeaders, "begin", None, lambda _: not leaders.commit and die("half has begun", state.step + 1))
+around(HostSum, "_await", lambda _: die("posted", state.step + 1), None)
+around(
+    Group, "sum_", lambda _: die("leaders sum", state.step + 1), lambda _: die("leaders have summed", state.step + 1)
+)
 _wait_in_group = Group._wait
 
 

@@ -49,11 +49,6 @@ def meet(world: ThreadWorld) -> None:
     world.gather("meet", np.zeros(1, dtype=np.int64))
 
 
-def sum_(group: Group, values: torch.Tensor) -> None:
-    group.begin_sum(values)
-    group.end_sum(values)
-
-
 def vector(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(rank), dtype=dtype)
 
@@ -69,7 +64,7 @@ def test_the_ranks_of_a_group_sum_and_all_have_the_same_bits(dtype: torch.dtype)
         found = []
         for size in sizes:
             values = vector(world.rank, size, dtype)
-            sum_(group, values)
+            group.sum_(values)
             found.append(values)
         group.close()
         return found
@@ -183,17 +178,17 @@ def test_a_worker_that_leaves_ends_the_sum_of_all_others() -> None:
         group = form_group("commit", world, range(world.size))
         assert group is not None
         values = torch.ones(1000)
-        sum_(group, values)
+        group.sum_(values)
         assert torch.equal(values, torch.full((1000,), 5.0))
         meet(world)
         if world.rank == 0:
             group.close()
             return
         with pytest.raises(LOST, match=r"a worker is gone: [A-Z].* by peer") as caught:
-            sum_(group, values)
+            group.sum_(values)
         kept.append(caught)
         with pytest.raises(LOST, match="has left the group"):
-            sum_(group, values)
+            group.sum_(values)
 
     assert on_all(5, work) == [None] * 5 and len(kept) == 4
 
@@ -241,8 +236,7 @@ def work(rank):
         world.wait_until = wait_until
         values = torch.ones(100_000)
         try:
-            group.begin_sum(values)
-            group.end_sum(values)
+            group.sum_(values)
         except Broken:
             group.close()
             print("broken", values.sum().item())
@@ -260,15 +254,6 @@ del kept[:]
 def test_a_sum_that_is_given_up_changes_nothing_and_keeps_no_process_from_its_end() -> None:
     """The other worker is there, and never comes."""
     done = subprocess.run([sys.executable, "-c", HANGS], check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert (done.returncode, done.stdout) == (0, "broken 100000.0\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_a_sum_that_was_only_begun_keeps_no_process_from_its_end() -> None:
-    script = HANGS.replace("group.end_sum(values)", "raise Broken")
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
     assert (done.returncode, done.stdout) == (0, "broken 100000.0\n"), done.stderr
 
 
@@ -322,7 +307,7 @@ def test_what_a_group_opened_is_closed_with_it() -> None:
     def work(world: ThreadWorld) -> None:
         group = form_group("commit", world, range(world.size))
         assert group is not None
-        sum_(group, torch.ones(3))
+        group.sum_(torch.ones(3))
         meet(world)
         group.close()
 
