@@ -46,12 +46,11 @@ def _remedy(rows: Sequence[Mapping[str, Any]], name: str, is_list: bool, may_ign
     values = [value for row in rows for value in _items(row.get(name)) if isinstance(value, (dict, list))]
     paths = list(dict.fromkeys(path for value in values for path in _paths(value, ())))
     if not paths:
-        return "the object is empty" + "; leave it out with --ignore" * may_ignore
+        what = "its lists are empty" if is_list else "the object is empty"
+        return what + "; leave it out with --ignore" * may_ignore
     inner = f"{_of((name,))}[]?" if is_list else _of((name,))
-    made = ", ".join(
-        f"{_key('_'.join(map(str, (name, *path))))}: {'[' + inner + _of(path) + ']' if is_list else inner + _of(path)}"
-        for path in paths[:_MOST]
-    )
+    taken = {path: f"[{inner} | .{_of(path).lstrip('.')}?]" if is_list else inner + _of(path) for path in paths[:_MOST]}
+    made = ", ".join(f"{_key('_'.join(map(str, (name, *path))))}: {value}" for path, value in taken.items())
     program = shlex.quote(f". + {{{made}}} | del({_of((name,))})")
     several = f" (the first {_MOST} of {len(paths)} keys)" if len(paths) > _MOST else ""
     return f"flatten it, for instance jq -c {program}{several}" + ", or leave it out with --ignore" * may_ignore

@@ -111,8 +111,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if source is not None:
         return _join_asynchronous(engine, world, facts, source)
     agreed = agree(facts)
-    if mine.has_state and (requests := engine.participant(ModeRequests)) is not None:
-        requests.refused_elsewhere({rank: f.refused for rank, f in enumerate(facts) if f.refused})
+    if (requests := engine.participant(ModeRequests)) is not None:
+        refused = {rank: f.refused for rank, f in enumerate(facts) if f.refused}
+        requests.refused_elsewhere(refused, is_new=not mine.has_state)
     _catch_up(engine, world, mine, agreed)
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -205,7 +206,9 @@ def _is_of_json(kind: Any) -> bool:
     """Whether values of a type of pyarrow are written to JSON without a change."""
     from pyarrow import types
 
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_struct(kind):
+    if types.is_dictionary(kind):
+        return _is_of_json(kind.value_type)
+    if types.is_nested(kind) and not (types.is_map(kind) or types.is_union(kind)):
         return all(_is_of_json(kind.field(i).type) for i in range(kind.num_fields))
     plain = (
         types.is_null,
@@ -214,6 +217,7 @@ def _is_of_json(kind: Any) -> bool:
         types.is_floating,
         types.is_string,
         types.is_large_string,
+        types.is_string_view,
     )
     return any(is_one(kind) for is_one in plain)
 
@@ -232,6 +236,24 @@ def _warn_of_numbers(part: Samples, hashed: Sequence[str]) -> None:
             )  # fmt: skip
 
 
+def _as_json(value: Any) -> Any:
+    """Numbers that JSON has not, NaN and infinite ones, are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_as_json(one) for one in value]
+    return {name: _as_json(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _shortest(column: Any) -> Any:
+    """float32 as the float64 that is written with as few digits."""
+    import pyarrow
+
+    if not pyarrow.types.is_float32(column.type):
+        return column
+    return column.cast(pyarrow.string()).cast(pyarrow.float64())
+
+
 class _JsonLines:
     """Writes tables as pyarrow's writers do: an object a row."""
 
@@ -239,7 +261,9 @@ class _JsonLines:
         self._file = path.open("w", encoding="utf-8")
 
     def write_table(self, table: Any) -> None:
-        self._file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in table.to_pylist())
+        short = table.from_arrays([_shortest(column) for column in table.columns], names=table.column_names)
+        lines = (json.dumps(_as_json(row), ensure_ascii=False, allow_nan=False) for row in short.to_pylist())
+        self._file.writelines(f"{line}\n" for line in lines)
 
     def close(self) -> None:
         self._file.close()

@@ -76,10 +76,16 @@ class ModeRequests(StepParticipant):
         """This worker has left a mode whose servers cannot train in it."""
         self._pause(mode, why, only_here=True)
 
-    def refused_elsewhere(self, refused: Mapping[int, int]) -> None:
-        """When a world forms: the refusal of any worker pauses the mode on all. refused: by rank, as `self.refused`."""
+    def refused_elsewhere(self, refused: Mapping[int, int], is_new: bool = False) -> None:
+        """When a world forms: the refusal of any worker pauses the mode on all.
+
+        refused: by rank, as `self.refused`. is_new: this worker comes late; the others have paused the mode before
+        """
         if refused and not self.refused:
             rank, mode = next(iter(refused.items()))
+            if is_new:
+                self.refused = mode
+                return
             why = f"servers refused a worker, which is rank {rank} now: its log says why"
             self._pause(MODES[mode], why, only_here=False)
 

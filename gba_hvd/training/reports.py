@@ -362,8 +362,8 @@ class Reports:
                 f"mode {mode!r}, {'; '.join(found)}. Servers follow numbers and tuples of numbers, and under a rule "
                 "that takes over the optimizer's momentum (dana_zero, dana_slim, dana_dc, delayed_nesterov) the lr "
                 "alone; they have all else as it was when the mode began. It is followed in allreduce mode, and taken "
-                "over when a mode begins: stay in allreduce mode, train with another rule, or, where a scheduler moves "
-                "momentum as well, leave that to lr alone, as OneCycleLR(cycle_momentum=False) does"
+                "over when a mode begins: stay in allreduce mode, train with another rule, or use a scheduler that "
+                "moves lr alone, such as OneCycleLR(cycle_momentum=False)"
             )
             self.once(Event("dense_settings_not_followed", self._progress.step, text, {"mode": mode}, level="warning"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recovery.errors import BadInput
+from recovery.errors import BadInput, StoreError
 from recovery.redaction import redacted
 from recovery.registry import Registry
 from recovery.storage.fsspec_store import PACKAGES, FsspecStore
@@ -63,7 +63,11 @@ def refuse_inside(url: str | Path, **how: Any) -> None:
         outer = "/".join(parts[:i])
         if part not in ("manifests", "blobs", "claims", "probes") or outer.endswith(":/") or not outer:
             continue
-        if manifest_names(open_store(outer, **how)):
+        try:
+            is_location = bool(manifest_names(open_store(outer, **how)))
+        except StoreError:  # one whose lists may not be read is not where this job's checkpoints go
+            continue
+        if is_location:
             raise BadInput(
                 f"{redacted(str(url))} is within the location of the checkpoints at {redacted(outer)}: give "
                 f"{redacted(outer)} to continue from those, or another location, outside of it"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from gba_hvd_tools.cli import main
 
 from gba_hvd.data import Categorical, ClickLog, Numeric, Recipe, SplitFiles, json_lines, prepare
+from gba_hvd.data.nested_json import nested_columns
 from gba_hvd.errors import BadInput
 
 Write = Callable[[str, str | bytes], Path]
@@ -168,7 +171,7 @@ def test_a_list_of_objects_becomes_a_list_for_each_key_of_which_not_all_are_show
     refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--multi=seen")
     assert (
         "column 'seen' is a list of objects on line 1: flatten it, for instance "
-        "jq -c '. + {seen_id: [.seen[]?.id], seen_price: [.seen[]?.price]} | del(.seen)'"
+        "jq -c '. + {seen_id: [.seen[]? | .id?], seen_price: [.seen[]? | .price?]} | del(.seen)'"
     ) in refused
     refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--categorical=many")
     assert "many_k11: .many.k11} | del(.many)' (the first 12 of 14 keys)" in refused
@@ -177,8 +180,8 @@ def test_a_list_of_objects_becomes_a_list_for_each_key_of_which_not_all_are_show
 @pytest.mark.parametrize(
     ("history", "program"),
     [
-        ([{"item": "9", "t": 17}], ". + {hist_item: [.hist[]?.item], hist_t: [.hist[]?.t]} | del(.hist)"),
-        ([["9", 17], ["8"]], ". + {hist_0: [.hist[]?[0]], hist_1: [.hist[]?[1]]} | del(.hist)"),
+        ([{"item": "9", "t": 17}], ". + {hist_item: [.hist[]? | .item?], hist_t: [.hist[]? | .t?]} | del(.hist)"),
+        ([["9", 17], ["8"]], ". + {hist_0: [.hist[]? | .[0]?], hist_1: [.hist[]? | .[1]?]} | del(.hist)"),
     ],
 )
 def test_a_history_of_pairs_gets_its_program_where_the_first_ones_are_empty(
@@ -189,6 +192,17 @@ def test_a_history_of_pairs_gets_its_program_where_the_first_ones_are_empty(
     refused = error_of(capsys, tmp_path / "out", log, "--label=click", "--multi=hist")
     what = "a list of objects" if isinstance(history[0], dict) else "a list of lists"
     assert f"column 'hist' is {what} on line 3: flatten it, for instance jq -c '{program}'" in refused
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize("history", [[1, [2]], [{"item": 1}, [1, 2]], [["9", 17], ["8"]]])
+def test_the_program_of_a_history_runs_on_it(history: Any) -> None:
+    (text,) = nested_columns([{"hist": history}]).values()
+    program = text.partition("jq -c '")[2].partition("'")[0]
+    line = json.dumps({"hist": history})
+    run = subprocess.run(["jq", "-c", program], check=False, input=line, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert all(isinstance(made, list) and made for made in json.loads(run.stdout).values())
 
 
 def test_values_in_errors_are_as_they_are_written() -> None:

@@ -149,6 +149,10 @@ def test_scores_as_json_lines_are_those_of_parquet(
     ]
     assert predicted(folder, source) == 0
     assert np.array_equal(np.float32([row["score"] for row in found]), pd.read_parquet(folder / "out.parquet")["score"])
+    kinds = {"small": pd.array([0.1] * N, "float32"), "cat": pd.Categorical(["x"] * N), "far": [np.inf] * N}
+    pd.DataFrame(lines).assign(**kinds).to_parquet(folder / "in.parquet")
+    assert predicted(folder, folder / "in.parquet", "--keep", *kinds, "--out", folder / "kinds.jsonl") == 0
+    assert '"small": 0.1, "cat": "x", "far": null' in (folder / "kinds.jsonl").read_text().splitlines()[0]
     pd.DataFrame(lines).assign(at=pd.Timestamp("2024-01-01")).to_parquet(folder / "in.parquet")
     assert predicted(folder, folder / "in.parquet", "--keep", "at", "--out", folder / "other.jsonl") == 1
     assert "column 'at' has timestamp[" in (said := capsys.readouterr().err)

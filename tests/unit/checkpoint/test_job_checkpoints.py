@@ -120,6 +120,12 @@ def test_a_location_within_the_folders_of_another_one_is_refused(tmp_path: Path,
         _ = JobCheckpoints(cast(Any, None), CheckpointCallback(other, policy="delta")).store
 
 
+def test_a_location_whose_outer_folder_cannot_be_listed_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "manifests").touch()
+    _ = JobCheckpoints(cast(Any, None), CheckpointCallback(f"{tmp_path}/claims/ck", policy="delta")).store
+
+
 class Place:
     """Jobs that save to one place, one after the other. Every row of a job's checkpoint has a value of its own."""
 

@@ -984,6 +984,10 @@ def test_a_mode_whose_servers_refused_another_worker_is_tried_again_later_by_all
     assert callback.asked.obstacle == why
     requests.mode_entered()
     assert requests.refused == 0
+    n_events, until = len(events), callback.paused_until
+    requests.refused_elsewhere({0: MODE_NUMBERS["gba"]}, is_new=True)  # a worker that came after it
+    requests.refused_elsewhere({0: MODE_NUMBERS["gba"]})
+    assert (requests.refused, len(events), callback.paused_until) == (MODE_NUMBERS["gba"], n_events, until)
 
 
 @pytest.mark.parametrize(("change", "comes"), [(1, False), (2, True), (3, True)], ids=["removed", "added", "both"])
