@@ -48,7 +48,7 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
-from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies
+from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies, with_digests
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
@@ -260,8 +260,8 @@ def _run(
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
         agree_on(engine.world, "epoch", facts, engine.progress.source_names)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
-    refuse_other_vocabularies(progress.vocabularies, dataset)
-    progress.vocabularies |= vocabularies
+    engine.reports.not_compared(refuse_other_vocabularies(progress.vocabularies, dataset))
+    progress.vocabularies = with_digests(progress.vocabularies, vocabularies)
     engine.model.tables.trained_vocabularies = progress.vocabularies
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))

@@ -62,7 +62,7 @@ def open_reader(
     take = reads(dataset, settings.collate_fn)
     if not len(dataset):
         raise BadInput("the dataset has no samples")
-    refuse_other_vocabularies(engine.progress.vocabularies, dataset)
+    engine.reports.not_compared(refuse_other_vocabularies(engine.progress.vocabularies, dataset))
     with contextlib.ExitStack() as stack:
         readers = Readers(dataset, take, settings, _rows, _seed, stack)
         yield SampleReader(take, len(dataset), size, keys, readers.ahead(readers.take), settings.depth)

@@ -26,7 +26,7 @@ from gba_hvd.data.doubtful_values import TextsReadAs
 from gba_hvd.data.encoding import Encoder, Encoders, IdentityEncoder, Scaler, VocabularyEncoder, encoder_of
 from gba_hvd.data.list_columns import is_list, one_array
 from gba_hvd.data.raw_rows import RawRows
-from gba_hvd.data.recipe import Categorical, Recipe, Vocabulary, require_columns
+from gba_hvd.data.recipe import Categorical, Hashed, Recipe, Vocabulary, require_columns
 from gba_hvd.data.store import DatasetLayout, DatasetPart, read_manifest
 from gba_hvd.data.vocabulary_files import VocabularyDigests, read_vocabulary, vocabulary_digest
 from gba_hvd.errors import BadInput
@@ -287,8 +287,20 @@ class RowEncoder:
 
 def _columns_of(recipe: Recipe) -> dict[str, str]:
     """In words, what each becomes: not how it is read."""
-    ids = {c.name: f"{c.encoding} in table {c.of_table!r}" + ", lists" * c.multi_valued for c in recipe.categorical}
+    ids = {
+        c.name: f"{_encoding_of(c)} in table {c.of_table!r}" + ", lists" * c.multi_valued for c in recipe.categorical
+    }
     return ids | {n.name: str(n) for n in recipe.numeric}
+
+
+def _encoding_of(field: Categorical) -> str:
+    encoding = field.encoding
+    if isinstance(encoding, Vocabulary):
+        return f"Vocabulary (--min-count {encoding.min_count})"
+    if isinstance(encoding, Hashed):
+        return f"Hashed (--hash {field.of_table}={encoding.rows})"
+    offset = f":{encoding.offset}" if encoding.offset else ""
+    return f"Identity (--identity {field.of_table}={encoding.rows}{offset})"
 
 
 def _fitted(number: Mapping[str, Any]) -> dict[str, Any]:

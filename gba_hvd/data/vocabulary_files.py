@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -44,41 +44,23 @@ def vocabulary_digest(values: pa.Array) -> str:
 class VocabularyDigests:
     """Of the tables with a vocabulary. See `reading.trained_vocabularies.Vocabularies`.
 
-    name: of what has them. values: of a table, large_string [n]. known: digests by table; None: not known yet
+    name: of what has them. values: of a table, large_string [n]. digests: by table, with the number of values
     """
 
-    def __init__(
-        self, name: str, values: Callable[[str], pa.Array], known: Mapping[str, tuple[int, str] | None]
-    ) -> None:
-        self.name, self._values, self._known = name, values, dict(known)
+    def __init__(self, name: str, values: Callable[[str], pa.Array], digests: Mapping[str, tuple[int, str]]) -> None:
+        self.name, self._values, self.digests = name, values, digests
 
     @classmethod
     def of_store(cls, folder: Path, manifest: Mapping[str, Any]) -> VocabularyDigests:
-        """Those of its manifest. One of an earlier version has none: the vocabularies are read when they are needed."""
-        fields = [f for f in manifest["fields"] if f.get("encoding", {}).get("kind") == "vocabulary"]
-        rows = {f.get("table", f["name"]): f["rows"] for f in fields}
-        digests = {f.get("table", f["name"]): f["vocabulary"] for f in fields if "vocabulary" in f}
-        known = {table: (n - 1, digests[table]) if table in digests else None for table, n in rows.items()}
+        """Those of its manifest, which is the same on all hosts. One of an earlier version has none."""
+        rows = {f.get("table", f["name"]): f["rows"] for f in manifest["fields"]}
+        digests = {f.get("table", f["name"]): f["vocabulary"] for f in manifest["fields"] if "vocabulary" in f}
+        known = {table: (rows[table] - 1, digest) for table, digest in digests.items()}
         return cls(str(folder), partial(_read, folder, rows), known)
-
-    @cached_property
-    def digests(self) -> Mapping[str, tuple[int, str]]:
-        """By table, the number of values and their digest. A vocabulary whose file is gone has none."""
-        found = {}
-        for table, known in self._known.items():
-            try:
-                found[table] = known or self._computed(table)
-            except BadInput:  # training needs no vocabulary
-                continue
-        return found
 
     def digest_of(self, table: str, n_values: int) -> str:
         """Of the first values of a table."""
         return vocabulary_digest(self._values(table)[:n_values])
-
-    def _computed(self, table: str) -> tuple[int, str]:
-        values = self._values(table)
-        return len(values), vocabulary_digest(values)
 
 
 def _read(folder: Path, rows: Mapping[str, int], table: str) -> pa.Array:

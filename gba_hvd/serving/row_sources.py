@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
+from gba_hvd.reading.trained_vocabularies import Trained, of_state
 from gba_hvd.serving.manifest import Initial
 from gba_hvd.shm.layout import Group, table_seed
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -121,12 +122,10 @@ def step_of_rows(tables: Sequence[EmbeddingTables]) -> int:
     return int(max(memory.steps_of(shard)[0] for memory in memories for shard in memory.ready()))
 
 
-def trained_vocabularies(opened: OpenCheckpoint) -> Mapping[str, tuple[int, str]]:
-    """As the training state of a job has them (`reading.trained_vocabularies.Digests`); one of an earlier version has
-    none."""
+def trained_vocabularies(opened: OpenCheckpoint) -> Trained:
+    """Those in the training state of a job; one of an earlier version has none."""
     state = state_codec.decode(opened.state() or state_codec.encode({}))
-    found = state.get("snapshot", state).get("position", {}).get("vocabularies", {})
-    return {table: (n, digest) for table, (n, digest) in found.items()}
+    return of_state(state.get("snapshot", state).get("position", {}).get("vocabularies", {}))
 
 
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:

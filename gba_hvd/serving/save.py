@@ -237,9 +237,10 @@ def export_model(
 
 
 def described_vocabularies(saved: SavedModel) -> str:
-    of, note = "its training data", ""
-    if not saved.encoder_is_trained:
-        of, note = saved.encoder, "; that the model was trained with it is not checked"
+    of = "its training data" if saved.encoder_is_trained else saved.encoder
+    if not saved.vocabulary_values:
+        return f"the model has the encoder of {of}, without vocabularies. Requests hold raw values"
+    note = "" if saved.encoder_is_trained else "; that the model was trained with it is not checked"
     return (
         f"the model has the encoder of {of}: {saved.vocabulary_values:,} values of vocabularies, "
         f"{saved.vocabulary_bytes:,} bytes{note}. Requests hold raw values"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
-from gba_hvd.reading.trained_vocabularies import other_vocabulary
+from gba_hvd.reading.trained_vocabularies import not_compared, other_vocabulary
 from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import StoredEncoder
 from gba_hvd.serving.stored_bytes import get_verified, put_file
@@ -51,7 +51,7 @@ def opened_encoder(encoder: RowEncoder | str | Path) -> RowEncoder:
 
 def encoder_to_store(
     given: RowEncoder | str | Path, spec: inputs.Spec | None, example: Mapping[str, Any] | None,
-    tables: Sequence[EmbeddingTables], trained: Mapping[str, tuple[int, str]],
+    tables: Sequence[EmbeddingTables], trained: Mapping[str, Mapping[int, str]],
 ) -> EncoderToStore:  # fmt: skip
     """Raises BadInput where rows of the encoder do not become the model's input.
 
@@ -78,8 +78,9 @@ def encoder_to_store(
             f"encoder: its fields ({', '.join(encoder.encoded(raw))}) are not those of the model's input. Arguments of "
             f"forward() and keys need the names of the fields. {error}"
         ) from error
-    of_encoder = encoder.vocabulary_digests.digests
-    return EncoderToStore(encoder, raw, bool(of_encoder) and of_encoder.keys() <= trained.keys())
+    of_encoder = encoder.vocabulary_digests
+    is_known = bool(of_encoder.digests) and of_encoder.digests.keys() <= trained.keys()
+    return EncoderToStore(encoder, raw, is_known and not not_compared(trained, of_encoder))
 
 
 def check_sizes(encoder: RowEncoder, tables: Sequence[EmbeddingTables]) -> None:
@@ -139,7 +140,7 @@ def read_encoder(
         return one_array(pyarrow.ipc.open_file(pyarrow.py_buffer(data)).read_all()["value"])
 
     try:
-        encoder = RowEncoder.of(facts, vocabulary)
+        encoder = RowEncoder.of(facts, vocabulary, f"the model at {store.url}")
     except (KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
         raise Damaged(f"{store.url}: the encoder of raw values, {stored.file.name}, makes no sense: {error}") from error
     check_sizes(encoder, tables)

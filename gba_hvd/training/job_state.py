@@ -15,7 +15,7 @@ from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.reading.datasets import source_names
-from gba_hvd.reading.trained_vocabularies import Digests
+from gba_hvd.reading.trained_vocabularies import Trained, of_state, to_state
 from gba_hvd.shm import memory_limit
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.left_epoch import LeftEpochs
@@ -172,7 +172,7 @@ class Progress:
         self.cursor, self.account = Cursor(), SampleAccount()
         self.order: EpochOrder | None = None
         self.dataset: object = None
-        self.vocabularies: Digests = {}
+        self.vocabularies: Trained = {}
         self.staleness: dict[int, int] = {}
         self.dense_ages: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
@@ -227,7 +227,7 @@ class Progress:
             "step": self.step,
             "cursor": asdict(self.cursor),
             "order": None if self.order is None else asdict(self.order),
-            "vocabularies": {table: list(one) for table, one in self.vocabularies.items()},
+            "vocabularies": to_state(self.vocabularies),
             "account": asdict(self.account),
             "restarts": self.restarts,
             "changes": self.changes,
@@ -251,7 +251,7 @@ class Progress:
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
-        self.vocabularies = {table: (n, digest) for table, (n, digest) in state.get("vocabularies", {}).items()}
+        self.vocabularies = of_state(state.get("vocabularies", {}))
         self.staleness = {k: n for k, n in state["staleness"]}
         self.dense_ages = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}

@@ -186,6 +186,11 @@ class Reports:
             event = Event("device_rows", self._progress.step, decision.text, level=level)
             self.emit(event, only_here=not decision.by_device)
 
+    def not_compared(self, words: str) -> None:
+        """words: of `reading.trained_vocabularies.not_compared`; empty: there is nothing to report."""
+        if words:
+            self.once(Event("vocabulary_not_compared", self._progress.step, words, level="warning"))
+
     def vocabularies(self, now: bool = False) -> None:
         """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table.
 

@@ -13,10 +13,17 @@ import pyarrow as pa
 import pytest
 
 import gba_hvd
-from gba_hvd.data import Categorical, ClickLog, Recipe, RowEncoder, SplitFiles, prepare
-from gba_hvd.data.vocabulary_files import VocabularyDigests, vocabulary_path
+from gba_hvd.data import Categorical, ClickLog, Hashed, Recipe, RowEncoder, SplitFiles, Vocabulary, prepare
+from gba_hvd.data.vocabulary_files import VocabularyDigests, vocabulary_digest, vocabulary_path
 from gba_hvd.errors import BadInput, StateMismatch
-from gba_hvd.reading.trained_vocabularies import digests_of, other_vocabulary
+from gba_hvd.reading.trained_vocabularies import (
+    digests_of,
+    not_compared,
+    of_state,
+    other_vocabulary,
+    to_state,
+    with_digests,
+)
 from recovery import state_codec
 
 RECIPE = Recipe("csv", "label", (Categorical("user"), Categorical("item")))
@@ -75,7 +82,7 @@ def test_a_store_with_other_ids_is_refused_at_a_resume_and_evaluates_nothing(
         job.epoch(other)
     with pytest.raises(StateMismatch, match=words):
         gba_hvd.evaluate(job.model, other, job.state)
-    assert job.state.engine.progress.vocabularies != digests_of(other)
+    assert job.state.engine.progress.vocabularies != with_digests({}, digests_of(other))
 
 
 @pytest.mark.slow
@@ -111,29 +118,89 @@ def test_a_store_with_the_same_values_is_the_same_one(stored: Stored) -> None:
     assert digests_of(object()) == {}
 
 
-def test_a_vocabulary_with_more_values_at_its_end_is_the_same_one() -> None:
-    def digests(*values: str) -> VocabularyDigests:
-        found = {"user": pa.array(values, pa.large_string())}
-        return VocabularyDigests("it", found.__getitem__, {"user": None})
+def digests(*values: str) -> VocabularyDigests:
+    found = pa.array(values, pa.large_string())
+    return VocabularyDigests("it", {"user": found}.__getitem__, {"user": (len(found), vocabulary_digest(found))})
 
-    trained = digests("a", "b").digests
+
+def test_a_vocabulary_with_more_values_at_its_end_is_the_same_one() -> None:
+    trained = with_digests({}, digests("a", "b").digests)
     assert not other_vocabulary(trained, digests("a", "b", "c"))
-    for other in (digests("b", "a", "c"), digests("b", "a"), digests("a"), digests("ab", "")):
+    for other in (digests("b", "a", "c"), digests("b", "a"), digests("ab", "")):
         assert "table 'user': expected the vocabulary that was trained, 2 values" in other_vocabulary(trained, other)
-    assert not other_vocabulary({"item": (2, "1234")}, digests("b"))
+    assert not other_vocabulary(with_digests({}, {"item": (2, "1234")}), digests("b"))
+
+
+def test_each_size_of_a_vocabulary_that_grew_is_known() -> None:
+    first, grown = digests("a", "b"), digests("a", "b", "c", "d")
+    trained = with_digests(with_digests({}, first.digests), grown.digests)
+    assert trained == of_state(to_state(trained)) and not other_vocabulary(trained, first)
+    assert not not_compared(trained, first) and not not_compared(trained, grown)
+    assert "2 values with digest" in other_vocabulary(trained, digests("b", "a"))
+    assert "2 values with digest" in other_vocabulary(trained, digests("b", "a", "c"))
+    assert "4 values with digest" in other_vocabulary(trained, digests("a", "b", "d", "c"))
+
+
+def test_fewer_values_than_any_that_were_trained_cannot_be_compared() -> None:
+    trained = with_digests({}, digests("a", "b").digests)
+    assert not other_vocabulary(trained, digests("a"))
+    assert "table 'user': it has 1 values in its vocabulary, fewer than the 2" in not_compared(trained, digests("a"))
+    assert not not_compared({}, digests("a"))
+
+
+def test_the_newest_digests_of_a_table_are_kept_and_the_stored_form_of_one_is_read() -> None:
+    trained = of_state({"user": [40, "old"], "item": [2, "1234"]})
+    assert trained == {"user": {40: "old"}, "item": {2: "1234"}}
+    for n in range(50, 100):
+        trained = with_digests(trained, {"user": (n, "new")})
+    assert list(trained["user"]) == list(range(68, 100)) and trained["item"] == {2: "1234"}
 
 
 @pytest.mark.slow
-def test_a_store_of_an_earlier_version_has_its_digests_computed(stored: Stored) -> None:
+def test_the_first_store_is_trained_and_evaluated_after_one_that_grew(training: Any, stored: Stored) -> None:
+    first, grown = stored("first", "abcd"), stored("grown", "aaabbbcccddde")
+    assert first.vocabulary_digests and grown.vocabulary_digests
+    assert grown.vocabulary_digests.digest_of("user", 4) == digests_of(first)["user"][1]
+    job = embedded(training(epoch=0, global_batch=4, micro_batch=2))
+    for epoch, log in enumerate((first, grown, first)):
+        job.state.epoch = epoch
+        job.epoch(log)
+    gba_hvd.evaluate(job.model, first, job.state)
+    assert "vocabulary_not_compared" not in job.state.engine.reports._reported
+
+
+@pytest.mark.slow
+def test_a_smaller_store_is_evaluated_with_a_warning_that_it_is_not_compared(training: Any, stored: Stored) -> None:
+    job = embedded(training(epoch=0, global_batch=4, micro_batch=2))
+    job.epoch(stored("first", "abcd"))
+    gba_hvd.evaluate(job.model, stored("smaller", "abc"), job.state)
+    assert "vocabulary_not_compared" in job.state.engine.reports._reported
+
+
+@pytest.mark.slow
+def test_a_log_without_its_digests_is_not_compared(training: Any, stored: Stored) -> None:
+    job = embedded(training(epoch=0, global_batch=4, micro_batch=2))
+    job.epoch(stored("first", "abcd"))
+    other, job.state.epoch = stored("second", "wxyz"), 1
+    with pytest.raises(StateMismatch, match=r"`log\.vocabulary_digests = None`"):
+        job.epoch(other)
+    other.vocabulary_digests = None
+    job.epoch(other)
+    gba_hvd.evaluate(job.model, other, job.state)
+    assert job.state.samples.applied == 16
+
+
+@pytest.mark.slow
+def test_vocabularies_of_a_store_of_an_earlier_version_are_read_only_by_an_encoder(stored: Stored) -> None:
     log = stored("first", "abcd")
     folder = Path(log.description["path"])
     manifest = json.loads((folder / "dataset.json").read_text())
     stored_ones = {field["name"]: (field["rows"] - 1, field.pop("vocabulary")) for field in manifest["fields"]}
-    assert digests_of(log) == stored_ones
+    assert digests_of(pickle.loads(pickle.dumps(log))) == digests_of(log) == stored_ones
     (folder / "dataset.json").write_text(json.dumps(manifest))
-    assert digests_of(ClickLog.open(folder)) == digests_of(log) == digests_of(RowEncoder.open(folder))
+    assert digests_of(RowEncoder.open(folder)) == stored_ones
     vocabulary_path(folder, "user").unlink()
-    assert digests_of(pickle.loads(pickle.dumps(ClickLog.open(folder)))) == {"item": digests_of(log)["item"]}
+    assert digests_of(ClickLog.open(folder)) == {}
 
 
 @pytest.mark.slow
@@ -162,3 +229,11 @@ def test_a_store_that_is_to_be_like_another_has_its_columns(
     stored("first", "abcd")
     with pytest.raises(BadInput, match=words):
         stored("second", "abcd", like="first", recipe=Recipe("csv", "label", fields))
+
+
+def test_a_store_that_is_to_be_like_another_has_its_min_count(stored: Stored) -> None:
+    rare = Recipe("csv", "label", (Categorical("user", Vocabulary(3)), Categorical("item", Hashed(9))))
+    stored("first", "abcd")
+    words = r"expected Vocabulary \(--min-count 1\) in table 'user', .*got Vocabulary \(--min-count 3\) in table"
+    with pytest.raises(BadInput, match=words):
+        stored("second", "abcd", like="first", recipe=rare)

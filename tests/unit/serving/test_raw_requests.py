@@ -40,7 +40,7 @@ from gba_hvd.data import (
     prepare,
 )
 from gba_hvd.data.encoding import VocabularyEncoder
-from gba_hvd.reading.trained_vocabularies import digests_of
+from gba_hvd.reading.trained_vocabularies import digests_of, with_digests
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
 from gba_hvd.serving.log_model import check_names
@@ -255,7 +255,8 @@ def test_a_logged_model_says_that_it_takes_raw_values(saved: Saved, capsys: pyte
     saved.log_model.write(saved.model, folder, 3, None)
     words = "has the encoder of .*/store: 4 values of vocabularies.*; that the model was trained with it is not checked"
     assert re.search(words, capsys.readouterr().err)
-    saved.model.tables.trained_vocabularies = digests_of(saved.log_model.encoder)  # as `batches` sets them
+    digests = digests_of(saved.log_model.encoder)
+    saved.model.tables.trained_vocabularies = with_digests({}, digests)  # as `batches` sets them
     saved.log_model.write(saved.model, saved.url.parent / "again", 3, None)
     assert "encoder of its training data: 4 values of vocabularies" in capsys.readouterr().err
     facts = json.loads((folder / "log.json").read_text())
@@ -297,7 +298,14 @@ def test_an_encoder_of_as_many_other_values_is_refused(saved: Saved, tmp_path: P
         assert "has the encoder of its training data" in described_vocabularies(found)
     found = gba_hvd.export_model(tmp_path / "c", tmp_path / "e", encoder=other, **how)
     assert re.search("encoder of .*/other: .* trained with it is not checked", described_vocabularies(found))
-    saved.model.tables.trained_vocabularies = trained["vocabularies"]
+    of_model = gba_hvd.open_model(tmp_path / "e").encoder
+    found = gba_hvd.export_model(tmp_path / "c", tmp_path / "again", encoder=of_model, **how)
+    assert re.search("encoder of the model at .*/e: [1-9].* is not checked", described_vocabularies(found))
+    hashed = dataclasses.replace(found, vocabulary_values=0, vocabulary_bytes=0, encoder="store")
+    assert described_vocabularies(hashed) == (
+        "the model has the encoder of store, without vocabularies. Requests hold raw values"
+    )
+    saved.model.tables.trained_vocabularies = with_digests({}, digests_of(encoder))
     with pytest.raises(BadInput, match=words):
         gba_hvd.save_model(saved.model, saved.url, encoder=other, **how)
 
