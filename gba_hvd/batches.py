@@ -255,11 +255,12 @@ def _run(
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
-        facts |= {"vocabularies of the dataset": digest(vocabularies) if vocabularies else 0}
+        of_vocabularies = "vocabularies of the dataset"
+        facts |= {of_vocabularies: digest(vocabularies) if vocabularies else 0}
         facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
         if shards is not None:
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
-        agree_on(engine.world, "epoch", facts, engine.progress.source_names)
+        agree_on(engine.world, "epoch", facts, engine.progress.source_names, {of_vocabularies: vocabularies})
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
     engine.reports.not_compared(refuse_other_vocabularies(progress.vocabularies, dataset))
     progress.vocabularies = with_digests(progress.vocabularies, vocabularies)
