@@ -48,6 +48,7 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.reading.trained_scaling import other_scaling, scaling_of
 from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies, with_digests
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
@@ -254,15 +255,21 @@ def _run(
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
-        facts |= {"vocabularies of the dataset": digest(vocabularies) if vocabularies else 0}
+        of_vocabularies = "vocabularies of the dataset"
+        facts |= {of_vocabularies: digest(vocabularies) if vocabularies else 0}
         facts |= {"segment": segment, "step of the epoch": first, "step": progress.step}
         if shards is not None:
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
-        agree_on(engine.world, "epoch", facts, engine.progress.source_names)
+        agree_on(engine.world, "epoch", facts, engine.progress.source_names, {of_vocabularies: vocabularies})
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
     engine.reports.not_compared(refuse_other_vocabularies(progress.vocabularies, dataset))
     progress.vocabularies = with_digests(progress.vocabularies, vocabularies)
     engine.model.tables.trained_vocabularies = progress.vocabularies
+    scaling = scaling_of(dataset)
+    engine.reports.scaling_differs(other_scaling(progress.scaling, scaling, "the dataset that is trained now"))
+    if first < cut.n_steps:
+        progress.scaling = {**progress.scaling, **scaling}
+    engine.model.tables.trained_scaling = progress.scaling
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))
     )

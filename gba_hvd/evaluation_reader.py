@@ -16,6 +16,7 @@ from gba_hvd.reading.datasets import Dataset, MapDataset, place_of, reads
 from gba_hvd.reading.read_ahead import Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.reading.trained_scaling import other_scaling, scaling_of
 from gba_hvd.reading.trained_vocabularies import refuse_other_vocabularies
 from gba_hvd.shm.layout import table_seed
 from gba_hvd.training.engine import Engine
@@ -63,6 +64,8 @@ def open_reader(
     if not len(dataset):
         raise BadInput("the dataset has no samples")
     engine.reports.not_compared(refuse_other_vocabularies(engine.progress.vocabularies, dataset))
+    found = other_scaling(engine.progress.scaling, scaling_of(dataset), "the evaluated dataset")
+    engine.reports.scaling_differs(found)
     with contextlib.ExitStack() as stack:
         readers = Readers(dataset, take, settings, _rows, _seed, stack)
         yield SampleReader(take, len(dataset), size, keys, readers.ahead(readers.take), settings.depth)

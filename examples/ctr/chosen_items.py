@@ -30,7 +30,7 @@ class ChosenItems:
         chosen = [block[log.take(block).label.numpy() == 1] for block in blocks]
         self._rows: Rows = np.concatenate([np.empty(0, np.int64), *chosen])
         self.tables, self.n_dense = log.tables, log.n_dense
-        self.vocabulary_digests = log.vocabulary_digests
+        self.vocabulary_digests, self.dense_scaling = log.vocabulary_digests, log.dense_scaling
         self.description = {**log.description, "samples": len(self._rows), "kind": "chosen items of a click log"}
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ class SequenceLog:
             found = ", ".join(f"{name} (table {table})" for name, table in sorted(log.features.items()))
             raise BadInput(f"{log.description['path']}: models of sequences read other fields than {found}: {_HOW}")
         self.tables, self.n_dense, self.description = log.tables, log.n_dense, log.description
-        self.vocabulary_digests = log.vocabulary_digests
+        self.vocabulary_digests, self.dense_scaling = log.vocabulary_digests, log.dense_scaling
         self._log, self._max = log, max_history
 
     def __len__(self) -> int:

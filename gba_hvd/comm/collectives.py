@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -335,12 +335,14 @@ def all_or_none(
 
 
 def agree_on(
-    world: World, name: str, facts: dict[str, int], sources: Callable[[], Sequence[str]] | None = None
-) -> None:
+    world: World, name: str, facts: dict[str, int], sources: Callable[[], Sequence[str]] | None = None,
+    parts: Mapping[str, Mapping[str, object]] | None = None,
+) -> None:  # fmt: skip
     """All workers must be about to do the same thing.
 
     sources: names the files or shards that the facts are of, where workers disagree: the error has those that not all
-    of them have. Either all workers give it, or none does.
+    of them have. parts: what some facts are digests of, plain JSON by name: the error has the first one that differs.
+    Either all workers give them, or none does.
     """
     everyone = world.gather(name, np.array(list(facts.values()), dtype=np.int64))
     what = next((one for column, one in enumerate(facts) if len(set(everyone[:, column].tolist())) > 1), None)
@@ -354,9 +356,13 @@ def agree_on(
             ", and leave an epoch alike: at its last step some leave the loop by `break`, and on others it ends by "
             "itself, so decide by state.step"
         )
-    raise StateMismatch(
-        f"the workers disagree about the {what}: by rank {everyone[:, list(facts).index(what)].tolist()}; {asked}"
-    )
+    found: list[Any] = everyone[:, list(facts).index(what)].tolist()
+    if parts is not None and what in parts:
+        gathered = world.gather_bytes(f"{name}.parts", json.dumps(parts[what]).encode())
+        by_rank = [json.loads(one.tobytes()) for one in gathered]
+        first = next(key for one in by_rank for key in one if any(other.get(key) != one[key] for other in by_rank))
+        what, found = f"{what}, first of {first!r}", [one.get(first) for one in by_rank]
+    raise StateMismatch(f"the workers disagree about the {what}: by rank {found}; {asked}")
 
 
 def _refuse_other_sources(world: World, name: str, sources: Sequence[str]) -> None:

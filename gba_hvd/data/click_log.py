@@ -40,6 +40,7 @@ class ClickLog:
     dense_names: of its columns, as `save_model(dense_names=)` takes them
     description: JSON values that say what this is
     vocabulary_digests: of what ids stand for (`reading.trained_vocabularies`); None of a log in memory
+    dense_scaling: of each numeric column, how values become numbers (`reading.trained_scaling`); None of one in memory
 
     `open` raises BadInput for a dataset that is missing, cut or damaged; `take` raises IndexError for rows out of
     range.
@@ -60,6 +61,7 @@ class ClickLog:
         self._layout, self._parts = layout, tuple(parts)
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self.vocabulary_digests: VocabularyDigests | None = None
+        self.dense_scaling: dict[str, tuple[str, float, float]] | None = None
         self._opened: tuple[str, str] | None = None
         self._files = ["a click log in memory"] * len(parts)
 
@@ -85,6 +87,7 @@ class ClickLog:
             features = {f["name"]: f.get("table", f["name"]) for f in fields}  # a version before had no tables
             tables = {features[f["name"]]: int(f["rows"]) for f in fields}
             digests = VocabularyDigests.of_store(folder, manifest)
+            scaling = {x["name"]: (x["transform"], x["mean"], x["std"]) for x in manifest["numeric"]}
         except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{folder}: its dataset.json lacks {error}; prepare the dataset again") from error
         about = {"kind": "click log", "path": str(folder), "split": split, "samples": splits[split]["rows"]}
@@ -92,7 +95,7 @@ class ClickLog:
         about |= {"tables": tables, "n_dense": len(layout.dense)}
         about |= {key: manifest[key] for key in ("created", "recipe", "input") if key in manifest}
         log = cls(tables, layout, parts, about, features)
-        log.vocabulary_digests = digests
+        log.vocabulary_digests, log.dense_scaling = digests, scaling
         log._opened, log._files = (str(folder), split), [str(folder / p["file"]) for p in splits[split]["parts"]]
         return log
 

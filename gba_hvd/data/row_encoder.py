@@ -128,6 +128,11 @@ class RowEncoder:
         known = {table: (len(one), vocabulary_digest(one)) for table, one in values.items()}
         return VocabularyDigests(self.name, values.__getitem__, known)
 
+    @cached_property
+    def dense_scaling(self) -> dict[str, tuple[str, float, float]] | None:
+        """As of `ClickLog`."""
+        return {name: (one.column.transform, one.mean, one.std) for name, one in self._encoders.numeric.items()}
+
     def text_format(self, ending: str) -> tuple[str, bool]:
         """The delimiter of a `.csv` or `.tsv` file of raw rows, and whether it has quotes: those of the input that was
         prepared. Where that was no such file, a comma and quotes, or a tab and none."""

@@ -169,6 +169,7 @@ class EmbeddingTables(FollowsModule):
         self.await_steps: Callable[[], None] = _nothing_to_await
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.trained_vocabularies: Mapping[str, Mapping[int, str]] = {}  # see `reading.trained_vocabularies.Trained`
+        self.trained_scaling: Mapping[str, tuple[str, float, float]] = {}  # see `reading.trained_scaling.Scaling`
         self._wants_grad = True  # see `requires_grad_`
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
         # The features that `stacked` looked up on a device last; batches that were prepared since it used one.

@@ -98,7 +98,7 @@ class LogModel:
         spec = inputs.spec_of(self.input_example, model, self.dense_names)
         if self.encoder is not None:
             example = inputs.columns_of(spec, self.input_example)
-            encoder = encoder_to_store(self.encoder, spec, example, tables_in(model), {}).encoder
+            encoder = encoder_to_store(self.encoder, spec, example, tables_in(model), {}, {}).encoder
             encoder.drop_indexes()  # every worker keeps the encoder, and only the chief has further use for it
         hashed_columns.checked(self.hashed, spec, tables_in(model), has_encoder=self.encoder is not None)
         if formats_of(self.dense_program):

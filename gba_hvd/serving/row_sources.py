@@ -10,6 +10,7 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
+from gba_hvd.reading import trained_scaling
 from gba_hvd.reading.trained_vocabularies import Trained, of_state
 from gba_hvd.serving.manifest import Initial
 from gba_hvd.shm.layout import Group, table_seed
@@ -122,10 +123,11 @@ def step_of_rows(tables: Sequence[EmbeddingTables]) -> int:
     return int(max(memory.steps_of(shard)[0] for memory in memories for shard in memory.ready()))
 
 
-def trained_vocabularies(opened: OpenCheckpoint) -> Trained:
-    """Those in the training state of a job; one of an earlier version has none."""
+def trained_input(opened: OpenCheckpoint) -> tuple[Trained, trained_scaling.Scaling]:
+    """The vocabularies and the scaling in the training state of a job; one of an earlier version has none."""
     state = state_codec.decode(opened.state() or state_codec.encode({}))
-    return of_state(state.get("snapshot", state).get("position", {}).get("vocabularies", {}))
+    position = state.get("snapshot", state).get("position", {})
+    return of_state(position.get("vocabularies", {})), trained_scaling.of_state(position.get("scaling", {}))
 
 
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:

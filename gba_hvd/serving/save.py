@@ -45,7 +45,7 @@ from gba_hvd.serving.module import (
 )
 from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
-from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, trained_vocabularies, whole_of
+from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, trained_input, whole_of
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -124,7 +124,7 @@ def save_model(
     needs the extra `onnx`; or both, ("torch", "onnx"). Needs an input_example of two samples or more.
     encoder: the folder of the prepared dataset that the model was trained on, or its `RowEncoder`: it is stored with
     the model (vocabularies, hashes, means), and requests then hold raw values. Needs an input_example. Another one is
-    refused where it is known which vocabularies were trained: the rows come from `batches` over a `ClickLog`.
+    refused where it is known which vocabularies and means were trained: the rows come from `batches` over a `ClickLog`.
     hashed: fields of ids of hashed tables that were strings in the data, as in `ParquetStream(hashed=)`: requests then
     hold these strings. Needs an input_example.
     source: plain JSON that is kept with the version, as is the step of the rows ("step").
@@ -144,13 +144,13 @@ def save_model(
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model, dense_names)
     exported = exported_dense_part(model, input_example, formats) if formats else None
-    trained = whole_of(own[0]).trained_vocabularies
+    trained = whole_of(own[0]).trained_vocabularies, whole_of(own[0]).trained_scaling
     dense, converted = dense_of(model), converted_in(model)
     fresh = builder.build()
     stored_as = stand_ins(list(rows.values()))
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     example = None if spec is None else inputs.columns_of(spec, input_example)
-    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled, trained)
+    made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled, *trained)
     hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     if input_example is not None:
         if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
@@ -212,7 +212,7 @@ def export_model(
     example = None if spec is None else inputs.columns_of(spec, input_example)
     made = None
     if encoder is not None:
-        made = encoder_to_store(encoder, spec, example, assembled, trained_vocabularies(opened))
+        made = encoder_to_store(encoder, spec, example, assembled, *trained_input(opened))
     hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
     owner = {} if converted else {name: one for one in assembled for name in one.tables}
     rows = {name: CheckpointRows(opened, name, owner.get(name)) for name in names}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
+from gba_hvd.reading.trained_scaling import other_scaling, scaling_of
 from gba_hvd.reading.trained_vocabularies import not_compared, other_vocabulary
 from gba_hvd.serving import inputs
 from gba_hvd.serving.manifest import StoredEncoder
@@ -52,11 +53,12 @@ def opened_encoder(encoder: RowEncoder | str | Path) -> RowEncoder:
 def encoder_to_store(
     given: RowEncoder | str | Path, spec: inputs.Spec | None, example: Mapping[str, Any] | None,
     tables: Sequence[EmbeddingTables], trained: Mapping[str, Mapping[int, str]],
+    scaling: Mapping[str, tuple[str, float, float]],
 ) -> EncoderToStore:  # fmt: skip
     """Raises BadInput where rows of the encoder do not become the model's input.
 
     spec, example: the fields of a request, and one with ids and numbers. tables: of the model. trained: vocabularies
-    that it is known to have been trained with
+    that it is known to have been trained with; scaling: of numbers, in its newest training data
     """
     encoder = opened_encoder(given)
     if spec is None or example is None:
@@ -64,6 +66,12 @@ def encoder_to_store(
     check_sizes(encoder, tables)
     if words := other_vocabulary(trained, encoder.vocabulary_digests):
         raise BadInput(f"encoder: {words}. Give that of the data that the model was trained on, or leave it out")
+    if words := other_scaling(scaling, scaling_of(encoder), encoder.name):
+        raise BadInput(
+            f"encoder: {words}. Give that of the data that the model was trained on last, or leave it out. Where its "
+            "numbers are meant, `encoder = RowEncoder.open(STORE)` and `encoder.dense_scaling = None` leave the "
+            "comparison out"
+        )
     fields = list(inputs.fields(spec))
     if padded := [one["column"] for one in fields if one["column"] in encoder.multi_valued and not one["is_bag"]]:
         raise BadInput(

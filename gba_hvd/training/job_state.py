@@ -14,6 +14,7 @@ from gba_hvd.gradients.clipping import Factors
 from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.reading import trained_scaling
 from gba_hvd.reading.datasets import source_names
 from gba_hvd.reading.trained_vocabularies import Trained, of_state, to_state
 from gba_hvd.shm import memory_limit
@@ -156,7 +157,7 @@ class Progress:
     there, ages by step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. traffic: bytes on
     the wires of all workers, by mode (`comm.traffic`). refused: gradients that were not finite; reissued: micro-batches
     that were leased again. order, dataset: of the newest epoch whose batches were asked for. vocabularies: those of
-    all datasets that were trained. n_steps: in the epoch at hand.
+    all datasets that were trained; scaling: of their numbers, of each column the newest. n_steps: in the epoch at hand.
     factors: what multiplied the gradients of the newest step that this worker saw. epoch: the one whose batches this
     worker asked for last, None: none yet; epoch_over: it has had them all; n_evaluated: evaluations since either has
     changed. launched_at: the step at which this worker's launch began, None: it has come later. launched_unix_s: when
@@ -173,6 +174,7 @@ class Progress:
         self.order: EpochOrder | None = None
         self.dataset: object = None
         self.vocabularies: Trained = {}
+        self.scaling: trained_scaling.Scaling = {}
         self.staleness: dict[int, int] = {}
         self.dense_ages: dict[int, int] = {}
         self.gaps: dict[int, tuple[int, float, float, int]] = {}
@@ -228,6 +230,7 @@ class Progress:
             "cursor": asdict(self.cursor),
             "order": None if self.order is None else asdict(self.order),
             "vocabularies": to_state(self.vocabularies),
+            "scaling": trained_scaling.to_state(self.scaling),
             "account": asdict(self.account),
             "restarts": self.restarts,
             "changes": self.changes,
@@ -242,7 +245,8 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Older ones lack `step_hooks`, `order`, `vocabularies`, `loss_scale`, `lags`, `gaps`, `traffic`, `changes`."""
+        """Older ones lack `step_hooks`, `order`, `vocabularies`, `scaling`, `loss_scale`, `lags`, `gaps`, `traffic`,
+        `changes`."""
         self.step, self.restarts = state["step"], state["restarts"]
         self.changes = state.get("changes", self.restarts)
         self.cursor = Cursor(**state["cursor"])
@@ -252,6 +256,7 @@ class Progress:
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
         self.vocabularies = of_state(state.get("vocabularies", {}))
+        self.scaling = trained_scaling.of_state(state.get("scaling", {}))
         self.staleness = {k: n for k, n in state["staleness"]}
         self.dense_ages = {k: n for k, n in state.get("lags", ())}
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}

@@ -61,7 +61,7 @@ class Reports:
         self._vocabularies = VocabularyWatch(model.tables)
         self._vocabularies_at: int | None = None  # step of the newest point of their own
         self._n_refused = 0
-        self._reported: set[str] = set()  # kinds of events, see `once`
+        self._reported: set[str] = set()  # kinds of events, see `once`; words of `scaling_differs`
         self._full: set[str] = set()  # tables of which it was reported
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
@@ -190,6 +190,16 @@ class Reports:
         """words: of `reading.trained_vocabularies.not_compared`; empty: there is nothing to report."""
         if words:
             self.once(Event("vocabulary_not_compared", self._progress.step, words, level="warning"))
+
+    def scaling_differs(self, words: str) -> None:
+        """Once for each pair of scalings. words: of `reading.trained_scaling.other_scaling`; empty: nothing differs."""
+        if words and words not in self._reported:
+            self._reported.add(words)
+            text = (
+                f"{words}. Prepare the log with the means of the store that was trained (gba-hvd data prepare ... "
+                "--like STORE). `log.dense_scaling = None` leaves the comparison out"
+            )
+            self.emit(Event("scaling_differs", self._progress.step, text, level="warning"))
 
     def vocabularies(self, now: bool = False) -> None:
         """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table.

@@ -162,6 +162,20 @@ def test_workers_with_other_files_name_those_that_differ(theirs: list[str], word
         agree_on(world, "epoch", {"samples": 50}, lambda: theirs)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [({"item": (2, "aa"), "user": (4, "dd")}, r"'user': by rank \[\[4, 'cc'\], \[4, 'dd'\]\]"),
+     ({"item": (2, "aa")}, r"'user': by rank \[\[4, 'cc'\], None\]"),
+     ({"item": (2, "aa"), "user": (4, "cc"), "word": (1, "ee")}, r"'word': by rank \[None, \[1, 'ee'\]\]")],
+)  # fmt: skip
+def test_workers_with_other_vocabularies_name_the_first_table_that_differs(theirs: dict[str, Any], words: str) -> None:
+    mine = {"item": (2, "aa"), "user": (4, "cc")}
+    gathered = [np.frombuffer(json.dumps(one).encode(), np.uint8) for one in (mine, theirs)]
+    world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + 1]), gather_bytes=lambda name, data: gathered)
+    with pytest.raises(StateMismatch, match=f"disagree about the vocabularies, first of {words}; they must run"):
+        agree_on(world, "epoch", {"vocabularies": 5}, parts={"vocabularies": mine})
+
+
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_without_replicas_hogwild_is_the_plain_loop_in_the_thread_that_calls(
     training: Any, clicks: Any, n_threads: int

@@ -209,7 +209,7 @@ def test_workers_agree_on_the_vocabularies_before_they_train(
 ) -> None:
     facts: list[dict[str, int]] = []
     module = sys.modules["gba_hvd.batches"]  # the package has the function of this name
-    monkeypatch.setattr(module, "agree_on", lambda world, name, found, sources: facts.append(found))
+    monkeypatch.setattr(module, "agree_on", lambda world, name, found, sources, parts: facts.append(found))
     for log in (stored("first", "abcd"), stored("second", "dcab"), stored("third", "wxyz"), clicks(8)):
         next(gba_hvd.batches(log, embedded(training(epoch=0, global_batch=4, micro_batch=2)).state))
     first, again, other, none = (one["vocabularies of the dataset"] for one in facts)

@@ -40,6 +40,7 @@ from gba_hvd.data import (
     prepare,
 )
 from gba_hvd.data.encoding import VocabularyEncoder
+from gba_hvd.reading.trained_scaling import scaling_of, to_state
 from gba_hvd.reading.trained_vocabularies import digests_of, with_digests
 from gba_hvd.serving.compare import verify_model
 from gba_hvd.serving.http_server import _Scorer, app_of
@@ -308,6 +309,28 @@ def test_an_encoder_of_as_many_other_values_is_refused(saved: Saved, tmp_path: P
     saved.model.tables.trained_vocabularies = with_digests({}, digests_of(encoder))
     with pytest.raises(BadInput, match=words):
         gba_hvd.save_model(saved.model, saved.url, encoder=other, **how)
+
+
+@pytest.mark.slow
+def test_an_encoder_with_other_means_than_the_newest_that_were_trained_is_refused(saved: Saved, tmp_path: Path) -> None:
+    how: dict[str, Any] = {name: getattr(saved.log_model, name) for name in ("build", "arguments", "input_example")}
+    (tmp_path / "other.csv").write_text(ROWS_OF_ALL.replace("4.5", "45"))
+    newest, other = saved.log_model.encoder, tmp_path / "other"
+    assert isinstance(newest, RowEncoder)
+    prepare(STORE_OF_ALL, SplitFiles({"train": [tmp_path / "other.csv"]}), other)
+    trained = {"vocabularies": digests_of(newest), "scaling": to_state(scaling_of(newest))}
+    checkpoint(saved.model, saved.model.tables, tmp_path / "job", dense={}, position=trained)
+    words = r"encoder: column 'price': expected the scaling that was trained last, .*/other: .* leave it out"
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.export_model(tmp_path / "job", tmp_path / "e", encoder=other, **how)
+    gba_hvd.export_model(tmp_path / "job", tmp_path / "e", encoder=newest, **how)
+    saved.model.tables.trained_scaling = scaling_of(newest)  # as `batches` sets it
+    with pytest.raises(BadInput, match=words):
+        gba_hvd.save_model(saved.model, saved.url, encoder=other, **how)
+    gba_hvd.save_model(saved.model, saved.url, encoder=newest, **how)
+    meant = RowEncoder.open(other)
+    meant.dense_scaling = None
+    gba_hvd.save_model(saved.model, saved.url, encoder=meant, **how)
 
 
 def of_size(saved: Saved, job_memory: Callable[..., None], **rows: int) -> tuple[Any, dict[str, Any]]:
