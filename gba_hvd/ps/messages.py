@@ -519,9 +519,12 @@ class Status(Struct):
 
 
 class SwitchTo(Struct):
+    """pin, world: as of `Coordinator.request_mode`"""
+
     mode: str
     reason: str
     pin: bool = False
+    world: int | None = None
 
 
 class SaveSettings(msgspec.Struct):

@@ -488,6 +488,8 @@ class GBACallback(Callback):
     def workers_train(self, n: int, is_forming: bool, now_s: float) -> None:
         """In gba, as of `LostWorkers.look`. On all workers: any may become the chief."""
         self.n_awaited = self._lost.look(n, is_forming, now_s)
+        if self.n_awaited:
+            self._request = self._entered = None  # decided with those that are gone
 
     @property
     def _batch_gain(self) -> float:

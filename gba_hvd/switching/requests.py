@@ -211,12 +211,12 @@ class ModeRequests(StepParticipant):
         if (order := self.operator_request()) is not None:  # given to this host's server, which does not coordinate
             servers.client.send(0, SwitchTo(*order, pin=True))
         self._note_what_needs_no_switch(servers)
-        if servers.position.newest:
+        step, position = engine.progress.step, servers.position
+        if position.newest:
             is_forming = engine.forming.wait() is not None
-            callback.workers_train(len(servers.position.newest), is_forming, time.perf_counter())
+            callback.workers_train(len(position.newest), is_forming, time.perf_counter())
         if engine.world.rank != 0:
             return
-        step, position = engine.progress.step, servers.position
         if step > self._seen_step:
             self._seen_step = step
             is_reported = self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
@@ -235,7 +235,8 @@ class ModeRequests(StepParticipant):
             request = "auto", "planned by switch_at"  # the coordinator still holds the mode that an operator asked for
         if request is not None and is_free and now - self._asked_s > _ASK_AGAIN_S:
             self._asked_s = now  # the next positions have it; until then it is not sent again
-            servers.client.send(0, SwitchTo(*request, pin=request[0] == "auto" or callback.mode != "auto"))
+            is_pinned = request[0] == "auto" or callback.mode != "auto"
+            servers.client.send(0, SwitchTo(*request, pin=is_pinned, world=position.membership_epoch))
 
     def _note_what_needs_no_switch(self, servers: PsWorker) -> None:
         """On all workers, once for each request of an operator: for "auto", or for the mode that the job is in."""

@@ -23,6 +23,7 @@ from gba_hvd.ps import launch, messages, transport, wire
 from gba_hvd.ps.client import Client, ServerLost
 from gba_hvd.ps.messages import (
     Apply,
+    HeartbeatMsg,
     LeaseGrant,
     LeaseReply,
     Leave,
@@ -492,6 +493,27 @@ def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
         server = host.pid()
         host.memory.end_old_writers(members={os.getpid()})
         assert is_alive(server) and host.pid() == server, "it writes nothing, and may be saving"
+    finally:
+        host.close()
+
+
+def test_a_server_whose_workers_continued_without_it_is_no_writer(tmp_path: Path) -> None:
+    """The membership may change before they make a step, and its answer to `Enter` came too late."""
+    host = Host(tmp_path, job="late")
+    try:
+        peer = host.peer()
+        body, frames = fuzz_server.enter(host.endpoints)
+        peer.ask(body, frames)
+        host.memory.claim(taken := np.array([0]))
+        peer.ask(HeartbeatMsg(1, 0, 1, os.getpid(), 0, abandoned=GENERATION))
+        server, before = host.pid(), host.everything()
+        host.memory.end_old_writers(members={os.getpid()})
+        assert is_alive(server) and host.pid() == server
+        peer.ask(body, frames)
+        answer, _ = peer.ask(Apply(GENERATION, 1, [], 0.5, ROW_LR, [LR], 0))
+        assert isinstance(answer, Refused) and "comes too late" in answer.why
+        assert host.everything() == before
+        assert host.memory._writer[taken] == os.getpid()
     finally:
         host.close()
 

@@ -7,6 +7,7 @@ the server before any answer leaves.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,6 +42,8 @@ from gba_hvd.ps.messages import (
 )
 from gba_hvd.ps.validation import check_rates, check_settings
 from gba_hvd.update_rules import damps
+
+log = logging.getLogger("gba_hvd.ps")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Coordinator:
         self.moved = dict(position.remapped)
         self.world = position.membership_epoch
         self.requested_mode, self.reason, self.pin = "", "", False
+        self._is_left = False  # a worker has learned that it is to leave the mode
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
         self._damps_rows = damps(enter.rule)
         self.sample_pace = RecentPace(clock())  # of what is applied
@@ -161,6 +165,7 @@ class Coordinator:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.requested_mode not in ("", "auto", ledger.discipline.name):
+                self._is_left = True
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
@@ -203,6 +208,7 @@ class Coordinator:
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
         if isinstance(answer, Drained):
+            self._is_left = True
             return LeaseReply(self.position(), None, "drained")
         return None
 
@@ -314,6 +320,7 @@ class Coordinator:
         self._handed.pop(worker, None)
         self.ledger.leave(worker)
         seen = self.workers.pop(worker, None)
+        self._drop_decision()
         if not self._ending:
             self.world += 1
             if seen is not None and seen.rank == 0:
@@ -351,6 +358,7 @@ class Coordinator:
             if not seen.silent and now - seen.last_seen_s > self._heartbeat_timeout_s:
                 seen.silent = True
                 self.ledger.leave(worker)
+                self._drop_decision()
         for micro, handed in list(self._given.items()):
             # A worker that never sent a heartbeat, or has left: its request was late.
             leased_to = self.workers.get(handed.worker)
@@ -383,16 +391,31 @@ class Coordinator:
             self.workers[worker].worked_s, self.workers[worker].lost_lease = self._clock(), False
             self.ledger.await_again(worker)
 
-    def request_mode(self, mode: str, reason: str, pin: bool) -> None:
+    def request_mode(self, mode: str, reason: str, pin: bool, world: int | None = None) -> None:
         """Another mode is requested: stop at the next step boundary. "auto" and this mode are for the workers to note.
 
         pin: by an operator or a plan, which a decision by measurements that comes later does not replace.
+        world: the membership that the chief knew; None: any
         """
         if self.pin and not pin and self.requested_mode not in ("", "auto"):
             return  # the chief had not learned of it
+        is_outdated = world is not None and world < self.world
+        if not pin and (is_outdated or any(seen.silent for seen in self.workers.values())):
+            return  # it was decided with workers that are gone
         self.requested_mode, self.reason, self.pin = mode, reason, pin
         if mode not in ("auto", self.ledger.discipline.name):
             self.ledger.hold()
+
+    def _drop_decision(self) -> None:
+        """A worker is gone: what measurements decided with it counts no more, unless some worker is leaving already.
+
+        The chief decides again, by those that are left. What an operator or a plan asked for stays.
+        """
+        if self.pin or self._is_left or not self.requested_mode:
+            return
+        log.warning("a worker is gone, so the switch to %s is dropped (%s)", self.requested_mode, self.reason)
+        self.requested_mode = self.reason = ""
+        self.ledger.release()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -567,6 +590,7 @@ class Coordinator:
             self._chief_died_s = self._clock()
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
+        self._is_left = state["ledger"]["held"]  # perhaps: no state says whether a worker had learned of it
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._dense_ages_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]

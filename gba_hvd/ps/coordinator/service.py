@@ -114,7 +114,7 @@ class CoordinatorService:
         return position
 
     def request_mode(self, request: SwitchTo) -> None:
-        self.coordinator.request_mode(request.mode, request.reason, request.pin)
+        self.coordinator.request_mode(request.mode, request.reason, request.pin, request.world)
         self.save_ledger()
         self.advance()
 

@@ -152,7 +152,7 @@ class Partition:
         return part, len(torn)
 
     def release(self) -> None:
-        """This server writes its shards no more; the workers, which wait for its answer, do not write them yet."""
+        """This server writes its shards no more, until it enters a mode."""
         self._memory.release(self.shards)
 
     @property

@@ -128,7 +128,11 @@ class ActiveMode:
         return Exported(step, position), (values, state)
 
     def abandon(self, generation: int) -> None:
-        """The workers continued in allreduce mode without this mode: leave it, or never enter it."""
+        """The workers continued in allreduce mode without this mode: leave it, or never enter it.
+
+        Nothing is applied from here on: an idle coordinator decides no step, `Measure` and `Apply` of another one are
+        refused, a push only waits, and the same `Enter` changes nothing. Shards that workers have claimed stay theirs.
+        """
         if not generation or generation == self._abandoned:
             return
         self._abandoned = generation
@@ -137,6 +141,7 @@ class ActiveMode:
             return
         part.idle, part.mirrors = True, None
         self._records.save_session(part.enter, idle=True)
+        part.release()  # last, as in `export`
         log.warning("mode %s of generation %d is left: its workers continued without it", part.enter.discipline["name"],
                     generation)  # fmt: skip
 

@@ -106,3 +106,15 @@ def test_every_worker_knows_in_gba_of_one_that_was_lost(
     assert callback.n_awaited == 1
     chief.micro_batch(8, newest=both)
     assert callback.n_awaited == 0
+
+
+def test_what_was_decided_with_a_worker_that_is_lost_is_not_requested() -> None:
+    chief = Chief(callback := GBACallback())
+    both, decided = [(0, 7, 3, 0.1), (1, 9, 3, 0.3)], ("allreduce", "faster")
+    chief.micro_batch(5, newest=both)
+    callback._request = decided
+    chief.micro_batch(5, newest=both[:1], membership_epoch=1)  # within a step: nothing is measured
+    assert chief.sent == []
+    callback._request = decided
+    chief.micro_batch(5, newest=both, membership_epoch=2)
+    assert [(one.mode, one.pin, one.world) for one in chief.sent] == [("allreduce", False, 2)]

@@ -400,6 +400,46 @@ def test_a_request_for_the_mode_that_is_on_stops_nothing_and_measurements_do_not
     assert coordinator.state()["ledger"]["held"]
 
 
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_switch_that_measurements_decided_is_dropped_when_a_worker_is_gone(pin: bool, is_silent: bool) -> None:
+    coordinator, world = a_coordinator(clock := Clock()), 0
+    coordinator.beat(beat(1)), coordinator.beat(beat(2))
+    held = lease(coordinator, 1, 1), lease(coordinator, 2, 2)
+    coordinator.request_mode("allreduce", "why", pin, world)
+    if is_silent:
+        clock.now += 1000
+        coordinator.beat(beat(1))
+        assert coordinator.fall_silent() == [2]
+    else:
+        coordinator.dead(2)
+        assert coordinator.world > world
+    asked = ("allreduce", "why", pin) if pin else ("", "", False)
+    coordinator.request_mode("allreduce", "decided before rank 0 learned of it", False, world)
+    position = coordinator.position()
+    assert (position.requested_mode, position.reason, position.pinned) == asked
+    assert coordinator.state()["ledger"]["held"] == pin
+    if not pin and not is_silent:
+        done(coordinator, 1, held[0])
+        assert finish_epoch(coordinator, 0)
+        coordinator.request_mode("allreduce", "decided by those that are left", False, coordinator.world)
+        assert coordinator.position().requested_mode == "allreduce"
+
+
+def test_a_mode_that_some_worker_is_leaving_is_left_by_all_though_one_has_died() -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1)), coordinator.beat(beat(2))
+    coordinator.request_mode("allreduce", "why", False)
+    answer = coordinator.ask(ask(1, 1))
+    assert isinstance(answer, LeaseReply) and answer.status == "drained"
+    successor = a_coordinator(Clock())
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    for one in (coordinator, successor):
+        one.dead(2)
+        answer = one.ask(ask(3, 2))
+        assert isinstance(answer, LeaseReply) and answer.status == "drained"
+
+
 @pytest.mark.parametrize("lrs", [[], [0.5], [0.5, 0.1, 0.1], [float("nan"), 0.1], [0.5, float("inf")]])
 def test_learning_rates_that_would_destroy_parameters_are_refused(lrs: list[float]) -> None:
     coordinator = a_coordinator(Clock())
