@@ -329,7 +329,10 @@ class Switching:
     )
     rule_settings: dict[str, float | bool] = field(
         default_factory=dict,
-        metadata=documented("of dc and dana_dc: lambda, adaptive, mean_square_decay; of look_ahead: steps", off="{}"),
+        metadata=documented(
+            "of dc and dana_dc: lambda, adaptive, mean_square_decay; of dana_dc: to_look_ahead; of look_ahead: steps",
+            off="{}",
+        ),
     )
     staleness: str = setting(Discipline.staleness, "gba: name of the weighting")
     tolerance: int = setting(Discipline.tolerance, "gba: steps, for the weightings that have one")
