@@ -2,7 +2,8 @@
 
 A selector says which elements travel, a value coder in how many bits (`fp16`, `bf16`, `int8`, or one that is
 registered). One of each can be chained, the selector first. Dense gradients take the selectors of `DENSE_SELECTORS`,
-rows all but `dct`: `dct` (DCT-DP) and `dct_mp` are the published rules and nothing else.
+rows all but `dct`. `dct_mp` is the published rule, and so is `dct` (DCT-DP) with `drift=math.inf`; by default `dct`
+also finds a threshold again when the share sent has drifted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Spec:
 
     selector:      "" (every element), "topk", "dct", "ternary_ef" or "dct_mp"
     keep:          share of each tensor's elements that is sent, in (0, 1]; the paper's 1 - eta
-    refresh_every: steps for which a threshold is used, the paper's L; not of topk
+    refresh_every: steps for which a threshold is used at most, the paper's L; not of topk. A refresh for drift counts
+                   from 0 again: with a finite drift the limit may never be reached, and then it has no effect
     drift:         the threshold is also refreshed when the share sent leaves keep / drift to keep * drift; not of topk
     values:        "none" (as they are), "fp16", "bf16", "int8", or a coder that is registered
     is_forced:     compress also where the bytes saved do not pay
@@ -138,8 +140,9 @@ class Compression:
         threshold that is seldom found; the residual is added to the next gradient.
 
         keep: share of the elements that is sent, by default 0.01; or eta, the paper's share that is not sent.
-        drift: not in the paper. Between refreshes the share sent follows the gradient's scale; beyond this factor the
-        threshold is found again. math.inf: as in the paper.
+        refresh_every: the paper's L. drift: not in the paper. Between refreshes the share sent follows the gradient's
+        scale; beyond this factor the threshold is found again, and L starts over: so L is a limit, which may never be
+        reached. math.inf: as in the paper.
         """
         return Spec("dct", _keep_of(keep, eta, 0.01), refresh_every, drift)
 
