@@ -329,7 +329,10 @@ class Switching:
     )
     rule_settings: dict[str, float | bool] = field(
         default_factory=dict,
-        metadata=documented("of dc and dana_dc: lambda, adaptive, mean_square_decay; of look_ahead: steps", off="{}"),
+        metadata=documented(
+            "of dc and dana_dc: lambda, adaptive, mean_square_decay; of dana_dc: to_look_ahead; of look_ahead: steps",
+            off="{}",
+        ),
     )
     staleness: str = setting(Discipline.staleness, "gba: name of the weighting")
     tolerance: int = setting(Discipline.tolerance, "gba: steps, for the weightings that have one")
@@ -387,11 +390,12 @@ class Compressor:
     drift: float | None = setting(
         None, "a threshold is refreshed early beyond keep / drift to keep * drift; .inf: never; null: its own"
     )
+    per_table: bool | None = setting(None, "dct_mp: a threshold for each table, not one for all of a dimension")
     values: str = setting("none", "after a selector: none, fp16, bf16 or int8", off="none")
 
     def spec(self) -> Spec:
         """Raises BadInput when there is no such compressor, or a setting is another one's."""
-        names = ("keep", "eta", "refresh_every", "drift")
+        names = ("keep", "eta", "refresh_every", "drift", "per_table")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         spec = Compression.by_name(self.name, **given)
         return spec if self.values == "none" else spec.then(Compression.by_name(self.values))

@@ -2,7 +2,8 @@
 
     ask      the keys of single-valued fields, distinct; of bags which rows each one has (`embedding.bags`)
     lend     the owner's activations: rows, and for each bag of each sample the sum of its rows. Elements with |a| at or
-             above one threshold for all tables of a dimension; the worker computes with 0 in place of the others
+             above one threshold for all tables of a dimension, or one for each table; the worker computes with 0 in
+             place of the others
     return   the gradients of exactly those elements; nothing is stored of the others (no error feedback)
 
 For a single-valued field all samples with the same row have the same activation and so the same mask: it travels once,
@@ -46,24 +47,45 @@ _NO_FACTORS, _BY_BAG, _BY_VALUE = range(3)
 
 
 class ActivationThresholds:
-    """One sender's thresholds, by group of tables. Not thread-safe."""
+    """One sender's thresholds, by group of tables, or by table with `spec.per_table`. Not thread-safe.
 
-    def __init__(self, spec: Spec, n_groups: int) -> None:
-        self.spec, self._thresholds = spec, Thresholds(spec, n_groups)
+    n: of groups, or of tables
+    """
 
-    def masks(self, group: int, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def __init__(self, spec: Spec, n: int) -> None:
+        self.spec, self._thresholds = spec, Thresholds(spec, n)
+
+    def masks_of(
+        self, layout: Layout, group: int, asked: Sequence[tuple[np.ndarray, PoolRequest]], parts: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """As `masks`. parts: of each that was asked for, the rows of its keys, then its bags"""
+        if not self.spec.per_table:
+            return self.masks(group, parts)
+        tables = [layout.tables_of(np.append(keys, bags.first_keys), layout.groups[group]) for keys, bags in asked]
+        masks = [np.zeros(part.shape, bool) for part in parts]
+        for table in np.unique(np.concatenate(tables)).tolist() if tables else ():
+            of_table = [some == table for some in tables]
+            own = [part[rows] for part, rows in zip(parts, of_table, strict=True)]
+            for mask, rows, part, sent in zip(masks, of_table, own, self.masks(table, own), strict=True):
+                is_sent = np.zeros(part.size, bool)
+                is_sent[sent] = True
+                mask[rows] = is_sent.reshape(part.shape)
+        return [np.flatnonzero(mask).astype(np.int32) for mask in masks]
+
+    def masks(self, number: int, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For each part, float32 [n, dim], which of its elements are sent: int32 [k], ascending.
 
-        Called once a step (at a server: once an answer) with all that is sent then: thresholds age by that.
+        number: of the threshold. Called once a step (at a server: once an answer) with all that is sent by it then:
+        thresholds age by that.
         """
         flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else np.empty(0, np.float32)
         if not len(flat):
             return [np.empty(0, np.int32) for _ in parts]
-        if self._thresholds.is_due(group):
-            self._thresholds.find(group, flat)
-        least = np.float32(self._thresholds.least(group))
+        if self._thresholds.is_due(number):
+            self._thresholds.find(number, flat)
+        least = np.float32(self._thresholds.least(number))
         masks = [np.flatnonzero(~(np.abs(part.reshape(-1)) < least)).astype(np.int32) for part in parts]  # NaN is sent
-        self._thresholds.sent(group, sum(map(len, masks)), len(flat))
+        self._thresholds.sent(number, sum(map(len, masks)), len(flat))
         return masks
 
 
@@ -112,7 +134,7 @@ def read_request(data: Any, limit: int) -> tuple[np.ndarray, PoolRequest]:
     rows = read_keys(distinct, limit)
     starts, numbers = np.append(micros[:, 1], m), micros[:, 0]
     are_cut = starts[0] == 0 and (np.diff(starts) > 0).all() and (np.diff(numbers) > 0).all() and numbers[-1] < 2**31
-    if not are_cut or lengths.sum() != n or (n and number.max() >= len(rows)):
+    if not are_cut or lengths.min() < 1 or lengths.sum() != n or (n and number.max() >= len(rows)):
         raise BadMessage(f"{m} bags of {n} values of {len(rows)} rows do not fit each other")
     if kind == _BY_BAG:
         factors = np.repeat(factors, lengths)

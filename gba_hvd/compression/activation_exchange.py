@@ -23,7 +23,7 @@ class ActivationExchange(RowExchange):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._thresholds = ActivationThresholds(self.coder.spec, len(self._tables.layout.groups))
+        self._thresholds = ActivationThresholds(self.coder.spec, len(self._tables.layout.tables))
         self._given: dict[int, list[Borrowed]] = {}
         self._taken: dict[int, list[Borrowed]] = {}
 
@@ -96,7 +96,7 @@ class ActivationExchange(RowExchange):
                 rank: np.concatenate([self._rows(number, keys), request.pool(self._rows(number, request.distinct))])
                 for rank, (keys, request) in asked.items()
             }
-            masks = self._thresholds.masks(number, list(lent.values()))
+            masks = self._thresholds.masks_of(layout, number, list(asked.values()), list(lent.values()))
             for (rank, activations), indices in zip(lent.items(), masks, strict=True):
                 answers[rank].append(coding.encode(activations, indices, spec))
                 self._given[rank].append(coding.lent(*asked[rank], indices))

@@ -2,7 +2,8 @@
 
 A selector says which elements travel, a value coder in how many bits (`fp16`, `bf16`, `int8`, or one that is
 registered). One of each can be chained, the selector first. Dense gradients take the selectors of `DENSE_SELECTORS`,
-rows all but `dct`: `dct` (DCT-DP) and `dct_mp` are the published rules and nothing else.
+rows all but `dct`. `dct_mp` is the published rule, and so is `dct` (DCT-DP) with `drift=math.inf`; by default `dct`
+also finds a threshold again when the share sent has drifted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ DENSE_SELECTORS = ("topk", "dct")
 SELECTORS = ("topk", "dct", "ternary_ef", "dct_mp")
 WITH_THRESHOLD = SELECTORS[1:]
 _THRESHOLD = ("keep", "eta", "refresh_every", "drift")
-_SETTINGS = {"topk": ("keep", "eta"), **dict.fromkeys(WITH_THRESHOLD, _THRESHOLD)}  # of the others: none
+_SETTINGS = {
+    "topk": ("keep", "eta"),
+    **dict.fromkeys(WITH_THRESHOLD, _THRESHOLD),
+    "dct_mp": (*_THRESHOLD, "per_table"),
+}  # of the others: none
 _DRIFT = {"dct_mp": math.inf}  # default; of the others:
 _DRIFT_OF_OTHERS = 2.0
 _SYNONYMS = {"dct_dp": "dct", "top_k": "topk", "half": "fp16", "float16": "fp16", "bfloat16": "bf16"}
@@ -32,10 +37,12 @@ class Spec:
 
     selector:      "" (every element), "topk", "dct", "ternary_ef" or "dct_mp"
     keep:          share of each tensor's elements that is sent, in (0, 1]; the paper's 1 - eta
-    refresh_every: steps for which a threshold is used, the paper's L; not of topk
+    refresh_every: steps for which a threshold is used at most, the paper's L; not of topk. A refresh for drift counts
+                   from 0 again: with a finite drift the limit may never be reached, and then it has no effect
     drift:         the threshold is also refreshed when the share sent leaves keep / drift to keep * drift; not of topk
     values:        "none" (as they are), "fp16", "bf16", "int8", or a coder that is registered
     is_forced:     compress also where the bytes saved do not pay
+    per_table:     a threshold for each table, not one for all of a dimension; of dct_mp only
     """
 
     selector: str = ""
@@ -44,6 +51,7 @@ class Spec:
     drift: float = 2.0
     values: str = "none"
     is_forced: bool = False
+    per_table: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
@@ -53,6 +61,8 @@ class Spec:
             raise BadInput(f"refresh_every is a number of steps, at least 1; got {self.refresh_every!r}")
         if not isinstance(self.drift, Real) or not self.drift > 1:
             raise BadInput(f"drift is a number above 1 (math.inf: only refresh_every counts), got {self.drift!r}")
+        if not isinstance(self.per_table, bool) or (self.per_table and self.selector != "dct_mp"):
+            raise BadInput(f"per_table is true or false, and true of dct_mp only; got {self.per_table!r}")
         value_codec.coder(self.values)
 
     def then(self, other: Spec) -> Spec:
@@ -100,7 +110,7 @@ class Spec:
         if self.selector in WITH_THRESHOLD:
             usual = _DRIFT.get(self.selector, _DRIFT_OF_OTHERS)
             drift = "" if self.drift == usual else f", drift={self.drift:g}"
-            more = f", refresh_every={self.refresh_every}{drift}"
+            more = f", refresh_every={self.refresh_every}{drift}{', per_table' if self.per_table else ''}"
         coder = "" if self.values == "none" else f".then({self.values})"
         return f"{self.selector}(keep={self.keep:g}{more}){coder}"
 
@@ -130,22 +140,29 @@ class Compression:
         threshold that is seldom found; the residual is added to the next gradient.
 
         keep: share of the elements that is sent, by default 0.01; or eta, the paper's share that is not sent.
-        drift: not in the paper. Between refreshes the share sent follows the gradient's scale; beyond this factor the
-        threshold is found again. math.inf: as in the paper.
+        refresh_every: the paper's L. drift: not in the paper. Between refreshes the share sent follows the gradient's
+        scale; beyond this factor the threshold is found again, and L starts over: so L is a limit, which may never be
+        reached. math.inf: as in the paper.
         """
         return Spec("dct", _keep_of(keep, eta, 0.01), refresh_every, drift)
 
     @staticmethod
     def dct_mp(
-        keep: float | None = None, refresh_every: int = 1000, *, drift: float = math.inf, eta: float | None = None
+        keep: float | None = None,
+        refresh_every: int = 1000,
+        *,
+        drift: float = math.inf,
+        eta: float | None = None,
+        per_table: bool = False,
     ) -> Spec:
         """The same paper's rule for embeddings (DCT-MP), for `row_compression`: of the activations that travel, those
         elements with |a| at or above a threshold; of their gradients the same elements. No error feedback.
 
         The rows of a `Bag` are pooled by the host that has them, for each sample. keep: by default 0.05; or eta, the
-        share that is not sent. drift: see `dct`.
+        share that is not sent. drift: see `dct`. per_table: a threshold for each table, not one for all of
+        a dimension, by which a table of small rows may send nothing.
         """
-        return Spec("dct_mp", _keep_of(keep, eta, 0.05), refresh_every, drift)
+        return Spec("dct_mp", _keep_of(keep, eta, 0.05), refresh_every, drift, per_table=per_table)
 
     @staticmethod
     def ternary_ef(

@@ -75,6 +75,12 @@ class PoolRequest:
     def n_bags(self) -> int:
         return len(self.micro)
 
+    @property
+    def first_keys(self) -> np.ndarray:
+        """int64 [m]: the key of each bag's first value; all of a bag are of one table."""
+        found: np.ndarray = self.distinct[self.number[self.offsets[:-1]]]
+        return found
+
     def pool(self, rows: np.ndarray) -> np.ndarray:
         """The activations float32 [m, dim]. rows: float32 [d, dim], of the distinct keys"""
         out = np.empty((self.n_bags, rows.shape[1]), np.float32)

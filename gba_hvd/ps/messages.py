@@ -264,6 +264,7 @@ class Compressor(Struct):
     refresh_every: int
     drift: float
     values: str
+    per_table: bool = False
 
 
 class PullRows(Struct):

@@ -345,6 +345,11 @@ class Layout:
         kernels.place_records(keys, self.n_shards, self.region_words, group.at, group.record, out)
         return out
 
+    def tables_of(self, keys: np.ndarray, group: Group) -> np.ndarray:
+        """int64 [n]: the table of each key, by number in `tables`. Not of hashed tables."""
+        numbers = np.array([self.tables.index(table) for table in group.tables])
+        return numbers[np.searchsorted(group.first, keys // self.n_shards, side="right") - 1]
+
     def key_limit(self, group: Group) -> int:
         """Keys of the group, as unsigned numbers, are below it."""
         return 2**64 if group.hashed is not None else group.rows_per_shard * self.n_shards

@@ -61,8 +61,8 @@ class GBACallback(Callback):
                 "none", see `gba_hvd.update_rules.default_rule`. "none": the optimizer alone, gba as published.
                 Allreduce knows no delay: there the optimizer steps, and the rule waits for an asynchronous mode.
                 Replicas know none either: a job that is to be in such modes only has no rule
-    rule_settings: of "dc" and "dana_dc", see `gba_hvd.update_rules.delay_compensation.DEFAULTS`; of "look_ahead",
-                `steps`
+    rule_settings: of "dc" and "dana_dc", see `gba_hvd.update_rules.delay_compensation.DEFAULTS`; of "dana_dc" also
+                `to_look_ahead`, see `gba_hvd.update_rules.dana_dc`; of "look_ahead", `steps`
     staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.discipline.Discipline`.
                 tolerance: the paper's iota
     enter_gain, leave_gain, patience, min_stay, warm_up_steps, trial_budget: see `gba_hvd.switching.policy.Options`

@@ -3,8 +3,12 @@
     g~ = g + lambda_t * g * g * (values - what the worker was shown)          `delay_compensation`
     v_i <- momentum * v_i + g~        values <- values - lr * v_i             `dana_zero`
 
-Workers are shown the look-ahead, so the difference is what the look-ahead did not foresee. Entering, leaving, the death
-of a worker and a server that starts again are as with `dana_zero`; the compensation starts over.
+Workers are shown the look-ahead, so the difference is what the look-ahead did not foresee. What a gradient is corrected
+to, the source does not say. By default it is the model, to which the step is applied, as in `dc`: then a fresh gradient
+is corrected, too. With the setting `to_look_ahead` it is the newest look-ahead, which the server would send now.
+
+Entering, leaving, the death of a worker and a server that starts again are as with `dana_zero`; the compensation starts
+over.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from gba_hvd.update_rules.sgd_momentum import Sgd
 
 
 class DanaDc(DanaZero):
-    """dense: as the rule finds it, with the settings of `delay_compensation.DEFAULTS`."""
+    """dense: as the rule finds it, with the settings of `delay_compensation.DEFAULTS`, and `to_look_ahead`."""
 
-    defaults: ClassVar[Mapping[str, Setting]] = DEFAULTS
+    defaults: ClassVar[Mapping[str, Setting]] = {**DEFAULTS, "to_look_ahead": False}
 
     def __init__(self, sgd: Sgd, buffer: np.ndarray, workers: Sequence[int], dense: DenseStart) -> None:
         super().__init__(sgd, buffer, workers)
@@ -33,6 +37,7 @@ class DanaDc(DanaZero):
             shown = self.shown(dense.values, dense.lrs) if dense.lrs else dense.values
         self._compensation = Compensation(dense.settings, shown, dense.step)
         self._next_shown = shown
+        self._to_look_ahead = bool(dense.settings.get("to_look_ahead"))
 
     @classmethod
     def why_not(cls, optimizer: Mapping[str, Any]) -> str:
@@ -47,7 +52,7 @@ class DanaDc(DanaZero):
         return cls(*sgd_momentum.taken_over(optimizer, dense), workers, dense)
 
     def compensated(self, pushes: Sequence[tuple[int, np.ndarray]], values: np.ndarray) -> list[np.ndarray]:
-        return self._compensation.of(pushes, values)
+        return self._compensation.of(pushes, self._compensation.shown if self._to_look_ahead else values)
 
     def act(self, step: Step) -> NewValues:
         answer = super().act(step)

@@ -57,8 +57,13 @@ class Compensation:
         self._square = np.zeros_like(shown) if self._is_adaptive else None
         self._next = self._square
 
+    @property
+    def shown(self) -> np.ndarray:
+        """float32 [n], what workers are shown now"""
+        return self._kept.newest
+
     def of(self, pushes: Sequence[tuple[int, np.ndarray]], values: np.ndarray) -> list[np.ndarray]:
-        """g~ of each push, float32 [n]. pushes: (step of the dense values it was computed with, gradient).
+        """g~ of each push, float32 [n], at `values`. pushes: (step of the dense values it was computed with, gradient).
 
         Changes nothing that counts before `stepped`. What overflows is not finite, for the caller to refuse.
         """

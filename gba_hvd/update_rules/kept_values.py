@@ -28,6 +28,11 @@ class KeptValues:
         self._wanted = min(AT_LEAST, self._room)
         self._warned_of: set[bool] = set()  # values too old, by whether there was no room
 
+    @property
+    def newest(self) -> np.ndarray:
+        """float32 [n]"""
+        return self._kept[-1][1]
+
     def used(self, dense_step: int) -> np.ndarray | None:
         """float32 [n]: what was shown at `dense_step`, or the oldest there is; None for a negative (unknown) step."""
         if dense_step < 0:

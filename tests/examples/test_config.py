@@ -82,7 +82,10 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("switching={mode: shadow, rule: dana_zero}", r"switching: mode 'shadow' uses no rule, got 'dana_zero'"),
         ("compression=dtc", r"compression: compressor 'dtc' is not known: did you mean 'dct'\?"),
         ("row_compression={name: int9}", r"row_compression: compressor 'int9' is not known: did you mean 'int8'\?"),
-        ("compression=5", r"compression: expected a section with name, keep, eta, refresh_every, drift, values, got 5"),
+        (
+            "compression=5",
+            r"compression: expected a section with name, keep, eta, refresh_every, drift, per_table, values, got 5",
+        ),
         ("compression={name: dct, kep: 0.1}", r"compression\.kep: no such setting; did you mean compression\.keep\?"),
         ("compression={name: dct, keep: 2}", r"compression: keep is the share of elements that is sent"),
         ("compression={name: dct, keep: few}", r"compression\.keep: expected a number, got 'few'"),
@@ -209,6 +212,11 @@ def test_thresholds_are_set_in_the_file_in_the_paper_s_letters_or_ours(tmp_path:
         (f"{{name: {name}, drift: 1.25}}", rule(drift=1.25)),
     ):
         assert getattr(load(file_with(tmp_path, f"{what}: {text}\n")), what).spec() == spec
+
+
+def test_a_threshold_of_each_table_is_set_in_the_file(tmp_path: Path) -> None:
+    config = load(file_with(tmp_path, "row_compression: {name: dct_mp, per_table: true}\n"))
+    assert config.row_compression.spec() == Compression.dct_mp(per_table=True)
 
 
 def test_a_job_without_the_section_is_never_saved(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gba_hvd.embedding.on_device import streams
 from gba_hvd.errors import GbaError
 
 _PORTABLE = 1  # of cudaHostRegister: for every context of this process
@@ -79,7 +80,8 @@ class HostWrites:
     """Writes of a device to the host's memory: in the order in which they are asked for, beside its other work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = streams.of(device)
+        self._stream = None if self._streams is None else self._streams.new()
 
     @contextlib.contextmanager
     def after(self, *used: Tensor) -> Iterator[None]:
@@ -87,19 +89,18 @@ class HostWrites:
 
         used: tensors that it needs, made outside
         """
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.using(self._stream):
             yield
-        for one in used:
-            one.record_stream(self._stream)
+        self._streams.used_by(self._stream, *used)
 
     def before_reading(self) -> None:
         """What is asked of the device from now on is done after the writes so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._streams is not None and self._stream is not None:
+            self._streams.current().wait_stream(self._stream)
 
     def wait(self) -> None:
         """Return when the host's memory has all of them. From any thread."""
@@ -114,10 +115,11 @@ class NumberOnItsWay:
         """number: of one element"""
         number = number.reshape(())
         self._number, self._is_there = number, None
-        if number.device.type == "cuda":
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-            self._is_there = torch.cuda.Event()
-            self._is_there.record(torch.cuda.current_stream(number.device))
+        if (of_device := streams.of(number.device)) is not None:
+            pins = number.device.type == "cuda"
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=pins).copy_(number, non_blocking=True)
+            self._is_there = of_device.event()
+            self._is_there.record(of_device.current())
 
     def get(self) -> float:
         if self._is_there is not None:

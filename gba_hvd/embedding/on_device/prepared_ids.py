@@ -11,6 +11,7 @@ from torch import Tensor
 from gba_hvd import kernels
 from gba_hvd.batch import Bag
 from gba_hvd.embedding.lookups import Ids, PlainFields
+from gba_hvd.embedding.on_device import streams
 from gba_hvd.embedding.on_device.host_view import pinned
 from gba_hvd.embedding.on_device.row_gradients import SortedKeys
 from gba_hvd.embedding.on_device.rows import DeviceRows
@@ -49,11 +50,11 @@ class PreparedIds(dict[str, "Tensor | Bag"]):
         for (name, one), (before, column, version) in zip(self.items(), self._columns, strict=True):
             if name != before or one is not column or _version(one) != version:
                 return None
-        if found.is_there is not None:
-            stream = torch.cuda.current_stream(rows.device)
+        if found.is_there is not None and (of_device := streams.of(rows.device)) is not None:
+            stream = of_device.current()
             stream.wait_event(found.is_there)
-            for one in (found.keys, *([] if found.order is None else (found.order.keys, found.order.order))):
-                one.record_stream(stream)
+            order = () if found.order is None else (found.order.keys, found.order.order)
+            of_device.used_by(stream, found.keys, *order)
         return found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.embedding.on_device import optimizers
+from gba_hvd.embedding.on_device import optimizers, streams
 from gba_hvd.embedding.on_device.copies import AllRows, Copies, HotRows
 from gba_hvd.embedding.on_device.fused import FusedRows
 from gba_hvd.embedding.on_device.host_view import HostView, HostWrites
@@ -54,7 +54,8 @@ class DeviceRows:
         self.device, self._layout = device, layout
         self._view = HostView(flat, device)
         self._writes = HostWrites(device)
-        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = streams.of(device)
+        self._uploads = None if self._streams is None else self._streams.new()
         self._records = {
             number: Records(self._view.tensor, self._writes, layout, group)
             for number, group in enumerate(layout.groups)
@@ -94,11 +95,11 @@ class DeviceRows:
     @contextlib.contextmanager
     def uploading(self) -> Iterator[torch.cuda.Event | None]:
         """What a thread asks of the device in here is done beside all else. Gives an event to record; None on a CPU."""
-        if self._uploads is None:
+        if self._streams is None or self._uploads is None:
             yield None
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
-            yield torch.cuda.Event()
+        with self._streams.using(self._uploads):
+            yield self._streams.event()
 
     def look_up(self, group: int, keys: Tensor) -> tuple[Found, Tensor, Tensor]:
         """(what was read of the distinct keys, each key's number among them int64 [n], their weights float32 [d, dim]).
@@ -202,8 +203,8 @@ class DeviceRows:
 
     def close(self) -> None:
         """Let go of the host's memory. May be called twice."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self._streams is not None:
+            self._streams.current().synchronize()
         self.wait()
         self._records.clear()
         self._copies.clear()

@@ -45,9 +45,9 @@ class RowPulls:
     def __init__(self) -> None:
         self._thresholds: ActivationThresholds | None = None
 
-    def thresholds(self, spec: Spec, n_groups: int) -> ActivationThresholds:
+    def thresholds(self, spec: Spec, n_tables: int) -> ActivationThresholds:
         if self._thresholds is None or self._thresholds.spec != spec:
-            self._thresholds = ActivationThresholds(spec, n_groups)
+            self._thresholds = ActivationThresholds(spec, n_tables)
         return self._thresholds
 
 
@@ -91,10 +91,10 @@ def _encode_activations(
         )
     single = gather(memory, mine, [keys.view(np.uint8).data for keys, _ in asked])
     of_bags = gather(memory, mine, [bags.distinct.view(np.uint8).data for _, bags in asked])
-    thresholds, answer = pulls.thresholds(spec, len(layout.groups)), []
-    for number, (rows, pooled, (_, bags)) in enumerate(zip(single, of_bags, asked, strict=True)):
+    thresholds, answer = pulls.thresholds(spec, len(layout.tables)), []
+    for number, (rows, pooled, (keys, bags)) in enumerate(zip(single, of_bags, asked, strict=True)):
         activations = np.concatenate([rows, bags.pool(pooled)])
-        (indices,) = thresholds.masks(number, [activations])
+        (indices,) = thresholds.masks_of(layout, number, [(keys, bags)], [activations])
         answer.append(activation_codec.encode(activations, indices, spec))
     return answer
 
@@ -121,6 +121,9 @@ def _spec_of(compressor: Compressor) -> Spec:
     if compressor.values not in value_codec.names() or compressor.selector not in ("", *SELECTORS):
         raise ProtocolError(f"no compressor: {compressor.selector[:80]!r}, {compressor.values[:80]!r}")
     try:
-        return Spec(compressor.selector, compressor.keep, compressor.refresh_every, compressor.drift, compressor.values)
+        return Spec(
+            compressor.selector, compressor.keep, compressor.refresh_every, compressor.drift, compressor.values,
+            per_table=compressor.per_table,
+        )  # fmt: skip
     except BadInput as error:
         raise ProtocolError(f"no compressor: {error}") from error

@@ -77,7 +77,7 @@ class DenseParts:
 
 def compressor_of(spec: Spec) -> Compressor:
     """How a worker describes its compressor to a server."""
-    return Compressor(spec.selector, spec.keep, spec.refresh_every, spec.drift, spec.values)
+    return Compressor(spec.selector, spec.keep, spec.refresh_every, spec.drift, spec.values, spec.per_table)
 
 
 def place_dense(sizes: Sequence[int], n_servers: int) -> list[int]:

@@ -20,6 +20,7 @@ from gba_hvd.compression.activation_codec import ActivationThresholds
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.compression.spec import Spec
 from gba_hvd.embedding import bags as pooling
 from gba_hvd.embedding.bags import Borrowed, FieldBags, PoolRequest
 from gba_hvd.embedding.joined_tables import keys_by_group
@@ -29,7 +30,8 @@ from gba_hvd.ps.messages import Endpoint, ProtocolError, PullRows, Push, Rows
 from gba_hvd.ps.partition import compressed_frames
 from gba_hvd.ps.worker.push_encoder import PushEncoder
 from gba_hvd.ps.worker.remote_rows import RemoteRows
-from gba_hvd.ps.worker.session import DenseParts, PsSession
+from gba_hvd.ps.worker.session import DenseParts, PsSession, compressor_of
+from gba_hvd.shm.layout import Layout
 from tests.unit.compression.test_row_exchange import rows_of, train
 from tests.unit.conftest import Clicks
 from tests.unit.embedding.test_accesses import counted
@@ -131,6 +133,60 @@ def test_with_everything_kept_zeros_and_what_is_not_finite_travel_too() -> None:
         assert spec.keep < 1 or places.tolist() == [0, 1, 2, 3]
 
 
+def three_tables() -> Layout:
+    return Layout.of({"user": (20, DIM), "item": (7, DIM), "wide": (5, 2 * DIM)}, (), 3, seed=0, init_std=0.1)
+
+
+def test_a_table_s_own_threshold_is_of_its_rows_and_its_bags() -> None:
+    """By hand: the K-th largest |a| of each table, of two askers together; one of all takes the table of large rows."""
+    layout, rng = three_tables(), np.random.default_rng(4)
+    first_item = layout.groups[0].first[1] * layout.n_shards
+    users, items = np.arange(8), first_item + np.arange(4)
+    of_items = PoolRequest(
+        items[:2], np.array([0, 1, 1], np.int32), np.array([0, 2, 3]), np.empty(0, np.float32), np.zeros(2, np.int32)
+    )
+    asked = [(np.concatenate([users, items]), of_items), (users[:3], pooling.NOTHING)]
+    of_table = [np.array([0] * 8 + [1] * 6), np.zeros(3, int)]
+    parts = [np.where(t == 0, 100, 1)[:, None] * rng.normal(size=(len(t), DIM)).astype(np.float32) for t in of_table]
+    spec = Compression.dct_mp(0.25, per_table=True)
+    found = ActivationThresholds(spec, len(layout.tables)).masks_of(layout, 0, asked, parts)
+    for table, kept in ((0, 11), (1, 6)):  # a quarter of 11 and of 6 rows
+        least = np.sort(np.abs(np.concatenate([p[t == table] for p, t in zip(parts, of_table, strict=True)])).ravel())
+        for part, tables, places in zip(parts, of_table, found, strict=True):
+            mask = np.zeros(part.size, bool)
+            mask[places] = True
+            mask = mask.reshape(part.shape)
+            assert np.array_equal(mask[tables == table], np.abs(part[tables == table]) >= least[-kept])
+            assert places.dtype == np.int32 and (np.diff(places) > 0).all()
+    together = Compression.dct_mp(0.25)
+    shared = ActivationThresholds(together, len(layout.tables)).masks_of(layout, 0, asked, parts)
+    assert sum((of_table[0][places // DIM] == 1).sum() for places in shared[:1]) == 0, "nothing of the small rows"
+
+
+def test_thresholds_of_tables_age_apart() -> None:
+    layout, spec = three_tables(), Compression.dct_mp(0.5, 2, per_table=True)
+    thresholds, users = ActivationThresholds(spec, len(layout.tables)), np.arange(2)
+    items = layout.groups[0].first[1] * layout.n_shards + users
+    ones = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.float32)
+
+    def sent(keys: np.ndarray, activations: np.ndarray) -> int:
+        return len(thresholds.masks_of(layout, 0, [(keys, pooling.NOTHING)], [activations])[0])
+
+    assert [sent(users, ones), sent(users, 10 * ones)] == [4, 8]  # the second by the first's threshold
+    assert [sent(items, ones), sent(users, 10 * ones), sent(items, 10 * ones)] == [4, 4, 8]
+    assert thresholds.masks_of(layout, 0, [], []) == []
+    (none,) = thresholds.masks_of(layout, 1, [(users[:0], pooling.NOTHING)], [np.empty((0, 2 * DIM), np.float32)])
+    assert len(none) == 0
+
+
+def test_a_bag_without_a_value_is_refused() -> None:
+    _, (request, _), _ = pooling.split([(0, a_field(0, 9))], OWNER, 2, FIRST)
+    offsets = np.append(request.offsets, request.offsets[-1])
+    empty = dataclasses.replace(request, offsets=offsets, micro=np.append(request.micro, request.micro[-1]))
+    with pytest.raises(BadMessage, match="do not fit"):
+        coding.read_request(coding.write_request(np.arange(3), empty), FIRST)
+
+
 def test_masked_gradients_take_few_bytes() -> None:
     """No positions come back: the mask is known."""
     rng, spec = np.random.default_rng(0), Compression.dct_mp(0.05).then(Compression.int8)
@@ -172,6 +228,17 @@ def test_the_published_rule_goes_by_the_paper_unless_asked_otherwise() -> None:
     assert str(Compression.dct_mp(0.05)) == "dct_mp(keep=0.05, refresh_every=1000)"
     assert str(Compression.dct_mp(0.05, drift=2.0)) == "dct_mp(keep=0.05, refresh_every=1000, drift=2)"
     assert Compression.by_name("dct_mp", eta=0.95, refresh_every=100) == Compression.dct_mp(0.05, 100)
+    by_table = Compression.by_name("dct_mp", per_table=True)
+    assert str(by_table) == "dct_mp(keep=0.05, refresh_every=1000, per_table)" and by_table != Compression.dct_mp()
+    assert compressed_frames._spec_of(compressor_of(by_table)) == by_table, "as servers of other hosts get it"
+
+
+def test_a_threshold_of_each_table_is_of_dct_mp_only() -> None:
+    with pytest.raises(BadInput, match="'ternary_ef' has no setting 'per_table'"):
+        Compression.by_name("ternary_ef", per_table=True)
+    for selector, given in (("dct", True), ("dct_mp", 1)):
+        with pytest.raises(BadInput, match="per_table is true or false, and true of dct_mp only"):
+            Spec(selector, per_table=given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -298,11 +365,12 @@ def test_a_step_may_have_more_bags_than_the_tables_have_rows(workers: Workers, o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["single", "bags"])
+@pytest.mark.parametrize("per_table", [False, True])
 def test_rows_of_the_other_host_get_the_masked_gradient_and_no_more(
-    workers: Workers, on_host: Any, clicks: Any, data: str, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, on_host: Any, clicks: Any, per_table: bool, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An element below the threshold is trained by its own host only; what is sent is what the mask has."""
-    jobs = [on_host(host, row_compression=Compression.dct_mp(0.3, 4).always()) for host in "ab"]
+    jobs = [on_host(host, row_compression=Compression.dct_mp(0.3, 4, per_table=per_table).always()) for host in "ab"]
     seen: list[tuple[int, int, int]] = []
     pull = ActivationExchange.pull
 
@@ -362,8 +430,15 @@ class Servers:
 @pytest.mark.parametrize("keep", [1.0, 0.4])
 @pytest.mark.parametrize("data", ["single", "bags", "weighted bags"])
 @pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("per_table", [False, True])
 def test_servers_pool_and_their_pushes_reach_the_rows(
-    make_tables: Any, counted: bool, data: str, keep: float, row_average: str, monkeypatch: pytest.MonkeyPatch
+    make_tables: Any,
+    per_table: bool,
+    counted: bool,
+    data: str,
+    keep: float,
+    row_average: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One server on this host, two on others, of which one is bypassed: what the servers get is the gradient."""
     sizes, shard_servers = {"user": (20, 4), "item": (7, 3)}, np.array([0, 1, 2, 1])
@@ -373,7 +448,7 @@ def test_servers_pool_and_their_pushes_reach_the_rows(
         1, "gba", "job", b"", places, tuple(shard_servers.tolist()), (0,), row_average, accesses=counted
     )
     tables.counts_accesses = whole.counts_accesses = counted
-    tables.pools_bags, coder = True, RowCoder(Compression.dct_mp(keep).always(), [4, 3])
+    tables.pools_bags, coder = True, RowCoder(Compression.dct_mp(keep, per_table=per_table).always(), [4, 3])
     fetcher = RemoteRows(session, 0, tables, Servers(whole, shard_servers), coder)  # type: ignore[arg-type]
     monkeypatch.setattr(fetcher, "are_coded", lambda server: server == 2)
     dataset = Clicks(12) if data == "single" else BagClicks(12, data == "weighted bags")

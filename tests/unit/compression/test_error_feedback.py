@@ -212,6 +212,19 @@ def test_a_threshold_that_lets_too_much_through_is_found_before_its_time() -> No
     assert thresholds.density == [0.25]
 
 
+@pytest.mark.parametrize(("drift", "found"), [(2.0, [0, 10, 20, 30, 40]), (math.inf, [0, 20, 40])])
+def test_a_refresh_for_drift_starts_the_count_over_so_the_limit_may_never_be_reached(
+    drift: float, found: list[int]
+) -> None:
+    thresholds, when = Thresholds(Compression.dct(0.1, refresh_every=20, drift=drift), 1), []
+    for step in range(50):
+        if thresholds.is_due(0):
+            thresholds.find(0, np.ones(1000, np.float32))
+            when.append(step)
+        thresholds.sent(0, 250 if step % 10 == 9 else 150, 1000)
+    assert when == found
+
+
 def test_the_share_sent_stays_near_what_was_asked_for() -> None:
     worker, shares = feedback(Compression.dct(0.05, refresh_every=1000)), []
     rng = np.random.default_rng(0)

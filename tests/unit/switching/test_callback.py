@@ -291,6 +291,8 @@ def modes_with(option: str) -> str:
         ({"rule": "dc", "rule_settings": {"lambda": 0.0}}, "with 0 the rule has no effect"),
         ({"rule": "dc", "rule_settings": {"lambda": "2"}}, "lambda is a number"),
         ({"rule": "dana_dc", "rule_settings": {"adaptive": 1}}, "adaptive is a bool"),
+        ({"rule": "dana_dc", "rule_settings": {"to_look_ahead": 1.0}}, "to_look_ahead is a bool"),
+        ({"rule": "dc", "rule_settings": {"to_look_ahead": True}}, "no setting 'to_look_ahead'"),
         ({"rule": "dc", "rule_settings": {"mean_square_decay": 1.0}}, "from 0 and below 1"),
         ({"rule": "dc", "rule_settings": {"adaptive": False, "mean_square_decay": 0.9}}, "no effect with a constant"),
         ({"rule": "dc", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),

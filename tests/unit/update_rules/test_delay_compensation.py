@@ -23,6 +23,7 @@ from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.update_rules.delay_compensation import Compensation
 from gba_hvd.update_rules.gap_aware import G
 from gba_hvd.update_rules.kept_values import KeptValues
+from gba_hvd.update_rules.rule import DenseStart, Received, Step
 from recovery import state_codec
 
 N, LR, MOMENTUM = 4, 0.1, 0.9
@@ -124,18 +125,39 @@ def test_a_gradient_of_the_newest_values_or_of_unknown_ones_stays_bit_for_bit() 
     np.testing.assert_array_equal(unknown, g)
 
 
-def test_dana_dc_corrects_from_the_look_ahead_before_the_momentum(make_part: Callable[..., Partition]) -> None:
-    part = make_part("dana_dc", CONSTANT, momentum=MOMENTUM)
+@pytest.mark.parametrize("to_look_ahead", [False, True])
+def test_dana_dc_corrects_from_the_look_ahead_before_the_momentum(
+    make_part: Callable[..., Partition], to_look_ahead: bool
+) -> None:
+    part = make_part("dana_dc", {**CONSTANT, "to_look_ahead": to_look_ahead}, momentum=MOMENTUM)
     v = {worker: np.zeros(N) for worker in WORKERS}
     values, shown = START, [START]
-    for step, worker, used in ((1, 11, 0), (2, 22, 0), (3, 11, 1), (4, 22, 2)):
+    for step, worker, used in ((1, 11, 0), (2, 22, 0), (3, 11, 1), (4, 22, 2), (5, 11, 4)):
         g = gradients(step)
-        v[worker] = MOMENTUM * v[worker] + g + 0.5 * g * g * (values - shown[used])
+        now = shown[-1] if to_look_ahead else values
+        v[worker] = MOMENTUM * v[worker] + g + 0.5 * g * g * (now - shown[used])
         values = values - LR * v[worker]
         shown.append(values - LR * MOMENTUM * sum(v.values()))
         apply(part, step, (worker, used, g))
     np.testing.assert_allclose(part.dense.values, values, rtol=1e-5)
     np.testing.assert_allclose(part.dense.shown, shown[-1], rtol=1e-5)
+
+
+def test_dana_dc_corrects_a_fresh_gradient_to_the_model_only() -> None:
+    gradient, model = np.ones(1, np.float32), np.array([1.0], np.float32)
+    for to_look_ahead, corrected in ((False, 1 + 0.5 * 1 * 1 * 0.25), (True, 1.0)):
+        settings = {**CONSTANT, "to_look_ahead": to_look_ahead}
+        start = DenseStart(model, 3, [1], [0], [{}], settings, [LR], shown=np.array([0.75], np.float32))
+        rule = update_rules.make("dana_dc", spec(MOMENTUM), start, WORKERS)
+        assert rule.compensated([(3, gradient)], model)[0].tolist() == [corrected]
+
+
+def test_a_step_that_failed_does_not_change_what_dana_dc_corrects_to() -> None:
+    gradient, model = np.ones(1, np.float32), np.array([1.0], np.float32)
+    start = DenseStart(model, 3, [1], [0], [{}], {**CONSTANT, "to_look_ahead": True}, [LR], shown=model)
+    rule = update_rules.make("dana_dc", spec(MOMENTUM), start, WORKERS)
+    rule.act(Step(4, model, gradient, [Received(11, 3, 1.0, gradient)], [LR]))  # and no `stepped`
+    assert rule.compensated([(3, gradient)], model)[0].tolist() == [1.0]
 
 
 @pytest.mark.parametrize("rule", ["dc", "dana_dc"])
