@@ -88,7 +88,8 @@ class VirtualHosts:
         self._hosts: dict[str, _Host] = {}
         self._switch: subprocess.Popen[bytes] | None = None
         self._rate: str | None = None
-        self._burst_bytes, self._queue_ms = 0, 0.0  # of the rate
+        self._burst_bytes: int | None = None
+        self._queue_ms = 0.0
 
     def __enter__(self) -> VirtualHosts:
         if reason := missing():
@@ -159,10 +160,11 @@ class VirtualHosts:
         self.cut(name)
         self._end(name)
 
-    def limit(self, rate: str | None, burst_bytes: int = 128_000, queue_ms: float = 50) -> None:
+    def limit(self, rate: str | None, burst_bytes: int | None = None, queue_ms: float = 50) -> None:
         """Let each host send, and receive, at most so much: "100mbit", "1gbit"; None lifts it.
 
-        burst_bytes: that pass at once after a pause, at least. queue_ms: what would wait for longer is dropped
+        burst_bytes: that pass at once after a pause; None: 5 ms of the rate, 128 kB at least
+        queue_ms: what would wait for longer is dropped
         """
         if rate is not None and _RATE.fullmatch(rate) is None:
             raise ValueError(f"a rate is a number and kbit, mbit or gbit, as in '100mbit', got {rate!r}")
@@ -250,7 +252,7 @@ class VirtualHosts:
                 continue
             number, unit = float(_RATE.fullmatch(rate)["number"]), _RATE.fullmatch(rate)["unit"]  # type: ignore[index]
             # What may pass between two ticks of the kernel
-            burst = max(self._burst_bytes, int(number * _BITS[unit] / 8 / 200))
+            burst = self._burst_bytes or max(128_000, int(number * _BITS[unit] / 8 / 200))
             words = f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst} latency {self._queue_ms:g}ms"
             run(host, *words.split())
 

@@ -26,7 +26,7 @@ GAMMA_SHAPE = 100.0  # service times of mean 1 and standard deviation 0.1
 SPARE = 1.02  # micro-batches beyond what the ideal could do in the time
 SLOW_HOST = 2.0  # times as long for each micro-batch of the workers of one host
 SLOW_LINK_S = 0.05  # that a slow link adds to an exchange of gradients
-SLOW_LINK_BYTES = 200_000  # of such an exchange, each way: rows, their gradients and dense gradients of a step
+SLOW_LINK_BYTES = 175_000  # of such an exchange, each way: rows, their gradients and dense gradients of a step
 
 
 @dataclass(frozen=True)

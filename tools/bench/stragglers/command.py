@@ -146,7 +146,8 @@ class Launches:
             f"{row['ideal_share']:.3f} of the ideal  AUC {row['auc']:.4f}  load {load:.1f}",
             flush=True,
         )
-        for switch in row.get("switches", ()):
+        measured_s = scenario.end_s - scenario.warmup_s
+        for switch in (one for one in row.get("switches", ()) if one["at_s"] <= measured_s):
             print(f"    {switch['at_s']:.0f} s: {switch['reason']}", flush=True)
         return row
 
