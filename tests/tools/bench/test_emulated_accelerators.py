@@ -161,6 +161,15 @@ def test_auto_is_held_against_the_mode_that_was_better_in_the_minute():
     }  # fmt: skip
 
 
+def test_both_shares_of_auto_are_printed_with_their_goals(capsys: pytest.CaptureFixture[str]):
+    rows = [by_minute("allreduce", *[90] * 5), by_minute("gba", *[100] * 5), by_minute("auto", 50, 90, 100, 97, 100)]
+    gba.show({}, {"auto_by_minute": gba.auto_by_minute(rows)})
+    assert capsys.readouterr().out == (
+        "slow_link run 1: auto has 0.874 of gba over the whole run (goal 0.98); "
+        "worst minute: 4, 0.970 of gba (goal 0.95)\n"
+    )
+
+
 def test_runs_that_are_short_or_without_both_fixed_modes_are_not_compared_by_minute():
     short = [by_minute(mode, 1, 1, 1) for mode in ("allreduce", "gba", "auto")]
     assert gba.auto_by_minute(short) == {}
