@@ -88,6 +88,8 @@ class VirtualHosts:
         self._hosts: dict[str, _Host] = {}
         self._switch: subprocess.Popen[bytes] | None = None
         self._rate: str | None = None
+        self._burst_bytes: int | None = None
+        self._queue_ms = 0.0
 
     def __enter__(self) -> VirtualHosts:
         if reason := missing():
@@ -158,11 +160,15 @@ class VirtualHosts:
         self.cut(name)
         self._end(name)
 
-    def limit(self, rate: str | None) -> None:
-        """Let each host send, and receive, at most so much: "100mbit", "1gbit"; None lifts it."""
+    def limit(self, rate: str | None, burst_bytes: int | None = None, queue_ms: float = 50) -> None:
+        """Let each host send, and receive, at most so much: "100mbit", "1gbit"; None lifts it.
+
+        burst_bytes: that pass at once after a pause; None: 5 ms of the rate, 128 kB at least
+        queue_ms: what would wait for longer is dropped
+        """
         if rate is not None and _RATE.fullmatch(rate) is None:
             raise ValueError(f"a rate is a number and kbit, mbit or gbit, as in '100mbit', got {rate!r}")
-        self._rate = rate
+        self._rate, self._burst_bytes, self._queue_ms = rate, burst_bytes, queue_ms
         for host in self._hosts.values():
             self._limit(host, rate)
 
@@ -245,9 +251,10 @@ class VirtualHosts:
                     run(host, "tc", "qdisc", "del", "dev", device, "root")
                 continue
             number, unit = float(_RATE.fullmatch(rate)["number"]), _RATE.fullmatch(rate)["unit"]  # type: ignore[index]
-            burst = max(128_000, int(number * _BITS[unit] / 8 / 200))  # what may pass between two ticks of the kernel
-            words = f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms".split()
-            run(host, *words)
+            # What may pass between two ticks of the kernel
+            burst = self._burst_bytes or max(128_000, int(number * _BITS[unit] / 8 / 200))
+            words = f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst} latency {self._queue_ms:g}ms"
+            run(host, *words.split())
 
     def _enter(self, host: _Host) -> list[str]:
         spaces = ["--net", "--uts", "--mount", "--ipc", "--pid"]

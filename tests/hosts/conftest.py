@@ -17,9 +17,13 @@ def _why_not() -> str:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, _why_not: str) -> Iterator[VirtualHosts]:
-    """A desk, where the launcher runs, and two hosts for workers."""
+def _hosts_possible(_why_not: str) -> None:
     if _why_not:
         pytest.skip(_why_not)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, _hosts_possible: None) -> Iterator[VirtualHosts]:
+    """A desk, where the launcher runs, and two hosts for workers."""
     with VirtualHosts(tmp_path / "lab", (DESK, "h1", "h2")) as lab:
         yield lab

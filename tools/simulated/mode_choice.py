@@ -21,7 +21,7 @@ from gba_hvd.epoch import shares
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.switching.policy import LOST_S, Options
 
-from ..bench.harness.emulated_accelerators import LOAD_BY_HOUR, SEVERITY, Stopped
+from ..bench.harness.emulated_accelerators import LOAD_BY_HOUR, SEVERITY, SLOW_HOST, SLOW_LINK_S, Stopped
 
 TICK_S = 0.25  # the state of a cluster is constant for so long
 MODES = ("allreduce", "gba")
@@ -292,8 +292,8 @@ def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
         for worker in range(n):
             day[worker, ticks] = 1 + LOAD_BY_HOUR[hour] * SEVERITY[(worker + hour // 6) % n]
     link = make("slow_link", even, exchange_s=0.006, serve_s=0.004)
-    link.exchange_s[visit] += 0.05  # of dense gradients, once a step; a push carries as much
-    link.serve_s[visit] += 0.05
+    link.exchange_s[visit] += SLOW_LINK_S  # of dense gradients, once a step; a push carries as much
+    link.serve_s[visit] += SLOW_LINK_S
     return {
         "none": make("none", even),
         "straggler_5x": make("straggler_5x", changed(n - 1, begins, 5.0)),
@@ -307,7 +307,7 @@ def scenarios(seconds: float = 1800.0, seed: int = 0) -> dict[str, Cluster]:
         "come_and_go": make("come_and_go", changed(n - 1, visit, 5.0)),
         "noise": make("noise", bursts(rng, n, n_ticks, share=0.5, on_s=1.0, off_s=2.0), shape=100.0),
         "day": make("day", day, shape=100.0),
-        "slow_host_of_two": make("slow_host_of_two", changed(slice(n // 2, n), begins, 2.0)),
+        "slow_host_of_two": make("slow_host_of_two", changed(slice(n // 2, n), begins, SLOW_HOST)),
         "slow_link": link,
         # Dearer by what no prediction knows, so that the job is in allreduce when a worker becomes slow, and returns.
         "gba_dearer": make("gba_dearer", changed(n - 1, visit, 5.0), gba_takes=1.15),

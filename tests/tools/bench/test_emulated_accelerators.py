@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
-from gba_hvd_tools.bench.harness import small_ctr
+from gba_hvd_tools.bench.harness import small_ctr, two_hosts
 from gba_hvd_tools.bench.ps import command as ps
 from gba_hvd_tools.bench.stragglers import command as gba
 from gba_hvd_tools.bench.switch import command as switch
+from gba_hvd_tools.simulated import mode_choice as simulated
+from gba_hvd_tools.virtual_hosts import VirtualHosts
+
+from tests.tools.bench.test_interrupted import options
 
 
 class Clock:
@@ -43,7 +48,7 @@ def done_by(scenario: emulated.Scenario, worker: int) -> int:
     return n
 
 
-@pytest.mark.parametrize("name", gba.SCENARIOS)
+@pytest.mark.parametrize("name", [*gba.SCENARIOS, *gba.TWO_HOST_SCENARIOS])
 def test_workers_that_never_wait_do_what_the_ideal_says(name: str):
     scenario = emulated.scenarios(0.05, 5.0)[name]
     done = sum(done_by(scenario, worker) for worker in range(scenario.n_workers))
@@ -89,6 +94,108 @@ def test_speed_is_of_applied_samples_within_the_measured_time():
     assert result["ideal_share"] == pytest.approx(200.0 / (10 * 4 / 0.1))
     assert result["dropped"] == 100
     assert result["dropped_share"] == 0.25
+
+
+def test_minutes_are_whole_ones_of_the_measured_time():
+    clock = Clock()
+    device = accelerator(emulated.Scenario("none", 0.1, 10.0, 150.0), 0, clock)
+    progress = emulated.EmulatedProgress(device)
+    device.begin()
+    for at, applied in [(10, 0), (70, 600), (100, 600), (130, 1800), (150, 9999)]:
+        clock.now = 100.0 + at
+        progress.note(applied)
+    assert progress.result(micro_batch=10)["by_minute"] == [10.0, 20.0]
+
+
+def test_workers_of_the_slow_host_are_as_slow_as_in_the_simulation_from_the_middle_on():
+    scenario = emulated.scenarios(0.05, 300.0)["slow_host_of_two"]
+    middle_s = scenario.warmup_s + 150.0
+    assert [scenario.mean_service_s(worker, middle_s - 1) for worker in range(4)] == [0.05] * 4
+    assert [scenario.mean_service_s(worker, middle_s) for worker in range(4)] == [0.05, 0.05, 0.1, 0.1]
+    cluster = simulated.scenarios(400.0)["slow_host_of_two"]
+    assert cluster.slow[:, -1].tolist() == [1, 1, 2, 2]
+
+
+class Lab:
+    """Instead of virtual hosts: notes the limits of their links."""
+
+    def __init__(self) -> None:
+        self.limits: list[str | None] = []
+
+    def limit(self, rate: str | None, burst_bytes: int, queue_ms: float) -> None:
+        self.limits.append(rate)
+
+
+def test_the_link_is_limited_once_and_the_limit_lifted_once(tmp_path: Path):
+    link = emulated.SlowLink("32mbit", from_s=10.0, to_s=20.0)
+    lab = Lab()
+    limits = two_hosts.LinkLimits(cast("VirtualHosts", lab), link, tmp_path / "started")
+    for at_s in (0.0, 9.9, 10.04, 15.0, 20.0, 30.0):
+        limits.at(at_s, link)
+    assert lab.limits == ["32mbit", None]
+    assert limits.changes_s == [10.0, 20.0]
+
+
+def test_the_chief_makes_a_file_when_its_first_micro_batch_begins(tmp_path: Path):
+    device = emulated.Accelerator(emulated.Scenario("none", 0.05, 0.0, 1.0), 0, started=tmp_path / "started")
+    assert not (tmp_path / "started").exists()
+    device.begin()
+    assert (tmp_path / "started").exists()
+
+
+def by_minute(mode: str, *rates: float) -> dict[str, Any]:
+    return {
+        "scenario": "slow_link", "mode": mode, "run": 0, "samples_per_s": sum(rates) / len(rates), "by_minute": rates,
+    }  # fmt: skip
+
+
+def test_auto_is_held_against_the_mode_that_was_better_in_the_minute():
+    rows = [
+        by_minute("allreduce", 90, 90, 90, 80, 90),
+        by_minute("gba", 100, 100, 100, 30, 100),
+        by_minute("auto", 50, 100, 99, 72, 100),
+    ]
+    assert gba.auto_by_minute(rows) == {
+        "slow_link": [{"run": 0, "share": pytest.approx(421 / 440), "better": "allreduce",
+                       "worst_minute": 0.9, "minute": 4, "better_in_it": "allreduce"}],
+    }  # fmt: skip
+
+
+def test_both_shares_of_auto_are_printed_with_their_goals(capsys: pytest.CaptureFixture[str]):
+    rows = [by_minute("allreduce", *[90] * 5), by_minute("gba", *[100] * 5), by_minute("auto", 50, 90, 100, 97, 100)]
+    gba.show({}, {"auto_by_minute": gba.auto_by_minute(rows)})
+    assert capsys.readouterr().out == (
+        "slow_link run 1: auto has 0.874 of gba over the whole run (goal 0.98); "
+        "worst minute: 4, 0.970 of gba (goal 0.95)\n"
+    )
+
+
+def test_runs_that_are_short_or_without_both_fixed_modes_are_not_compared_by_minute():
+    short = [by_minute(mode, 1, 1, 1) for mode in ("allreduce", "gba", "auto")]
+    assert gba.auto_by_minute(short) == {}
+    assert gba.auto_by_minute([by_minute(mode, 1, 1, 1, 1) for mode in ("gba", "auto")]) == {}
+
+
+def test_scenarios_on_two_hosts_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(two_hosts, "missing", lambda: "these packages are not installed: iproute2")
+    args = options("gba", "--out", str(tmp_path / "found.json"), "--scenarios", "none", "slow_link")
+    assert args.run(args) == 1
+    assert not (tmp_path / "found.json").exists()
+    said = capsys.readouterr().err
+    assert "slow_link: runs on two virtual hosts" in said and "not installed: iproute2" in said
+
+
+def test_what_needs_virtual_hosts_is_run_on_request_only(tmp_path: Path):
+    chosen = options("gba", "--out", str(tmp_path / "found.json"))
+    assert chosen.scenarios == list(gba.SCENARIOS)
+    assert not {*gba.SCENARIOS} & {*gba.TWO_HOST_SCENARIOS}
+
+
+def test_a_contestant_runs_on_both_hosts_and_one_that_knows_no_other_host_does_not():
+    (ours,) = gba.launched(["auto", "torch_rpc"], n_hosts=2)
+    assert "h1:2,h2:2" in ours.command and "eth0" in ours.command
 
 
 def test_staleness_is_weighted_by_pushes_and_keys_may_have_been_through_json():

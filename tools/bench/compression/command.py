@@ -28,8 +28,8 @@ from ... import signals
 from ...virtual_hosts import VirtualHosts, VirtualHostsError
 from ..harness import measure
 from ..harness.measure import Row, Subparsers
+from ..harness.two_hosts import DESK, HOSTS
 
-DESK, HOSTS = "desk", ("h1", "h2")
 LINKS = ("100mbit", "1gbit", "unlimited")
 STEPS = {"100mbit": 8, "1gbit": 40, "unlimited": 60}
 WARMUP, WARMUP_COMPRESSED = 3, 32  # ours tries both ways on the first twelve steps; then thresholds settle

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ N_MICRO = 8  # M, micro-batches of a global step
 SETTINGS = {"workers": N_WORKERS, "micro_batch": MICRO_BATCH, "global_batch": N_MICRO * MICRO_BATCH}
 GAMMA_SHAPE = 100.0  # service times of mean 1 and standard deviation 0.1
 SPARE = 1.02  # micro-batches beyond what the ideal could do in the time
+SLOW_HOST = 2.0  # times as long for each micro-batch of the workers of one host
+SLOW_LINK_S = 0.05  # that a slow link adds to an exchange of gradients
+SLOW_LINK_BYTES = 175_000  # of such an exchange, each way: rows, their gradients and dense gradients of a step
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class SlowLink:
+    """Each host sends, and receives, no more than `rate` in [from_s, to_s)."""
+
+    rate: str
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True)
 class Scenario:
     """What the accelerators do. Speed is measured in [warmup_s, end_s] after the first micro-batch."""
 
@@ -65,6 +78,8 @@ class Scenario:
     gamma: bool = False
     n_workers: int = N_WORKERS
     stopped: tuple[Stopped, ...] = ()
+    n_hosts: int = 1
+    link: SlowLink | None = None
 
     def mean_service_s(self, worker: int, at_s: float) -> float:
         """Expected seconds for a micro-batch that this worker begins at `at_s`, without stops.
@@ -135,12 +150,18 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
     """All by name. `measured_s`: seconds of the steady ones that count, and of the day; `come_and_go` takes longer.
 
     The straggler starts fast, so that an automatic mode has something to notice; that is over before speed is measured.
+    On two hosts things happen in the measured time, which is 700 service times at least: one host is slow in its second
+    half, the link in its middle third, as much as in `gba-hvd simulate auto`.
     """
     last = N_WORKERS - 1
     warm = 75 * service_s
     straggler = Slow(last, 5.0, from_s=warm)
     cycle = max(7 * measured_s, 700 * service_s)
     visit = Slow(last, 5.0, from_s=warm + cycle / 3, to_s=warm + 2 * cycle / 3)
+    long = max(measured_s, 700 * service_s)
+    slow_host = tuple(Slow(worker, SLOW_HOST, warm + long / 2) for worker in range(N_WORKERS // 2, N_WORKERS))
+    rate = f"{8 * SLOW_LINK_BYTES / SLOW_LINK_S / 1e6:g}mbit"
+    slow_link = SlowLink(rate, warm + long / 3, warm + 2 * long / 3)
     return {
         "none": even(service_s, measured_s, N_WORKERS),
         # 100 services: the 10 slow steps of allreduce in which a decision matures and is carried out.
@@ -153,13 +174,15 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
         "gamma": Scenario("gamma", service_s, warm, warm + measured_s, gamma=True),
         "come_and_go": Scenario("come_and_go", service_s, warm, warm + cycle, (visit,)),
         "cluster_day": cluster_day(service_s, measured_s),
+        "slow_host_of_two": Scenario("slow_host_of_two", service_s, warm, warm + long, slow_host, n_hosts=2),
+        "slow_link": Scenario("slow_link", service_s, warm, warm + long, n_hosts=2, link=slow_link),
     }
 
 
 class Accelerator:
     """One worker's: `begin()` a micro-batch, compute it for real, `wait()` until its service time is over.
 
-    Each thread of the worker has one of its own, of the same speed.
+    Each thread of the worker has one of its own, of the same speed. started: a file made as the first one begins
     """
 
     def __init__(
@@ -168,6 +191,7 @@ class Accelerator:
         worker: int,
         *,
         seed: int = 0,
+        started: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -175,6 +199,7 @@ class Accelerator:
         self._draws = np.random.default_rng([seed, worker])
         self._clock, self._sleep = clock, sleep
         self._start: float | None = None
+        self._started = started
         self._of_thread = threading.local()
 
     @property
@@ -185,6 +210,8 @@ class Accelerator:
     def begin(self) -> None:
         if self._start is None:
             self._start = self._clock()
+            if self._started is not None:
+                self._started.touch()
         self._of_thread.began = self.at_s
 
     def wait(self, n_micro: int = 1) -> None:
@@ -210,13 +237,21 @@ class EmulatedProgress:
         """Whether what happens now is within the measured time."""
         return self._accelerator.scenario.warmup_s <= self._accelerator.at_s <= self._accelerator.scenario.end_s
 
+    @property
+    def measured_at_s(self) -> float:
+        """Seconds since the measured time began; below 0 before it."""
+        return self._accelerator.at_s - self._accelerator.scenario.warmup_s
+
     def note(self, samples_applied: int, samples_dropped: int = 0) -> None:
         """A step is done; both counts since the start of the job."""
         if self.is_measured:
             self._seen.append((self._accelerator.at_s, samples_applied, samples_dropped))
 
     def result(self, micro_batch: int) -> dict[str, Any]:
-        """samples_per_s (applied ones), ideal_share, dropped, dropped_share. Raises ValueError without two steps."""
+        """samples_per_s (applied ones), by_minute, ideal_share, dropped, dropped_share.
+
+        by_minute: samples_per_s of each whole minute. Raises ValueError without two steps.
+        """
         scenario, (first, *_, last) = self._accelerator.scenario, self._two_or_more()
         (start, applied, dropped), (end, applied_then, dropped_then) = first, last
         rate = (applied_then - applied) / (end - start)
@@ -227,6 +262,7 @@ class EmulatedProgress:
             "dropped": gone,
             "dropped_share": gone / (gone + applied_then - applied),
             "measured_s": end - start,
+            "by_minute": self._rates(np.arange(scenario.warmup_s, scenario.end_s + 1e-9, 60.0)),
         }
 
     def samples_per_s(self, n_parts: int) -> list[float]:
@@ -234,9 +270,11 @@ class EmulatedProgress:
 
         Between two steps it is taken as constant. Raises ValueError without two steps.
         """
-        scenario, seen = self._accelerator.scenario, self._two_or_more()
-        edges = np.linspace(scenario.warmup_s, scenario.end_s, n_parts + 1)
-        at_s, applied, _ = np.array(seen).T
+        scenario = self._accelerator.scenario
+        return self._rates(np.linspace(scenario.warmup_s, scenario.end_s, n_parts + 1))
+
+    def _rates(self, edges: np.ndarray) -> list[float]:
+        at_s, applied, _ = np.array(self._two_or_more()).T
         ends = np.interp(edges, at_s, applied)
         # The first and the last part have no step at their outer edge: their rate is over the time that is covered.
         covered_s = np.diff(np.clip(edges, at_s[0], at_s[-1]))

@@ -123,27 +123,41 @@ def add_chosen(parser: argparse.ArgumentParser, name: str, choices: Iterable[str
     parser.add_argument(name, **{"nargs": "+", "default": names, "choices": names, "metavar": metavar, **more})
 
 
-def horovodrun(name: str, workers: int, module: str, *flags: str, hosts: int = 1, **env: str) -> Variant:
+def horovodrun(
+    name: str, workers: int, module: str, *flags: str, hosts: int | Sequence[str] = 1, **env: str
+) -> Variant:
     """Workers on this machine, one thread each. module: within `gba_hvd_tools`. env: see also `AS_RUN`
 
-    hosts: so many names of the machine, which Horovod counts as hosts, with as many workers each
+    hosts: so many names of the machine, which Horovod counts as hosts, with as many workers each; or virtual hosts
     """
-    slots = ",".join(f"{host}:{workers // hosts}" for host in NAMES[:hosts])
+    names, interface = (NAMES[:hosts], "lo") if isinstance(hosts, int) else (hosts, "eth0")
+    slots = ",".join(f"{host}:{workers // len(names)}" for host in names)
     launcher = (console_script("horovodrun"), "-np", str(workers), "-H", slots)
-    python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.{module}")
+    python = ("--network-interface", interface, sys.executable, "-m", f"gba_hvd_tools.{module}")
     return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", **env})
 
 
-def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float) -> float:
-    """Run to its end, output to `log`; returns the Unix time of the start. Raises RunFailed, with the root cause."""
+def launch(
+    variant: Variant,
+    more: Sequence[str],
+    *,
+    log: Path,
+    timeout_s: float,
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    wait: Callable[[subprocess.Popen[bytes], float], int] = subprocess.Popen.wait,
+) -> float:
+    """Run to its end, output to `log`; returns the Unix time of the start. Raises RunFailed, with the root cause.
+
+    popen, wait: what else starts it, and what does more until it ends
+    """
     command = [*variant.command, *more]
     with log.open("wb") as out:
         started = time.time()
-        process = subprocess.Popen(
+        process = popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variant.env}, start_new_session=True
         )
         try:
-            status: int | None = process.wait(timeout_s)
+            status: int | None = wait(process, timeout_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -155,11 +169,11 @@ def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float
     return started
 
 
-def result_of(variant: Variant, more: Sequence[object], folder: Path, timeout_s: float) -> Any:
-    """Launch with `--result FILE`, in `folder`; what it wrote there, JSON. Raises RunFailed."""
+def result_of(variant: Variant, more: Sequence[object], folder: Path, timeout_s: float, **how: Any) -> Any:
+    """Launch with `--result FILE`, in `folder`; what it wrote there, JSON. how: see `launch`. Raises RunFailed."""
     result, log = folder / "result.json", folder / "log"
     result.unlink(missing_ok=True)
-    launch(variant, [*map(str, more), "--result", str(result)], log=log, timeout_s=timeout_s)
+    launch(variant, [*map(str, more), "--result", str(result)], log=log, timeout_s=timeout_s, **how)
     if not result.exists():
         raise RunFailed(f"{variant.name}: ended without a result\n{gist(log.read_text(errors='replace'))}")
     return json.loads(result.read_text())

@@ -148,6 +148,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--scenario", required=True)
     parser.add_argument("--service-s", type=float, required=True)
     parser.add_argument("--measured-s", type=float, required=True)
+    parser.add_argument("--started", type=Path, help="file that the chief makes as its first micro-batch begins")
     return parser
 
 

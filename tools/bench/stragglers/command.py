@@ -4,6 +4,14 @@ Four workers with emulated accelerators (`emulated_accelerators.py`) train one s
 same samples in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and
 not timed, so every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as
 trained. `load` is the machine's 1-minute load average after a run, the contestant's own processes included.
+
+Where `auto`, `allreduce` and `gba` are measured for 4 minutes and more, auto's share of the better fixed mode over the
+whole run is printed, and the worst minute after the first two, against the mode that was better in it, as by
+`gba-hvd simulate auto`.
+
+Two scenarios run on two virtual hosts of two workers each, which only root can make (iproute2, openssh-server). They
+are not among the default ones. `slow_host_of_two`: the workers of one host take twice as long in the second half of
+the time. `slow_link`: in the middle third `tc` limits the link so that what a step exchanges takes 50 ms longer.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from typing import Any
 from gba_hvd.mode_names import SHARED_MODES
 
 from ..harness import emulated_accelerators as emulated
-from ..harness import measure
+from ..harness import measure, two_hosts
 from ..harness.measure import Row, Subparsers, Variant
 from ..harness.noise import Noise
 
@@ -32,32 +40,45 @@ PEERS = {
     "torch_rpc": "batch-update parameter server on torch.distributed.rpc, pulls and pushes of touched rows",
 }
 SCENARIOS = ("none", "straggler_5x", "throttled", "gamma", "come_and_go")
+TWO_HOST_SCENARIOS = ("slow_host_of_two", "slow_link")
+ONE_HOST = "torch_rpc"  # its launcher knows no other host
+FIXED = ("allreduce", "gba")  # what auto chooses between
+LEAST_MINUTES, FIRST_MINUTES = 4, 2  # of a run that is compared by minute; of it, those that do not count
+GOAL_SHARE, GOAL_MINUTE = 0.98, 0.95
 COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
-TIMEOUT_S = 120.0  # for one run, beyond its measured time
+TIMEOUT_S = 300.0  # for one run, beyond its measured time
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = measure.add_benchmark(subparsers, "gba", "all modes and their peers, with stragglers", __doc__, run)
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
-    parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
+    seconds = "measured time of the steady scenarios; come_and_go takes 7 times as long"
+    parser.add_argument("--seconds", type=float, default=5.0, help=seconds)
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
     parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
     measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
-    measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
+    measure.add_chosen(
+        parser, "--scenarios", (*SCENARIOS, *TWO_HOST_SCENARIOS), "SCENARIO", default=list(SCENARIOS),
+        help=f"{', '.join(SCENARIOS)}; on two virtual hosts: {', '.join(TWO_HOST_SCENARIOS)}",
+    )  # fmt: skip
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     about = measure.machine()
-    contestants = [variant(name) for name in args.modes]
     chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
+    contestants = {n_hosts: launched(args.modes, n_hosts) for n_hosts in {s.n_hosts for s in chosen.values()}}
+    if asked := [name for name, scenario in chosen.items() if scenario.n_hosts > 1]:
+        two_hosts.require(", ".join(asked))
+        if ONE_HOST in args.modes:
+            print(f"{ONE_HOST} is not run in {', '.join(asked)}: its launcher knows one host")
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
         try:
             with Noise(args.noise):
                 for scenario in chosen.values():
-                    measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
+                    measure.interleave(contestants[scenario.n_hosts], args.runs, partial(launches.run, scenario, rows))
         finally:  # the minutes of work before a failure are kept
             settings: dict[str, Any] = {
                 **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
@@ -65,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
             }  # fmt: skip
             found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
             ratios = emulated.headline(found)
-            whole: dict[str, Any] = {"machine": about, "commands": {v.name: str(v) for v in contestants}}
+            if by_minute := auto_by_minute(rows):
+                ratios["auto_by_minute"] = by_minute
+            commands = {
+                v.name if n == 1 else f"{v.name}, {n} hosts": str(v) for n, some in contestants.items() for v in some
+            }
+            whole: dict[str, Any] = {"machine": about, "commands": commands}
             whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
             if rows:
                 measure.write_json(args.out, whole)
@@ -73,15 +99,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def variant(name: str) -> Variant:
+def launched(names: Sequence[str], n_hosts: int) -> list[Variant]:
+    """The contestants that can run on so many hosts."""
+    return [variant(name, n_hosts) for name in names if n_hosts == 1 or name != ONE_HOST]
+
+
+def variant(name: str, n_hosts: int = 1) -> Variant:
     """How a contestant is launched, short of the arguments that all workers take."""
+    hosts = 1 if n_hosts == 1 else two_hosts.HOSTS
     if name == "torch_rpc":
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={emulated.N_WORKERS + 1}")
         env = {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         return Variant(name, (sys.executable, "-W", "ignore", *launcher, "-m", f"{__package__}.torch_rpc"), env)
     if name == "horovod":
-        return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.plain_horovod")
-    return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.ours", "--mode", name)
+        return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.plain_horovod", hosts=hosts)
+    return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.ours", "--mode", name, hosts=hosts)
 
 
 class Launches:
@@ -101,7 +133,11 @@ class Launches:
         """One launch; its row is added to `rows`. Raises RunFailed."""
         arguments = ["--data", self._folder / "data", "--scenario", scenario.name]
         arguments += ["--service-s", self._service_s, "--measured-s", self._measured_s]
-        found = measure.result_of(contestant, arguments, self._folder, scenario.end_s + self._timeout_s)
+        timeout_s = scenario.end_s + self._timeout_s
+        if scenario.n_hosts > 1:
+            found = two_hosts.result_of(contestant, arguments, self._folder, timeout_s, scenario.link)
+        else:
+            found = measure.result_of(contestant, arguments, self._folder, timeout_s)
         load = os.getloadavg()[0]
         row = {"scenario": scenario.name, "mode": contestant.name, "run": number, "load": load, **found}
         rows.append(row)
@@ -110,7 +146,34 @@ class Launches:
             f"{row['ideal_share']:.3f} of the ideal  AUC {row['auc']:.4f}  load {load:.1f}",
             flush=True,
         )
+        measured_s = scenario.end_s - scenario.warmup_s
+        for switch in (one for one in row.get("switches", ()) if one["at_s"] <= measured_s):
+            print(f"    {switch['at_s']:.0f} s: {switch['reason']}", flush=True)
         return row
+
+
+def auto_by_minute(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """By scenario, for each run of auto and of both fixed modes that is long enough.
+
+    share: of the samples/s of `better`, the fixed mode that was better over the run; worst_minute: the least share in
+    a minute after the first two (`minute`, from 1), of those of `better_in_it`
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for scenario, number in dict.fromkeys((row["scenario"], row["run"]) for row in rows):
+        run = {row["mode"]: row for row in rows if (row["scenario"], row["run"]) == (scenario, number)}
+        if not {"auto", *FIXED} <= run.keys() or len(run["auto"]["by_minute"]) < LEAST_MINUTES:
+            continue
+        better = max(FIXED, key=lambda mode: run[mode]["samples_per_s"])
+        minutes = []
+        for minute, rate in enumerate(run["auto"]["by_minute"][FIRST_MINUTES:], FIRST_MINUTES):
+            in_it = max(FIXED, key=lambda mode: run[mode]["by_minute"][minute])
+            minutes.append((rate / run[in_it]["by_minute"][minute], minute + 1, in_it))
+        worst, minute, in_it = min(minutes)
+        found.setdefault(scenario, []).append({
+            "run": number, "share": run["auto"]["samples_per_s"] / run[better]["samples_per_s"], "better": better,
+            "worst_minute": worst, "minute": minute, "better_in_it": in_it,
+        })  # fmt: skip
+    return found
 
 
 def described(scenario: emulated.Scenario) -> dict[str, Any]:
@@ -131,4 +194,12 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mappi
         table = [{"mode": mode, **row} for mode, row in modes.items()]
         measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers", columns, table)
     for name, value in headline.items():
-        print(f"{name}: {json.dumps(value)}")
+        if name != "auto_by_minute":
+            print(f"{name}: {json.dumps(value)}")
+    for scenario, runs in headline.get("auto_by_minute", {}).items():
+        for one in runs:
+            print(
+                f"{scenario} run {one['run'] + 1}: auto has {one['share']:.3f} of {one['better']} over the whole run "
+                f"(goal {GOAL_SHARE}); worst minute: {one['minute']}, {one['worst_minute']:.3f} of "
+                f"{one['better_in_it']} (goal {GOAL_MINUTE})"
+            )

@@ -35,7 +35,8 @@ class Watch(gba_hvd.Callback):
 
     def on_event(self, event: gba_hvd.Event) -> None:
         if event.kind == "switch":
-            self.switches.append({"step": event.step, "reason": event.message, **event.data})
+            at_s = self._progress.measured_at_s
+            self.switches.append({"step": event.step, "at_s": at_s, "reason": event.message, **event.data})
         if "rounds_per_s" in event.data and self._progress.is_measured:
             self.rounds.append({name: float(value) for name, value in event.data.items()})
 
@@ -53,7 +54,7 @@ def main() -> None:
         scenario = emulated.even(args.service_s, args.measured_s, hvd.size() * args.threads)
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer(emulated.N_MICRO, emulated.MICRO_BATCH)
-    accelerator = emulated.Accelerator(scenario, hvd.rank())
+    accelerator = emulated.Accelerator(scenario, hvd.rank(), started=None if hvd.rank() else args.started)
     progress = emulated.EmulatedProgress(accelerator)
     watch = Watch(progress)
     state = watch.state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)

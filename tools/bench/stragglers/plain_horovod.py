@@ -34,7 +34,7 @@ def main() -> None:
         backward_passes_per_step=share + 1,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    accelerator = emulated.Accelerator(scenario, rank)
+    accelerator = emulated.Accelerator(scenario, rank, started=None if rank else args.started)
     progress = emulated.EmulatedProgress(accelerator)
     hvd.allreduce(torch.zeros(1), name="barrier")
 
