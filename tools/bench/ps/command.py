@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..harness import measure
+from ..harness import measure, noise
 from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
@@ -48,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
     measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
     measure.add_chosen(parser, "--wire", WIRES, "WIRE", help="contestants of other wires are left out")
+    noise.add_option(parser)
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     variants = [variant(name, n) for name in chosen for n in SERVERS]
     rows: list[Row] = []
     about = measure.machine(("torch", "pyzmq", "numpy"))
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+    with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         for number in range(args.runs):
             for one in variants:
                 rows += launch(one, Path(scratch), number, args)
@@ -71,13 +72,18 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "machine": about,
         "commands": {v.name: str(v) for v in variants},
-        "settings": {"table": [N_ROWS, DIM], "rows": args.rows, "contestants": CONTESTANTS},
+        "settings": {
+            "table": [N_ROWS, DIM],
+            "rows": args.rows,
+            "contestants": CONTESTANTS,
+            **noise.setting(args.noise),
+        },
         **headline(rows, args.rows[0]),
         "rows_per_s": speed,
         "rows": rows,
     }
     measure.write_json(args.out, result)
-    show(rows, result)
+    show(rows, result, noise.beside(args.noise))
     return 0
 
 
@@ -119,7 +125,7 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
     return result
 
 
-def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
+def show(rows: Sequence[Row], result: Mapping[str, Any], beside: str = "") -> None:
     """Medians with the profile: who spends processor time on a request, and how long it takes."""
     columns = ("rows_per_s", "ms", "cpu_ms_client", "cpu_ms_servers")
     values = {name: measure.medians(rows, ("what", "contestant", "servers", "rows"), name) for name in columns}
@@ -130,13 +136,13 @@ def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
             if key[0] == what
         ]
         titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
-        measure.print_table(f"{what}, medians", titles, table)
+        measure.print_table(f"{what}, medians{beside}", titles, table)
     leases = {of: measure.medians(rows, ("contestant", "servers"), of) for of in ("p50_ms", "p99_ms", "p99_over_p50")}
     table = [
         (contestant, str(servers), *(f"{leases[of][contestant, servers]:.2f}" for of in leases))
         for contestant, servers in leases["p50_ms"]
     ]
-    measure.print_table("a lease under load, medians of the runs", ("contestant", "servers", *leases), table)
+    measure.print_table(f"a lease under load, medians{beside}", ("contestant", "servers", *leases), table)
     for name, value in result.items():
         if "_vs_" in name:
             print(f"{name}: {json.dumps(value)}")

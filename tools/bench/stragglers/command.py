@@ -22,9 +22,8 @@ from typing import Any
 from gba_hvd.mode_names import SHARED_MODES
 
 from ..harness import emulated_accelerators as emulated
-from ..harness import measure
+from ..harness import measure, noise
 from ..harness.measure import Row, Subparsers, Variant
-from ..harness.noise import Noise
 
 MODES = ("allreduce", "auto", *SHARED_MODES)
 PEERS = {
@@ -41,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
-    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
+    noise.add_option(parser)
     measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
     measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
 
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
         try:
-            with Noise(args.noise):
+            with noise.Noise(args.noise):
                 for scenario in chosen.values():
                     measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
         finally:  # the minutes of work before a failure are kept
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
             if rows:
                 measure.write_json(args.out, whole)
-                show(found, ratios)
+                show(found, ratios, noise.beside(args.noise))
     return 0
 
 
@@ -121,7 +120,7 @@ def described(scenario: emulated.Scenario) -> dict[str, Any]:
     return {**about, "ideal_samples_per_s": rate, "samples": scenario.n_micro() * emulated.MICRO_BATCH}
 
 
-def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any], beside: str = "") -> None:
     """Print a table for each scenario, and the ratios."""
     columns = {
         "mode": "{mode}", "samples/s": "{samples_per_s:,.0f}", "of the ideal": "{ideal_share:.3f}", "AUC": "{auc:.4f}",
@@ -129,6 +128,6 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mappi
     }  # fmt: skip
     for scenario, modes in found.items():
         table = [{"mode": mode, **row} for mode, row in modes.items()]
-        measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers", columns, table)
+        measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers{beside}", columns, table)
     for name, value in headline.items():
         print(f"{name}: {json.dumps(value)}")
