@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from gba_hvd_tools.bench.harness import measure, noise
 from gba_hvd_tools.bench.ps import command as ps
+
+OURS = ["ours 1, 1 in flight", "ours 2, 1 in flight"]
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -25,10 +29,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def result_of(variant: measure.Variant, more: list[Any], *_: object) -> list[measure.Row]:
         found.append(variant.name)
-        name, servers = variant.name.split()[:2]
-        about = {"contestant": name, "servers": int(servers), "rows": more[1]}
-        times = {"rows_per_s": 2e6, "ms": 4.0, "cpu_ms_client": 1.5, "cpu_ms_servers": 2.5}
-        return [{**about, "what": what, **times} for what in ("pull", "push")]
+        client, in_flight = variant.command.index(f"{ps.__package__}.client"), int(variant.command[-1])
+        about = {"contestant": variant.command[client + 1], "servers": int(variant.command[-3]), "in_flight": in_flight}
+        times = {"rows_per_s": in_flight * 2e6, "ms": 4.0 / in_flight, "cpu_ms_client": 1.5, "cpu_ms_servers": 2.5}
+        return [{**about, "rows": more[1], "what": what, **times} for what in ps.WHATS]
 
     monkeypatch.setattr(measure, "result_of", result_of)
     return found
@@ -48,6 +52,63 @@ def test_the_result_and_the_tables_say_that_contestants_ran_beside_noise(
         assert args.run(args) == 0
         printed = capsys.readouterr().out
         assert ("pull, medians, beside noise of 0.3 of each core" in printed) == (name == "noisy")
-    assert launched == ["noise 0.0", "ours 1", "ours 2", "noise 0.3", "ours 1", "ours 2"]
+    assert launched == ["noise 0.0", *OURS, "noise 0.3", *OURS]
     quiet, noisy = (json.loads((tmp_path / name).read_text())["settings"] for name in ("quiet", "noisy"))
     assert noisy == {**quiet, "noise": 0.3} and "noise" not in quiet
+
+
+def test_several_pushes_in_flight_are_measured_beside_one_after_the_other(
+    tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rows", "8", "--runs", "1", "--contestants", "ours", "rpc", "--in-flight", "1", "4"]
+    args = options("--out", str(tmp_path / "out.json"), *words)
+    assert args.run(args) == 0
+    peers = ["rpc 1, 1 in flight", "rpc 2, 1 in flight"]
+    assert launched == [*OURS, *peers, *(name.replace(", 1", ", 4") for name in (*OURS, *peers))]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["rows_per_s"]["ours 2 8 pull_push"] == 2e6
+    assert found["rows_per_s"]["ours 2 8 pull_push 4 in flight"] == 8e6
+    assert found["push_vs_rpc"] == 1.0, "of one in flight"
+    assert "pull and push in turn, medians" in capsys.readouterr().out
+    args = options("--out", str(tmp_path / "out.json"), "--in-flight", "0")
+    assert args.run(args) == 1 and "--in-flight must be at least 1, got 0" in capsys.readouterr().err
+
+
+class Server:
+    """A socket to an echo server that answers in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answered = 0
+
+    def send_multipart(self, frames: list[Any], copy: bool) -> None:
+        self.asked.append("push" if len(frames) == 3 else "pull")
+
+    def recv_multipart(self, copy: bool) -> list[Any]:
+        self.answered += 1
+        return [SimpleNamespace(buffer=bytes(4 * ps.DIM if self.asked[self.answered - 1] == "pull" else 8))]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_so_many_pushes_of_a_peer_are_on_the_way_and_a_pull_gets_its_own_answer(in_flight: int) -> None:
+    from gba_hvd_tools.bench.ps.client import Echo
+
+    servers, ids, grads = [Server(), Server()], np.arange(2), np.ones((2, ps.DIM), np.float32)
+    echo, most = Echo(servers, (), in_flight), []
+    for _ in range(6):
+        echo.push(ids, grads)
+        most.append(len(servers[1].asked) - servers[1].answered)
+    assert max(most) == (0 if in_flight == 1 else in_flight)
+    assert [len(rows) for rows in echo.pull(ids)] == [ps.DIM] * 2
+    echo.push(ids, grads)
+    echo.flush()
+    assert all(server.answered == len(server.asked) == 8 for server in servers)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_four_pushes_of_a_worker_are_in_flight_in_one_launch(tmp_path: Path) -> None:
+    args = options("--out", str(tmp_path / "out.json"), "--rows", "64", "--seconds", "0.05")
+    rows = ps.launch(ps.variant("ours_plain", 2, 4), tmp_path, 0, args)
+    assert [(row["what"], row["in_flight"]) for row in rows] == [(what, 4) for what in (*ps.WHATS, "lease")]
+    assert all(row["rows_per_s"] > 0 for row in rows[:3]) and rows[3]["n"] > 0

@@ -1,9 +1,11 @@
 """`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
 
-One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours, with each wire: a
-table server on `torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that
-ours uses with that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and
-pushes. Every run is a fresh launch; runs of the contestants alternate.
+One client asks for distinct rows of one table, uniformly drawn: pulls one after the other, pushes one after the other,
+and a pull and a push in turn. With --in-flight N it waits for a push only when N are on the way, so that a pull waits
+for none, as in a job, where N is 2. Beside ours, with each wire: a table server on `torch.distributed.rpc`, and servers
+that answer as many bytes and do nothing, through the sockets that ours uses with that wire. Of ours also the time of a
+lease, median and 99th percentile, while another process pulls and pushes. Every run is a fresh launch; runs of the
+contestants alternate.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ OF_WIRE = {
     "tls_echo": "tls", "ours_plain": "plain", "plain_echo": "plain",
 }  # fmt: skip
 SERVERS = (1, 2)
+WHATS = {"pull": "pull", "push": "push", "pull_push": "pull and push in turn"}
 N_ROWS, DIM = 1_000_000, 16
 
 
@@ -44,6 +47,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[8192, 2048, 32768], help="rows per request; the first makes the ratios"
     )
+    parser.add_argument(
+        "--in-flight", type=int, nargs="+", default=[1], metavar="N", help="pushes on the way at a time; 1: one after "
+        "the other; the first makes the ratios",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
     measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
@@ -55,7 +62,8 @@ def add_parser(subparsers: Subparsers) -> None:
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
-    variants = [variant(name, n) for name in chosen for n in SERVERS]
+    measure.require_at_least(args, rows=1, in_flight=1, runs=1)
+    variants = [variant(name, n, in_flight) for in_flight in args.in_flight for name in chosen for n in SERVERS]
     rows: list[Row] = []
     about = measure.machine(("torch", "pyzmq", "numpy"))
     with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
@@ -63,10 +71,9 @@ def run(args: argparse.Namespace) -> int:
             for one in variants:
                 rows += launch(one, Path(scratch), number, args)
     speed = {
-        f"{name} {servers} {n} {what}": value
-        for what in ("pull", "push")
-        for (name, servers, n), value in measure.medians(
-            [r for r in rows if r["what"] == what], ("contestant", "servers", "rows"), "rows_per_s"
+        " ".join([name, str(servers), str(n), what, *([f"{in_flight} in flight"] if in_flight > 1 else [])]): value
+        for (what, name, servers, in_flight, n), value in measure.medians(
+            rows, ("what", "contestant", "servers", "in_flight", "rows"), "rows_per_s"
         ).items()
     }
     result = {
@@ -78,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             "contestants": CONTESTANTS,
             **noise.setting(args.noise),
         },
-        **headline(rows, args.rows[0]),
+        **headline([row for row in rows if row["in_flight"] == args.in_flight[0]], args.rows[0]),
         "rows_per_s": speed,
         "rows": rows,
     }
@@ -87,9 +94,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def variant(name: str, servers: int) -> Variant:
-    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", name, "--servers", str(servers))
-    return Variant(f"{name} {servers}", command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
+def variant(name: str, servers: int, in_flight: int) -> Variant:
+    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", name)
+    command += ("--servers", str(servers), "--in-flight", str(in_flight))
+    return Variant(
+        f"{name} {servers}, {in_flight} in flight", command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"}
+    )
 
 
 def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namespace) -> list[Row]:
@@ -100,7 +110,7 @@ def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namesp
     speeds = ", ".join(
         f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found if "rows_per_s" in row
     )
-    print(f"run {number + 1}  {contestant.name:12s} {speeds}", flush=True)
+    print(f"run {number + 1}  {contestant.name:24s} {speeds}", flush=True)
     return found
 
 
@@ -128,21 +138,19 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
 def show(rows: Sequence[Row], result: Mapping[str, Any], beside: str = "") -> None:
     """Medians with the profile: who spends processor time on a request, and how long it takes."""
     columns = ("rows_per_s", "ms", "cpu_ms_client", "cpu_ms_servers")
-    values = {name: measure.medians(rows, ("what", "contestant", "servers", "rows"), name) for name in columns}
-    for what in ("pull", "push"):
+    of = ("what", "contestant", "servers", "in_flight", "rows")
+    values = {name: measure.medians(rows, of, name) for name in columns}
+    for what, title in WHATS.items():
         table = [
             (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in columns[1:]))
-            for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][3])
+            for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][4])
             if key[0] == what
         ]
-        titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
-        measure.print_table(f"{what}, medians{beside}", titles, table)
-    leases = {of: measure.medians(rows, ("contestant", "servers"), of) for of in ("p50_ms", "p99_ms", "p99_over_p50")}
-    table = [
-        (contestant, str(servers), *(f"{leases[of][contestant, servers]:.2f}" for of in leases))
-        for contestant, servers in leases["p50_ms"]
-    ]
-    measure.print_table(f"a lease under load, medians{beside}", ("contestant", "servers", *leases), table)
+        titles = ("contestant", "servers", "in flight", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
+        measure.print_table(f"{title}, medians{beside}", titles, table)
+    leases = {name: measure.medians(rows, of[1:4], name) for name in ("p50_ms", "p99_ms", "p99_over_p50")}
+    table = [(*map(str, key), *(f"{by_key[key]:.2f}" for by_key in leases.values())) for key in leases["p50_ms"]]
+    measure.print_table(f"a lease under load, medians{beside}", ("contestant", "servers", "in flight", *leases), table)
     for name, value in result.items():
         if "_vs_" in name:
             print(f"{name}: {json.dumps(value)}")
