@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         client, in_flight = variant.command.index(f"{ps.__package__}.client"), int(variant.command[-1])
         about = {"contestant": variant.command[client + 1], "servers": int(variant.command[-3]), "in_flight": in_flight}
         times = {"rows_per_s": in_flight * 2e6, "ms": 4.0 / in_flight, "cpu_ms_client": 1.5, "cpu_ms_servers": 2.5}
+        times |= {"kernel_ms_client": 0.25, "kernel_ms_servers": 0.75}
         return [{**about, "rows": more[1], "what": what, **times} for what in ps.WHATS]
 
     monkeypatch.setattr(measure, "result_of", result_of)
@@ -72,6 +75,36 @@ def test_several_pushes_in_flight_are_measured_beside_one_after_the_other(
     assert "pull and push in turn, medians" in capsys.readouterr().out
     args = options("--out", str(tmp_path / "out.json"), "--in-flight", "0")
     assert args.run(args) == 1 and "--in-flight must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_processor_time_of_client_and_servers_stands_beside_the_rates(
+    tmp_path: Path, launched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = options("--out", str(tmp_path / "out.json"), "--rows", "8", "--runs", "1", "--contestants", "ours")
+    assert args.run(args) == 0
+    pulls = capsys.readouterr().out.split("pull, medians")[1].splitlines()
+    titles, figures = (next(line for line in pulls if word in line) for word in ("CPU ms client", "2.00"))
+    assert titles.index("CPU ms client") < titles.index("in the kernel") < titles.index("CPU ms servers")
+    assert figures.split()[-5:] == ["4.00", "1.50", "0.25", "2.50", "0.75"]
+
+
+def test_processor_time_is_of_one_request_and_of_each_process() -> None:
+    from gba_hvd_tools.bench.ps.client import N_REQUESTS, timed
+
+    calls = []
+
+    def request(number: int) -> None:
+        calls.append(number)
+        until_s = time.process_time() + 0.002
+        while time.process_time() < until_s:
+            os.stat(".")
+
+    found = timed(request, lambda: None, 8, 0.05, [os.getpid(), os.getpid()])
+    assert 2.0 <= found["cpu_ms_client"] < 4.0 and found["cpu_ms_client"] <= found["ms"]
+    assert 0 < found["kernel_ms_client"] < found["cpu_ms_client"]
+    assert found["rows_per_s"] == pytest.approx(8 / found["ms"] * 1000)
+    tick_ms = 1000 / os.sysconf("SC_CLK_TCK") / (len(calls) - N_REQUESTS)  # of servers; the client's is a microsecond
+    assert found["cpu_ms_servers"] == pytest.approx(2 * found["cpu_ms_client"], abs=2 * tick_ms)
 
 
 class Server:

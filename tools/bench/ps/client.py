@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import resource
 import select
 import socket
 import tempfile
@@ -122,20 +123,24 @@ def timed(
         count += 1
     flush()
     took_s = time.perf_counter() - start
-    client_s, servers_s = (after - before for before, after in zip(cpu, _cpu_s(servers), strict=True))
+    used = {name: after_s - cpu[name] for name, after_s in _cpu_s(servers).items()}
     per = 1000 / count
     return {
         "rows_per_s": n * count / took_s,
         "ms": took_s * per,
-        "cpu_ms_client": client_s * per,
-        "cpu_ms_servers": servers_s * per,
+        **{name: seconds * per for name, seconds in used.items()},
     }
 
 
-def _cpu_s(servers: Sequence[int]) -> tuple[float, float]:
-    """Processor time so far of this process, and of the servers together."""
-    times = [psutil.Process(pid).cpu_times() for pid in servers]
-    return time.process_time(), sum(t.user + t.system for t in times)
+def _cpu_s(servers: Sequence[int]) -> dict[str, float]:
+    """Processor time so far of this process, and of the servers together; of each, what was spent in the kernel."""
+    own, theirs = resource.getrusage(resource.RUSAGE_SELF), [psutil.Process(pid).cpu_times() for pid in servers]
+    return {
+        "cpu_ms_client": own.ru_utime + own.ru_stime,
+        "kernel_ms_client": own.ru_stime,
+        "cpu_ms_servers": sum(one.user + one.system for one in theirs),
+        "kernel_ms_servers": sum(one.system for one in theirs),
+    }
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------

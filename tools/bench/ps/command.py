@@ -137,16 +137,19 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
 
 def show(rows: Sequence[Row], result: Mapping[str, Any], beside: str = "") -> None:
     """Medians with the profile: who spends processor time on a request, and how long it takes."""
-    columns = ("rows_per_s", "ms", "cpu_ms_client", "cpu_ms_servers")
+    columns = {
+        "rows_per_s": "M rows/s", "ms": "ms", "cpu_ms_client": "CPU ms client", "kernel_ms_client": "in the kernel",
+        "cpu_ms_servers": "CPU ms servers", "kernel_ms_servers": "in the kernel",
+    }  # fmt: skip
     of = ("what", "contestant", "servers", "in_flight", "rows")
     values = {name: measure.medians(rows, of, name) for name in columns}
     for what, title in WHATS.items():
         table = [
-            (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in columns[1:]))
+            (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in list(columns)[1:]))
             for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][4])
             if key[0] == what
         ]
-        titles = ("contestant", "servers", "in flight", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
+        titles = ("contestant", "servers", "in flight", "rows", *columns.values())
         measure.print_table(f"{title}, medians{beside}", titles, table)
     leases = {name: measure.medians(rows, of[1:4], name) for name in ("p50_ms", "p99_ms", "p99_over_p50")}
     table = [(*map(str, key), *(f"{by_key[key]:.2f}" for by_key in leases.values())) for key in leases["p50_ms"]]
