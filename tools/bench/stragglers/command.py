@@ -4,6 +4,8 @@ Four workers with emulated accelerators (`emulated_accelerators.py`) train one s
 same samples in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and
 not timed, so every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as
 trained. `load` is the machine's 1-minute load average after a run, the contestant's own processes included.
+
+Rows in the result file are kept and their runs not done again.
 """
 
 from __future__ import annotations
@@ -14,15 +16,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gba_hvd.mode_names import SHARED_MODES
 
 from ..harness import emulated_accelerators as emulated
-from ..harness import measure, noise
+from ..harness import measure, noise, resumable
 from ..harness.measure import Row, Subparsers, Variant
 
 MODES = ("allreduce", "auto", *SHARED_MODES)
@@ -32,11 +33,13 @@ PEERS = {
 }
 SCENARIOS = ("none", "straggler_5x", "throttled", "gamma", "come_and_go")
 COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
+KEY = ("scenario", "mode", "run")
 TIMEOUT_S = 120.0  # for one run, beyond its measured time
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "gba", "all modes and their peers, with stragglers", __doc__, run)
+    does = "all modes and their peers, with stragglers"
+    parser = measure.add_benchmark(subparsers, "gba", does, __doc__, run, help="rows in it are kept")
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
@@ -45,31 +48,57 @@ def add_parser(subparsers: Subparsers) -> None:
     measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
 
 
+@dataclass(frozen=True)
+class Run:
+    """One launch."""
+
+    scenario: str
+    mode: str
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.scenario}, {self.mode}, run {self.run + 1}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    rows: list[Row] = []
-    about = measure.machine()
-    contestants = [variant(name) for name in args.modes]
-    chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
-        try:
-            with noise.Noise(args.noise):
-                for scenario in chosen.values():
-                    measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
-        finally:  # the minutes of work before a failure are kept
-            settings: dict[str, Any] = {
-                **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
-                "scenarios": {name: described(scenario) for name, scenario in chosen.items()},
-            }  # fmt: skip
-            found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
-            ratios = emulated.headline(found)
-            whole: dict[str, Any] = {"machine": about, "commands": {v.name: str(v) for v in contestants}}
-            whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
-            if rows:
-                measure.write_json(args.out, whole)
-                show(found, ratios, noise.beside(args.noise))
-    return 0
+    measure.require_at_least(args, runs=1)
+    service_s = args.service_ms / 1000
+    scenarios = emulated.scenarios(service_s, args.seconds)
+    commands = {name: str(variant(name)) for name in (*MODES, *PEERS)}
+    about: dict[str, Any] = {}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
+        return {"commands": commands, **about, **emulated.headline(found), "scenarios": found}
+
+    results = resumable.Results(args.out, KEY, settings(args, scenarios), more)
+    about["bayes_auc"] = results.before.get("bayes_auc")
+    planned = [Run(name, mode, n) for name in args.scenarios for n in range(args.runs) for mode in args.modes]
+    waiting = results.waiting(planned)
+    with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        if waiting:
+            launches = Launches(Path(scratch), service_s, args.seconds, [scenarios[name] for name in args.scenarios])
+            about["bayes_auc"] = launches.bayes_auc
+
+            def launch(one: Run) -> None:
+                launches.run(scenarios[one.scenario], results.rows, variant(one.mode), one.run)
+
+            results.run_each(waiting, launch)
+    found = measure.by_groups(results.rows, "scenario", "mode", COLUMNS)
+    show(found, emulated.headline(found), noise.beside(args.noise))
+    return results.end()
+
+
+def settings(args: argparse.Namespace, scenarios: Mapping[str, emulated.Scenario]) -> dict[str, Any]:
+    """What all rows of a file have in common. samples: what is held out follows them, so that it depends on them."""
+    found = {
+        **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
+        "service_s": args.service_ms / 1000, "measured_s": args.seconds,
+        "samples": n_samples([scenarios[name] for name in args.scenarios]),
+        "scenarios": {name: described(scenarios[name]) for name in SCENARIOS},
+    }  # fmt: skip
+    return dict(json.loads(json.dumps(found)))  # lists, not tuples, as in the file
 
 
 def variant(name: str) -> Variant:
@@ -93,7 +122,7 @@ class Launches:
         from ..harness import small_ctr  # here, because it imports torch
 
         self._folder, self._service_s, self._measured_s, self._timeout_s = folder, service_s, measured_s, timeout_s
-        small_ctr.write(folder / "data", max(s.n_micro() for s in scenarios) * emulated.MICRO_BATCH)
+        small_ctr.write(folder / "data", n_samples(scenarios))
         self.bayes_auc: float = json.loads((folder / "data" / "about.json").read_text())["bayes_auc"]
 
     def run(self, scenario: emulated.Scenario, rows: list[Row], contestant: Variant, number: int) -> Row:
@@ -110,6 +139,11 @@ class Launches:
             flush=True,
         )
         return row
+
+
+def n_samples(scenarios: Sequence[emulated.Scenario]) -> int:
+    """Those of the longest epoch."""
+    return max(one.n_micro() for one in scenarios) * emulated.MICRO_BATCH
 
 
 def described(scenario: emulated.Scenario) -> dict[str, Any]:
