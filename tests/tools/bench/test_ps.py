@@ -15,7 +15,7 @@ import pytest
 from gba_hvd_tools.bench.harness import measure, noise
 from gba_hvd_tools.bench.ps import command as ps
 
-OURS = ["ours 1, 1 in flight", "ours 2, 1 in flight"]
+OURS = ["ours 1, 1 in flight, run 1", "ours 2, 1 in flight, run 1"]
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -57,7 +57,7 @@ def test_the_result_and_the_tables_say_that_contestants_ran_beside_noise(
         assert ("pull, medians, beside noise of 0.3 of each core" in printed) == (name == "noisy")
     assert launched == ["noise 0.0", *OURS, "noise 0.3", *OURS]
     quiet, noisy = (json.loads((tmp_path / name).read_text())["settings"] for name in ("quiet", "noisy"))
-    assert noisy == {**quiet, "noise": 0.3} and "noise" not in quiet
+    assert noisy == {**quiet, "noise": 0.3} and quiet["noise"] is None
 
 
 def test_several_pushes_in_flight_are_measured_beside_one_after_the_other(
@@ -66,8 +66,8 @@ def test_several_pushes_in_flight_are_measured_beside_one_after_the_other(
     words = ["--rows", "8", "--runs", "1", "--contestants", "ours", "rpc", "--in-flight", "1", "4"]
     args = options("--out", str(tmp_path / "out.json"), *words)
     assert args.run(args) == 0
-    peers = ["rpc 1, 1 in flight", "rpc 2, 1 in flight"]
-    assert launched == [*OURS, *peers, *(name.replace(", 1", ", 4") for name in (*OURS, *peers))]
+    peers = ["rpc 1, 1 in flight, run 1", "rpc 2, 1 in flight, run 1"]
+    assert launched == [*OURS, *peers, *(name.replace(", 1 in", ", 4 in") for name in (*OURS, *peers))]
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["rows_per_s"]["ours 2 8 pull_push"] == 2e6
     assert found["rows_per_s"]["ours 2 8 pull_push 4 in flight"] == 8e6
@@ -107,6 +107,40 @@ def test_processor_time_is_of_one_request_and_of_each_process() -> None:
     assert found["cpu_ms_servers"] == pytest.approx(2 * found["cpu_ms_client"], abs=2 * tick_ms)
 
 
+def test_a_second_call_runs_only_what_has_no_row_and_refuses_other_settings(
+    tmp_path: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*words: str) -> int:
+        args = options("--out", str(tmp_path / "out.json"), "--rows", "8", "--contestants", "ours", "rpc", *words)
+        return int(args.run(args))
+
+    works = measure.result_of
+
+    def fails(variant: measure.Variant, *more: Any) -> Any:
+        if variant.name.startswith("rpc 2"):
+            raise measure.RunFailed("no luck")
+        return works(variant, *more)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(measure, "result_of", fails)
+        assert measured("--runs", "1") == 1
+    first = json.loads((tmp_path / "out.json").read_text())
+    assert first["failures"] == {"rpc 2, 1 in flight, run 1": "no luck"} and len(first["rows"]) == 3 * len(ps.WHATS)
+    launched.clear()
+    assert measured("--runs", "1", "--in-flight", "1", "2") == 0
+    assert launched == [
+        "rpc 2, 1 in flight, run 1",
+        *(f"{c} {n}, 2 in flight, run 1" for c in ("ours", "rpc") for n in ps.SERVERS),
+    ]
+    whole = json.loads((tmp_path / "out.json").read_text())
+    assert whole["rows"][: len(first["rows"])] == first["rows"] and whole["pull_vs_rpc_by_servers"] == {"1": 1, "2": 1}
+    capsys.readouterr()
+    assert measured("--noise", "0.3") == 1
+    assert "other settings (noise: None in the file, 0.3 now)" in capsys.readouterr().err
+    assert measured("--seconds", "2") == 1
+    assert json.loads((tmp_path / "out.json").read_text()) == whole
+
+
 class Server:
     """A socket to an echo server that answers in order."""
 
@@ -142,6 +176,6 @@ def test_so_many_pushes_of_a_peer_are_on_the_way_and_a_pull_gets_its_own_answer(
 @pytest.mark.processes
 def test_four_pushes_of_a_worker_are_in_flight_in_one_launch(tmp_path: Path) -> None:
     args = options("--out", str(tmp_path / "out.json"), "--rows", "64", "--seconds", "0.05")
-    rows = ps.launch(ps.variant("ours_plain", 2, 4), tmp_path, 0, args)
+    rows = ps.launch(ps.Run("ours_plain", 2, 4, 0), tmp_path, args)
     assert [(row["what"], row["in_flight"]) for row in rows] == [(what, 4) for what in (*ps.WHATS, "lease")]
     assert all(row["rows_per_s"] > 0 for row in rows[:3]) and rows[3]["n"] > 0

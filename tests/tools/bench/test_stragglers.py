@@ -49,7 +49,7 @@ def test_an_interrupted_benchmark_goes_on_and_refuses_other_settings(
     assert whole["rows"][:2] == first["rows"] and len(whole["rows"]) == 4 and whole["bayes_auc"] == 0.8
     capsys.readouterr()
     for more, difference in (
-        (["--noise", "0.3"], "noise: 0.0 in the file, 0.3 now"),
+        (["--noise", "0.3"], "noise: None in the file, 0.3 now"),
         (["--seconds", "9"], "measured_s: 5.0 in the file, 9.0 now"),
         (["--scenarios", "come_and_go"], "samples: "),
     ):

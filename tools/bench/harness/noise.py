@@ -23,8 +23,8 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def setting(share: float) -> dict[str, Any]:
-    """What a result's settings say of it; without noise nothing."""
-    return {"noise": share} if share else {}
+    """What a result's settings say of it: None without noise, which is what files from before have."""
+    return {"noise": share or None}
 
 
 def beside(share: float) -> str:

@@ -6,6 +6,8 @@ for none, as in a job, where N is 2. Beside ours, with each wire: a table server
 that answer as many bytes and do nothing, through the sockets that ours uses with that wire. Of ours also the time of a
 lease, median and 99th percentile, while another process pulls and pushes. Every run is a fresh launch; runs of the
 contestants alternate.
+
+Rows in the result file are kept and their runs not done again.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..harness import measure, noise
+from ..harness import measure, noise, resumable
 from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
@@ -37,13 +40,16 @@ OF_WIRE = {
     "ours": "curve", "ours_bf16": "curve", "zmq_curve": "curve", "ours_tls": "tls", "ours_tls_bf16": "tls",
     "tls_echo": "tls", "ours_plain": "plain", "plain_echo": "plain",
 }  # fmt: skip
+KEY = ("contestant", "servers", "in_flight", "run")
 SERVERS = (1, 2)
 WHATS = {"pull": "pull", "push": "push", "pull_push": "pull and push in turn"}
 N_ROWS, DIM = 1_000_000, 16
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "ps", "rows/s of the companion servers", __doc__, run)
+    parser = measure.add_benchmark(
+        subparsers, "ps", "rows/s of the companion servers", __doc__, run, help="rows in it are kept"
+    )
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[8192, 2048, 32768], help="rows per request; the first makes the ratios"
     )
@@ -59,59 +65,70 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
 
 
+@dataclass(frozen=True)
+class Run:
+    """One launch, which has a row for each request size and direction."""
+
+    contestant: str
+    servers: int
+    in_flight: int
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.contestant} {self.servers}, {self.in_flight} in flight, run {self.run + 1}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
     measure.require_at_least(args, rows=1, in_flight=1, runs=1)
-    variants = [variant(name, n, in_flight) for in_flight in args.in_flight for name in chosen for n in SERVERS]
-    rows: list[Row] = []
-    about = measure.machine(("torch", "pyzmq", "numpy"))
+    chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
+    planned = [
+        Run(name, servers, in_flight, number)
+        for number in range(args.runs)
+        for in_flight in args.in_flight
+        for name in chosen
+        for servers in SERVERS
+    ]
+    settings = {"table": [N_ROWS, DIM], "rows": args.rows, "seconds": args.seconds, **noise.setting(args.noise)}
+
+    commands = {name: str(variant(Run(name, 1, 1, 0))) for name in chosen}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        ratios = headline([row for row in rows if row["in_flight"] == args.in_flight[0]], args.rows[0])
+        return {"contestants": CONTESTANTS, "commands": commands, **ratios, "rows_per_s": speeds(rows)}
+
+    results = resumable.Results(args.out, KEY, settings, more, packages=("torch", "pyzmq", "numpy"))
     with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        for number in range(args.runs):
-            for one in variants:
-                rows += launch(one, Path(scratch), number, args)
-    speed = {
-        " ".join([name, str(servers), str(n), what, *([f"{in_flight} in flight"] if in_flight > 1 else [])]): value
-        for (what, name, servers, in_flight, n), value in measure.medians(
-            rows, ("what", "contestant", "servers", "in_flight", "rows"), "rows_per_s"
-        ).items()
-    }
-    result = {
-        "machine": about,
-        "commands": {v.name: str(v) for v in variants},
-        "settings": {
-            "table": [N_ROWS, DIM],
-            "rows": args.rows,
-            "contestants": CONTESTANTS,
-            **noise.setting(args.noise),
-        },
-        **headline([row for row in rows if row["in_flight"] == args.in_flight[0]], args.rows[0]),
-        "rows_per_s": speed,
-        "rows": rows,
-    }
-    measure.write_json(args.out, result)
-    show(rows, result, noise.beside(args.noise))
-    return 0
+        results.run_each(results.waiting(planned), lambda one: results.rows.extend(launch(one, Path(scratch), args)))
+    show(results.rows, more(results.rows), noise.beside(args.noise))
+    return results.end()
 
 
-def variant(name: str, servers: int, in_flight: int) -> Variant:
-    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", name)
-    command += ("--servers", str(servers), "--in-flight", str(in_flight))
-    return Variant(
-        f"{name} {servers}, {in_flight} in flight", command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"}
-    )
+def variant(one: Run) -> Variant:
+    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", one.contestant)
+    command += ("--servers", str(one.servers), "--in-flight", str(one.in_flight))
+    return Variant(str(one), command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
 
 
-def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namespace) -> list[Row]:
+def launch(one: Run, folder: Path, args: argparse.Namespace) -> list[Row]:
     """One run: a row for each request size and direction. Raises RunFailed."""
     arguments = ["--rows", *args.rows, "--seconds", args.seconds]
-    measured = measure.result_of(contestant, arguments, folder, args.timeout)
-    found: list[Row] = [{"run": number, **row} for row in measured]
+    measured = measure.result_of(variant(one), arguments, folder, args.timeout)
+    found: list[Row] = [{"run": one.run, **row} for row in measured]
     speeds = ", ".join(
         f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found if "rows_per_s" in row
     )
-    print(f"run {number + 1}  {contestant.name:24s} {speeds}", flush=True)
+    print(f"{one}: {speeds}", flush=True)
     return found
+
+
+def speeds(rows: Sequence[Row]) -> dict[str, float]:
+    """Rows/s, by contestant, servers, rows, direction, and pushes in flight where these are several."""
+    of = ("contestant", "servers", "rows", "what", "in_flight")
+    return {
+        " ".join(map(str, key)) + (f" {in_flight} in flight" if in_flight > 1 else ""): value
+        for (*key, in_flight), value in measure.medians(rows, of, "rows_per_s").items()
+    }
 
 
 def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def settings(args: argparse.Namespace, scenarios: Mapping[str, emulated.Scenario]) -> dict[str, Any]:
     """What all rows of a file have in common. samples: what is held out follows them, so that it depends on them."""
     found = {
-        **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
+        **emulated.SETTINGS, "peers": PEERS, **noise.setting(args.noise),
         "service_s": args.service_ms / 1000, "measured_s": args.seconds,
         "samples": n_samples([scenarios[name] for name in args.scenarios]),
         "scenarios": {name: described(scenarios[name]) for name in SCENARIOS},
