@@ -1,11 +1,11 @@
 """`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
 
 One client asks for distinct rows of one table, uniformly drawn: pulls one after the other, pushes one after the other,
-and a pull and a push in turn. With --in-flight N it waits for a push only when N are on the way, so that a pull waits
-for none, as in a job, where N is 2. Beside ours, with each wire: a table server on `torch.distributed.rpc`, and servers
-that answer as many bytes and do nothing, through the sockets that ours uses with that wire. Of ours also the time of a
-lease, median and 99th percentile, while another process pulls and pushes. Every run is a fresh launch; runs of the
-contestants alternate.
+and a pull and a push of the same rows in turn, which count once. With --in-flight N it waits for a push only when N are
+on the way, so that a pull waits for none, as in a job, where N is 2. Beside ours, with each wire: a table server on
+`torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that ours uses with
+that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and pushes. Every
+run is a fresh launch; runs of the contestants alternate.
 
 Rows in the result file are kept and their runs not done again.
 """
@@ -105,9 +105,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variant(one: Run) -> Variant:
-    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", one.contestant)
-    command += ("--servers", str(one.servers), "--in-flight", str(one.in_flight))
-    return Variant(str(one), command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
+    python = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client")
+    words = (one.contestant, "--servers", str(one.servers), "--in-flight", str(one.in_flight))
+    return Variant(str(one), (*python, *words), {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
 
 
 def launch(one: Run, folder: Path, args: argparse.Namespace) -> list[Row]:
