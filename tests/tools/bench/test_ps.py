@@ -88,6 +88,7 @@ def test_processor_time_of_client_and_servers_stands_beside_the_rates(
     assert figures.split()[-5:] == ["4.00", "1.50", "0.25", "2.50", "0.75"]
 
 
+@pytest.mark.slow
 def test_processor_time_is_of_one_request_and_of_each_process() -> None:
     from gba_hvd_tools.bench.ps.client import N_REQUESTS, timed
 
@@ -99,12 +100,12 @@ def test_processor_time_is_of_one_request_and_of_each_process() -> None:
         while time.process_time() < until_s:
             os.stat(".")
 
-    found = timed(request, lambda: None, 8, 0.05, [os.getpid(), os.getpid()])
-    assert 2.0 <= found["cpu_ms_client"] < 4.0 and found["cpu_ms_client"] <= found["ms"]
+    found = timed(request, lambda: None, 8, 0.1, [os.getpid(), os.getpid()])
+    assert 2.0 <= found["cpu_ms_client"] < min(4.0, 1.1 * found["ms"])
     assert 0 < found["kernel_ms_client"] < found["cpu_ms_client"]
     assert found["rows_per_s"] == pytest.approx(8 / found["ms"] * 1000)
-    tick_ms = 1000 / os.sysconf("SC_CLK_TCK") / (len(calls) - N_REQUESTS)  # of servers; the client's is a microsecond
-    assert found["cpu_ms_servers"] == pytest.approx(2 * found["cpu_ms_client"], abs=2 * tick_ms)
+    tick_ms = 1000 / os.sysconf("SC_CLK_TCK") / (len(calls) - N_REQUESTS)  # of user and kernel time of both
+    assert found["cpu_ms_servers"] == pytest.approx(2 * found["cpu_ms_client"], abs=4 * tick_ms)
 
 
 def test_a_second_call_runs_only_what_has_no_row_and_refuses_other_settings(
