@@ -11,6 +11,8 @@ to it:
 Learning rates are the optimizer's without a rule. With SGD, delayed Nesterov, which discounts gradients, gets
 1 / (1 - momentum) times as much, so that all move as fast; with NAdam it adds nothing, and is `none`. A rule holds with
 so many workers if its best is within 5 % of what the one worker reached, measured from where training began.
+
+Rows in the result file are kept and not simulated again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from statistics import median
@@ -26,8 +29,9 @@ from typing import Any
 
 from gba_hvd.errors import BadInput
 
-from .harness import measure
-from .harness.measure import Subparsers
+from ..simulated.output import json_values, loss_text, silent_servers
+from .harness import measure, resumable
+from .harness.measure import Row, Subparsers
 
 WORKERS = (4, 8, 16, 32, 64)
 RATES: dict[str, dict[str, tuple[float, ...]]] = {  # by optimizer, as `simulate training` calls them, and task
@@ -39,11 +43,13 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {  # by optimizer, as `simulate
 TASKS = ("quadratic", "logistic")
 MICRO_BATCHES = 1000
 HOLDS_WITHIN = 0.05
+KEY = ("task", "rule", "workers")
 Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning rate: one for each seed
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "delay", "update rules under delay, simulated", __doc__, run)
+    does = "update rules under delay, simulated"
+    parser = measure.add_benchmark(subparsers, "delay", does, __doc__, run, help="rows in it are kept")
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--optimizer", default="momentum", choices=tuple(RATES), help="momentum: SGD with momentum")
@@ -52,37 +58,65 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
 
 
+@dataclass(frozen=True)
+class Run:
+    """All learning rates and seeds of a rule with so many workers."""
+
+    task: str
+    rule: str
+    workers: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.workers} workers, {self.rule}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..simulated.experiment import Experiment
-    from ..simulated.output import json_values, silent_servers
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     torch.set_num_threads(1)
     of = Experiment(optimizer=args.optimizer).optimizer_spec()["groups"][0]
-    settings = {
+    settings = json_values({
         "mode": "async", "optimizer": args.optimizer, "optimizer_settings": {k: v for k, v in of.items() if k != "lr"},
         "micro_batches": args.micro_batches, "seeds": args.seeds, "holds_within": HOLDS_WITHIN,
-    }  # fmt: skip
+        "rates": RATES[args.optimizer],
+    })  # fmt: skip
     rules = rules_for(args.optimizer, args.rules)
-    tasks: dict[str, Any] = {}
-    for task in args.tasks:
+    of_task = [("none", 1), *((rule, n) for n in args.workers for rule in rules)]
+    planned = list(dict.fromkeys(Run(task, rule, n) for task in args.tasks for rule, n in of_task))
+
+    def summaries(rows: list[Row]) -> dict[str, Any]:
+        """Of the tasks that are complete."""
+        left = {one.task for one in resumable.missing(planned, rows, KEY)}
+        done = [task for task in args.tasks if task not in left]
+        return {task: summary_of(task, rows, rules, args) for task in done}
+
+    results = resumable.Results(args.out, KEY, settings, lambda rows: {"tasks": summaries(rows)})
+
+    def simulate(one: Run) -> None:
         with silent_servers():
-            losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds, rules)
-        found = summary(losses, rules, args.workers, RATES[args.optimizer][task], start)
+            results.rows.extend(json_values(simulated(one, args.optimizer, args.micro_batches, args.seeds)))
+
+    results.run_each(results.waiting(planned), simulate)
+    for task, found in summaries(results.rows).items():
         show(f"{task}, {args.optimizer}", found, args.workers)
-        rows = [
-            {"rule": rule, "workers": n, "lr": lr, "losses": by_seed, "loss": median(by_seed)}
-            for (rule, n, lr), by_seed in losses.items()
-        ]
-        tasks[task] = {**found, "rows": rows}
-        document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
-        measure.write_whole(args.out, json_values(document))  # the minutes before the next task are kept
-    print(f"written to {args.out}")
-    return 0
+    return results.end()
+
+
+def summary_of(task: str, rows: Sequence[Row], rules: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The answers for a task, from the rows of the file."""
+    losses: Losses = {
+        (row["rule"], row["workers"], row["lr"]): [math.inf if loss is None else loss for loss in row["losses"]]
+        for row in rows
+        if row["task"] == task
+    }
+    start = next(row["loss_at_start"] for row in rows if row["task"] == task)
+    found = summary(losses, rules, args.workers, RATES[args.optimizer][task], start)
+    return dict(json_values(found))
 
 
 def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
@@ -103,27 +137,25 @@ def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
     return fit
 
 
-def simulated(
-    task: str, optimizer: str, workers: Sequence[int], micro_batches: int, seeds: int, rules: Sequence[str]
-) -> tuple[Losses, float]:
-    """All final losses, also of one worker without a rule; and the loss at the start."""
+def simulated(one: Run, optimizer: str, micro_batches: int, seeds: int) -> list[Row]:
+    """A row with the final losses for each learning rate."""
     from ..simulated.experiment import MOMENTUM, Experiment, loss_at_start, run_grid
 
-    losses: Losses = {}
-    rates = RATES[optimizer][task]
-    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in rules)]:
-        is_discounted = rule == "delayed_nesterov" and optimizer == "momentum"
-        own = [lr / (1 - MOMENTUM) if is_discounted else lr for lr in rates]
-        settings = [
-            Experiment(task, n, rule=rule, optimizer=optimizer, micro_batches=micro_batches, seed=seed)
-            for seed in range(seeds)
-        ]
-        by_seed = [run_grid(experiment, own) for experiment in settings]
-        for number, lr in enumerate(rates):
-            losses[rule, n, lr] = [found[number] for found in by_seed]
-        best = min(median(losses[rule, n, lr]) for lr in rates)
-        print(f"{task}, {n} workers, {rule}: best {best:.4g}", flush=True)
-    return losses, loss_at_start(settings[0])
+    is_discounted = one.rule == "delayed_nesterov" and optimizer == "momentum"
+    rates = RATES[optimizer][one.task]
+    own = [lr / (1 - MOMENTUM) if is_discounted else lr for lr in rates]
+    settings = [
+        Experiment(one.task, one.workers, rule=one.rule, optimizer=optimizer, micro_batches=micro_batches, seed=seed)
+        for seed in range(seeds)
+    ]
+    by_seed = [run_grid(experiment, own) for experiment in settings]
+    start = loss_at_start(settings[0])
+    losses = [[found[number] for found in by_seed] for number in range(len(rates))]
+    print(f"{one}: best {min(map(median, losses)):.4g}", flush=True)
+    return [
+        {**asdict(one), "lr": lr, "losses": some, "loss": median(some), "loss_at_start": start}
+        for lr, some in zip(rates, losses, strict=True)
+    ]
 
 
 def summary(
@@ -168,8 +200,6 @@ def summary(
 
 
 def show(task: str, found: Mapping[str, Any], workers: Sequence[int]) -> None:
-    from ..simulated.output import loss_text
-
     one = found["one_worker"]
     titles = {
         "loss": f"{task}: final loss at learning rate {one['lr']:g}, where one worker reaches {one['loss']:.4g}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import json
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from gba_hvd_tools.bench.allreduce.shape import SHAPES
 from gba_hvd_tools.bench.compression import command as compression
 from gba_hvd_tools.bench.compression import peers, workload
 from gba_hvd_tools.bench.compression.workload import Phase
-from gba_hvd_tools.bench.harness import dlrm, small_ctr
+from gba_hvd_tools.bench.harness import dlrm, measure, small_ctr
 
 NET = """\
 Inter-|   Receive                                                |  Transmit
@@ -101,7 +103,7 @@ def test_the_target_is_met_when_none_of_ours_is_over_it_and_unknown_without_a_co
 
 def test_launches_alternate_and_every_model_has_rivals() -> None:
     names, links = [*compression.OURS, *compression.PEERS], ["100mbit", "unlimited"]
-    runs = compression.planned(["wide", "dlrm"], links, names, 2)
+    runs = [astuple(run) for run in compression.planned_runs(["wide", "dlrm"], links, names, 2, 0)]
     first, second = runs[: len(runs) // 2], runs[len(runs) // 2 :]
     assert [run[:3] for run in first] == [run[:3] for run in second]
     assert {run[3] for run in first} == {0} and {run[3] for run in second} == {1}
@@ -110,6 +112,47 @@ def test_launches_alternate_and_every_model_has_rivals() -> None:
     assert of_dlrm == [name for name in names if name != "powersgd"]
     assert first[0][:3] == ("wide", "100mbit", names[0]) and first[1][:3] == ("wide", "100mbit", names[1])
     assert "not the DLRM" in compression.PEERS["powersgd"]
+
+
+class Launches:
+    """In place of those between namespaces."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def row_of(self, one: compression.Run) -> measure.Row:
+        if one.contestant == "ddp" and one.link == "1gbit":
+            raise measure.RunFailed("no luck")
+        figures = {"auc": 0.5} if one.link is None else {"s_per_step": 1.0, "wire_bytes": 8.0, "own_bytes": {}}
+        return {**figures, **vars(one)}
+
+
+def test_a_second_call_launches_only_what_has_no_row_and_refuses_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*words: str) -> int:
+        parser = argparse.ArgumentParser()
+        compression.add_parser(parser.add_subparsers())
+        args = parser.parse_args(["compression", "--out", str(tmp_path / "out.json"), "--models", "wide", *words])
+        return int(args.run(args))
+
+    monkeypatch.setattr(compression, "Launches", Launches)
+    monkeypatch.setattr(compression, "VirtualHosts", lambda *_: nullcontext())
+    assert measured("--contestants", "none", "ddp", "--links", "100mbit", "1gbit", "--seeds", "2") == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["failures"] == {"wide, ddp, 1gbit, run 1": "no luck"} and found["auc"] == {"none": 0.5, "ddp": 0.5}
+    assert [(row["contestant"], row["run"]) for row in found["rows"] if row["model"] == "small"] == [
+        ("none", 0), ("ddp", 0), ("none", 1), ("ddp", 1)
+    ]  # fmt: skip
+    capsys.readouterr()
+    monkeypatch.setattr(Launches, "row_of", lambda _, one: {"s_per_step": 2.0, "wire_bytes": 8.0, **vars(one)})
+    assert measured("--contestants", "none", "ddp", "--links", "100mbit", "1gbit", "--seeds", "2", "--runs", "1") == 0
+    printed, whole = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert "7 rows in" in printed and "1 runs to do" in printed
+    assert whole["rows"][:-1] == found["rows"] and not whole["failures"]
+    assert whole["time_vs_none"]["wide"]["1gbit"] == {"none": 1.0, "ddp": 2.0}
+    assert measured("--always") == 1
+    assert "other settings (always: False in the file, True now)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out.json").read_text()) == whole
 
 
 def test_the_settings_say_what_the_short_names_mean() -> None:

@@ -11,28 +11,17 @@ from gba_hvd_tools import bench
 from gba_hvd_tools.bench.follower import command as follower
 from gba_hvd_tools.bench.harness import measure
 from gba_hvd_tools.bench.row_dtypes import command as row_dtypes
-from gba_hvd_tools.bench.stragglers import command as stragglers
-
-
-class NoSamples:
-    """Instead of `stragglers.Launches`, which prepares samples."""
-
-    bayes_auc = 0.8
-    run = print
-
-    def __init__(self, *_: object) -> None: ...
 
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["membership", "gba", "row-dtypes", "follower"])
+@pytest.mark.parametrize("name", ["membership", "row-dtypes", "follower"])
 def test_an_interruption_before_the_first_result_leaves_the_file(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "interleave", interrupt)
-    monkeypatch.setattr(stragglers, "Launches", NoSamples)
     monkeypatch.setattr(row_dtypes, "measured", interrupt)
     monkeypatch.setattr(follower.Launches, "measured", interrupt)
     out = tmp_path / "found.json"

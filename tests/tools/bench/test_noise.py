@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from gba_hvd_tools.bench.harness import noise
 from gba_hvd_tools.bench.harness.core_load import pause_s
+from gba_hvd_tools.bench.harness.measure import RunFailed
 from gba_hvd_tools.bench.harness.noise import Noise
+from gba_hvd_tools.bench.harness.resumable import earlier
 
 from gba_hvd.errors import BadInput
 
@@ -25,6 +29,18 @@ def test_a_pause_makes_up_for_a_burst_that_had_the_core_alone_or_shared_it() -> 
 def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
     with pytest.raises(BadInput, match="share of each core"):
         Noise(share)
+
+
+def test_results_with_and_without_noise_are_not_mixed(tmp_path: Path) -> None:
+    """Those from before the setting had no noise."""
+    for share, others, same in ((0.3, (0.0, 0.2), 0.3), (0.0, (0.3,), 0.0), (None, (0.3,), 0.0)):
+        file = tmp_path / f"{share}.json"
+        settings = {"steps": 3} if share is None else {"steps": 3, **noise.setting(share)}
+        file.write_text(json.dumps({"rows": [], "settings": settings}))
+        assert earlier(file, (), {"steps": 3, **noise.setting(same)})["rows"] == []
+        for other in others:
+            with pytest.raises(RunFailed, match="noise: "):
+                earlier(file, (), {"steps": 3, **noise.setting(other)})
 
 
 def test_without_a_share_nothing_runs() -> None:

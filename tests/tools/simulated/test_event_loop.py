@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -358,8 +360,6 @@ def test_the_limits_are_printed_side_by_side(
 def test_real_jobs_of_every_setting_are_compared_with_one_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import json
-
     jobs: list[tuple[int, str, str]] = []
 
     def real_run(job: JobSettings, folder: Path) -> dict[str, Any]:
@@ -407,8 +407,6 @@ def test_the_command_says_what_is_wrong_in_a_line(arguments: list[str], capsys: 
 
 @pytest.mark.slow
 def test_the_benchmark_says_which_rules_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
     out = tmp_path / "delay.json"
     few = ["--workers", "4", "16", "--tasks", "quadratic", "--micro-batches", "200", "--seeds", "1"]
     assert cli.main(["bench", "delay", "--out", str(out), *few]) == 0
@@ -417,6 +415,40 @@ def test_the_benchmark_says_which_rules_hold(tmp_path: Path, capsys: pytest.Capt
     assert found["loss"]["dana_zero"]["16"] < found["one_worker"]["loss_at_start"]
     assert found["largest_lr"]["dana_zero"]["16"] > found["largest_lr"]["none"]["16"]
     assert "holds_to_at_best_lr" in capsys.readouterr().out
+
+
+def test_the_benchmark_simulates_only_what_its_file_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Experiment] = []
+
+    def grid(experiment: Experiment, rates: Sequence[float]) -> list[float]:
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(experiment)
+        return [float("inf"), *rates[1:]] if experiment.workers > 1 else list(rates)
+
+    def command(*words: str) -> int:
+        few = ["--tasks", "quadratic", "--micro-batches", "20", "--rules", "none", "dc", "--workers", "4"]
+        return cli.main(["bench", "delay", "--out", str(out), *few, *words])
+
+    monkeypatch.setattr("gba_hvd_tools.simulated.experiment.run_grid", grid)
+    out = tmp_path / "delay.json"
+    assert command("--seeds", "1") == 130
+    first = json.loads(out.read_text())
+    assert {(row["rule"], row["workers"]) for row in first["rows"]} == {("none", 1), ("none", 4)}
+    assert first["tasks"] == {}, "not complete"
+    ran.clear()
+    assert command("--seeds", "1") == 0
+    assert [(one.rule, one.workers) for one in ran] == [("dc", 4)]
+    whole = json.loads(out.read_text())
+    found = whole["tasks"]["quadratic"]
+    assert whole["rows"][: len(first["rows"])] == first["rows"]
+    assert max(delay.RATES["momentum"]["quadratic"]) not in (found["largest_lr"]["dc"]["4"], found["best"]["dc"]["4"])
+    assert found["one_worker"]["lr"] == 0.001 and found["holds_to_at_best_lr"] == {"none": 4, "dc": 4}
+    capsys.readouterr()
+    assert command("--seeds", "2") == 1 and "seeds: 1 in the file, 2 now" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == whole
 
 
 @pytest.mark.parametrize(
@@ -437,8 +469,6 @@ def test_the_benchmark_has_the_rules_that_go_with_an_optimizer(optimizer: str, r
 def test_the_benchmark_measures_rules_with_other_optimizers(
     optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import json
-
     out = tmp_path / "delay.json"
     few = ["--workers", "4", "--tasks", "quadratic", "--micro-batches", "100", "--seeds", "1"]
     assert cli.main(["bench", "delay", "--out", str(out), "--optimizer", optimizer, *few]) == 0

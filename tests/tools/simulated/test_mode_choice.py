@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -9,6 +10,7 @@ from statistics import mean
 import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.commands.simulate.auto import SCENARIOS
+from gba_hvd_tools.simulated import mode_choice
 from gba_hvd_tools.simulated.mode_choice import Comparison, compare, random_cluster, scenarios
 
 SECONDS = 480.0
@@ -79,3 +81,36 @@ def test_the_command_prints_and_stores_them(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(words) == 0
     assert "noise" in capsys.readouterr().out and '"worst_minute"' in file.read_text()
     assert cli.main(["simulate", "auto", "--seconds", "10"]) != 0
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_drawn_clusters_that_a_file_has_are_not_simulated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: bool
+) -> None:
+    simulated: list[str] = []
+
+    def one(cluster: mode_choice.Cluster, informed: bool) -> Comparison:
+        if len(simulated) == 3:
+            raise KeyboardInterrupt
+        simulated.append(cluster.name)
+        switch = mode_choice.Switch(60.0, "gba", False, "slow")
+        return Comparison(cluster.name, cluster.seconds, 1.0, 2.0, 1.5, 0.75, 0.7, 0.7, (switch,), 1)
+
+    def command(*words: str) -> int:
+        return cli.main(["simulate", "auto", *words, *(["--out", str(file)] if out else [])])
+
+    monkeypatch.setattr(mode_choice, "compare", one)
+    file = tmp_path / "auto.json"
+    assert cli.main(["simulate", "auto", "--clusters", "4", "--seed", "7", "--out", str(file)]) == 130
+    assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["cluster 7", "cluster 8", "cluster 9"]
+    simulated.clear()
+    assert command("--clusters", "3", "--seed", "9") == 0
+    names = ["cluster 9", "cluster 10", "cluster 11"]
+    assert simulated == (names[1:] if out else names)
+    assert f"clusters: {5 if out else 3}\n" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    if out:
+        assert found["summary"]["clusters"] == 5 and found["summary"]["switches an hour, mean"] == 1.0
+        for words in (["--clusters", "4", "--informed"], ["--scenarios", "none"]):
+            assert command(*words) == 1 and "measured with other settings" in capsys.readouterr().err
+        assert json.loads(file.read_text()) == found

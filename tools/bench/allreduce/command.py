@@ -30,9 +30,8 @@ from typing import Any
 
 from gba_hvd.config import Config
 
-from ..harness import measure, peer_environments, resumable
+from ..harness import measure, noise, peer_environments, resumable
 from ..harness.measure import Row, RunFailed, Subparsers, Variant
-from ..harness.noise import Noise
 
 KEY = ("shape", "batch", "peer", "run")
 SHAPE_NAMES = ("dlrm", "bags", "wide", "din")  # of `shape.SHAPES`, which needs torch
@@ -94,14 +93,14 @@ def add_parser(subparsers: Subparsers) -> None:
     others = ", ".join(name for name in PEERS if name not in USUAL)
     measure.add_chosen(parser, "--peers", PEERS, "PEER", default=USUAL, help=f"also: {others}")
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
-    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
+    noise.add_option(parser)
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
     """Raises RunFailed before anything is measured; what fails later is written and reported, and costs status 1."""
     planned = planned_runs(args)
-    settings = {"workers": WORKERS * args.hosts, "steps": args.steps, **({"noise": args.noise} if args.noise else {})}
+    settings = {"workers": WORKERS * args.hosts, "steps": args.steps, **noise.setting(args.noise)}
     traffic: dict[str, Any] = {}
 
     def more(rows: list[Row]) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
     results = resumable.Results(args.out, KEY, settings, more)
     traffic |= results.before.get("traffic") or {}
-    with Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+    with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches: dict[tuple[str, int], Launches] = {}
 
         def one_run(one: Run) -> None:
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{one}: {row['samples_per_s']:,.0f} samples/s, load {row['load']:.1f}", flush=True)
 
         results.run_each(results.waiting(planned), one_run)
-    show(summary(results.rows, traffic), WORKERS * args.hosts)
+    show(summary(results.rows, traffic), WORKERS * args.hosts, noise.beside(args.noise))
     return results.end()
 
 
@@ -274,7 +273,7 @@ def step_of(
     return found
 
 
-def show(found: Mapping[str, Any], workers: int) -> None:
+def show(found: Mapping[str, Any], workers: int, beside: str = "") -> None:
     """For each shape and batch a table, the parts of its step, and its goals."""
     for shape, by_batch in found.items():
         for batch, one in by_batch.items():
@@ -283,7 +282,7 @@ def show(found: Mapping[str, Any], workers: int) -> None:
                 {"peer": peer, **of, "own_mib": of["peak_own_bytes"] / 2**20, "ratio": one["ratios"].get(peer)}
                 for peer, of in one["peers"].items()
             ]
-            measure.print_figures(f"{name}, {workers} workers, medians", SHOWN, lines)
+            measure.print_figures(f"{name}, {workers} workers, medians{beside}", SHOWN, lines)
             if "step" in one:
                 print(parts_of_step(name, one["step"]))
             for peer, goal in one["goals"].items():

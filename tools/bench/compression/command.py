@@ -3,8 +3,9 @@
 The hosts are namespaces of this machine (`lab`), their links limited by `tc`; needs root. Speed: every contestant
 trains a model on every link, in a job of its own, since ours decides at its beginning whether compressing pays; what
 is counted is what its host's interface carried. Launches of the contestants alternate. Quality: a smaller model is
-trained to the end with every compressor forced, and evaluated on held-out samples. The result file is written after
-each launch.
+trained to the end with every compressor forced, and evaluated on held-out samples.
+
+Rows in the result file are kept and their launches not done again.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from ... import signals
 from ...virtual_hosts import VirtualHosts, VirtualHostsError
-from ..harness import measure
-from ..harness.measure import Row, Subparsers
+from ..harness import measure, resumable
+from ..harness.measure import Row, RunFailed, Subparsers
 from ..harness.two_hosts import DESK, HOSTS
 
 LINKS = ("100mbit", "1gbit", "unlimited")
@@ -52,6 +52,8 @@ PEERS = {
 }
 UNCOMPRESSED = ("none", "horovod", "ddp")
 MODELS = ("wide", "dlrm")
+SMALL = "small"  # the model of the quality runs
+KEY = ("model", "link", "contestant", "run")
 LEFT_OUT = (("dlrm", "powersgd"),)  # why: PEERS
 COSTS_AT_MOST = 1.02  # of the time without compression, where compressing does not pay
 TIMEOUT_S = 600.0
@@ -60,7 +62,7 @@ N_SAMPLES, EPOCHS = 300_000, 1  # of the quality runs
 
 def add_parser(subparsers: Subparsers) -> None:
     does = "bytes, time and AUC of compressed gradients"
-    parser = measure.add_benchmark(subparsers, "compression", does, __doc__, run)
+    parser = measure.add_benchmark(subparsers, "compression", does, __doc__, run, help="rows in it are kept")
     measure.add_chosen(parser, "--contestants", (*OURS, *PEERS), "NAME")
     measure.add_chosen(parser, "--models", MODELS, "MODEL", nargs="*")
     measure.add_chosen(parser, "--links", LINKS, "LINK")
@@ -69,55 +71,62 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--always", action="store_true", help="no bypass in the runs for speed, either")
 
 
+@dataclass(frozen=True)
+class Run:
+    """One launch: for speed on a link, or, of the model `small` and on no link, for quality; its number is the seed."""
+
+    model: str
+    link: str | None
+    contestant: str
+    run: int
+
+    def __str__(self) -> str:
+        on = f", {self.link}, run {self.run + 1}" if self.link else f", seed {self.run}"
+        return f"{self.model}, {self.contestant}{on}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    speed: list[Row] = []
-    quality: list[Row] = []
-    failed: Exception | None = None
-    measure.require_at_least(args, runs=1)
+    measure.require_at_least(args, runs=1, seeds=0)
+    planned = planned_runs(args.models, args.links, args.contestants, args.runs, args.seeds)
+    of_all = {**settings(), "always": args.always}
+    results = resumable.Results(args.out, KEY, of_all, lambda rows: headline(*speed_and_quality(rows)))
+    waiting = results.waiting(planned)
     try:
-        about = {"machine": measure.machine(), "settings": settings()}
         with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
-            lab = stack.enter_context(VirtualHosts(scratch / "lab", (DESK, *HOSTS)))
-            launches = Launches(scratch, lab, args.always)
-            jobs = planned(args.models, args.links, args.contestants, args.runs)
-            runs = [partial(launches.speed, speed, *job) for job in jobs]
-            runs += [
-                partial(launches.quality, quality, name, seed)
-                for seed in range(args.seeds)
-                for name in args.contestants
-            ]
-            for one in runs:
-                try:
-                    one()
-                except measure.RunFailed as error:  # one contestant's trouble is not the others'
-                    failed = error
-                    print(f"gba-hvd: {error}", file=sys.stderr)
-                else:  # hours in all: what there is can be read, and outlives an interruption
-                    found = {**about, **headline(speed, quality), "rows": speed, "quality": quality}
-                    measure.write_whole(args.out, found)
-    except (measure.RunFailed, VirtualHostsError) as error:
-        failed = error
-        print(f"gba-hvd: {error}", file=sys.stderr)
-    if speed or quality:
-        show(speed, headline(speed, quality))
-        print(f"written to {args.out}")
-    return 1 if failed else 0
+            if waiting:
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
+                lab = stack.enter_context(VirtualHosts(scratch / "lab", (DESK, *HOSTS)))
+                launches = Launches(scratch, lab, args.always)
+                results.run_each(waiting, lambda one: results.rows.append(launches.row_of(one)))
+    except VirtualHostsError as error:
+        raise RunFailed(str(error)) from error
+    speed, quality = speed_and_quality(results.rows)
+    show(speed, headline(speed, quality))
+    return results.end()
 
 
-def planned(
-    models: Sequence[str], links: Sequence[str], contestants: Sequence[str], runs: int
-) -> list[tuple[str, str, str, int]]:
-    """(model, link, contestant, number) of each launch for speed; contestants alternate."""
-    return [
-        (model, link, name, number)
+def planned_runs(
+    models: Sequence[str], links: Sequence[str], contestants: Sequence[str], runs: int, seeds: int
+) -> list[Run]:
+    """The launches for speed, then those for quality; contestants alternate."""
+    speed = [
+        Run(model, link, name, number)
         for number in range(runs)
         for model in models
         for link in links
         for name in contestants
         if (model, name) not in LEFT_OUT
     ]
+    return speed + [Run(SMALL, None, name, seed) for seed in range(seeds) for name in contestants]
+
+
+def speed_and_quality(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows of each kind."""
+    found: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        found[row["model"] == SMALL].append(row)
+    return found
 
 
 def settings() -> dict[str, Any]:
@@ -151,25 +160,26 @@ class Launches:
         batches.write(self.folder / "dlrm", SHAPES["dlrm"], workload.BATCH["dlrm"], 8, len(HOSTS))
         self._number = 0
 
-    def speed(self, rows: list[Row], model: str, link: str, name: str, number: int) -> None:
-        """One launch on a link, added to the rows. Raises RunFailed."""
+    def row_of(self, one: Run) -> Row:
+        """One launch, as a row of the result. Raises RunFailed."""
+        found = self._speed(one.model, one.link, one.contestant) if one.link else self._quality(one.contestant, one.run)
+        if one.link:
+            text = f"{1000 * found['s_per_step']:.1f} ms a step, {found['wire_bytes'] / 1e6:.3f} MB"
+        else:
+            text = f"AUC {found['auc']:.5f}"
+        print(f"{one}: {text}", flush=True)
+        return {**found, **asdict(one)}
+
+    def _speed(self, model: str, link: str, name: str) -> Row:
         warmup = WARMUP if name in UNCOMPRESSED else WARMUP_COMPRESSED
         flags = ["--model", model, "--phases", f"{link}:{warmup}:{STEPS[link]}"]
         flags += ["--always"] if self.always and name in OURS else []
         (phase,) = self._launch(name, flags, [link])["phases"]
-        rows.append({"model": model, "contestant": name, "run": number, **phase})
-        print(
-            f"{model:5s} {name:13s} run {number + 1}  {link:10s} {1000 * phase['s_per_step']:9.1f} ms a step  "
-            f"{phase['wire_bytes'] / 1e6:8.3f} MB",
-            flush=True,
-        )
+        return dict(phase)
 
-    def quality(self, rows: list[Row], name: str, seed: int) -> None:
-        """One launch to the end, added to the rows. Raises RunFailed."""
-        flags = ["--model", "small", "--epochs", str(EPOCHS), "--seed", str(seed)]
-        result = self._launch(name, [*flags, *(["--always"] if name in OURS else [])], ())
-        print(f"small {name:13s} seed {seed}     AUC {result['auc']:.5f}", flush=True)
-        rows.append({"contestant": name, "seed": seed, **result})
+    def _quality(self, name: str, seed: int) -> Row:
+        flags = ["--model", SMALL, "--epochs", str(EPOCHS), "--seed", str(seed)]
+        return dict(self._launch(name, [*flags, *(["--always"] if name in OURS else [])], ()))
 
     def _launch(self, name: str, flags: Sequence[str], links: Iterable[str]) -> Any:
         self._number += 1
@@ -235,7 +245,7 @@ class Launches:
             if has_ended or time.monotonic() > deadline:
                 lines = measure.gist((folder / "log").read_text(errors="replace"))
                 why = f"ended with status {ended} before" if has_ended else f"{TIMEOUT_S:.0f} s without"
-                raise measure.RunFailed(f"{why} {path.name}\n{lines}")
+                raise RunFailed(f"{why} {path.name}\n{lines}")
             time.sleep(0.05)
 
 

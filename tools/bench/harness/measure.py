@@ -41,7 +41,6 @@ NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # of this machine: Hor
 AS_RUN = {"HOROVOD_CYCLE_TIME": str(CYCLE_MS)}  # what `gba-hvd run` sets
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PACKAGES = ("torch", "horovod", "numpy")  # whose versions stand in a result
-NOISE = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,31 @@ What a process does is in `core_load.py`. It ends with the `with` block, and by 
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from gba_hvd.errors import BadInput
 
 _SCRIPT = Path(__file__).with_name("core_load.py")  # a file of the standard library alone: it is there at once
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    does = "processes of the benchmark's own take this share of each core, in bursts, while contestants run"
+    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=does)
+
+
+def setting(share: float) -> dict[str, Any]:
+    """What a result's settings say of it: None without noise, which is what files from before have."""
+    return {"noise": share or None}
+
+
+def beside(share: float) -> str:
+    """The end of a table's title; without noise empty."""
+    return f", beside noise of {share:g} of each core" if share else ""
 
 
 class Noise:

@@ -64,6 +64,7 @@ def missing(runs: Iterable[Run], rows: Iterable[Row], key: Sequence[str]) -> lis
 class Results:
     """A result file with the list `rows`. Raises RunFailed for another file, and for other settings.
 
+    out: None keeps nothing
     key: columns that identify a row, attributes of a run
     settings: what all rows of a file have in common; None: nothing
     more: other entries of the file, from the rows. has: other columns of every row
@@ -71,10 +72,10 @@ class Results:
     """
 
     def __init__(
-        self, out: Path, key: Sequence[str], settings: Mapping[str, Any] | None,
+        self, out: Path | None, key: Sequence[str], settings: Mapping[str, Any] | None,
         more: Callable[[list[Row]], Mapping[str, Any]], *, has: Sequence[str] = (), packages: Sequence[str] = PACKAGES,
     ) -> None:  # fmt: skip
-        self.before = earlier(out, (*key, *has), settings)
+        self.before = earlier(out, (*key, *has), settings) if out is not None else {"rows": []}
         self.rows: list[Row] = self.before["rows"]
         self.failures: dict[str, str] = {}
         self._out, self._key, self._more = out, key, more
@@ -83,7 +84,8 @@ class Results:
     def waiting(self, runs: Iterable[Run]) -> list[Run]:
         """Those without a row."""
         found = missing(runs, self.rows, self._key)
-        print(f"{len(self.rows)} rows in {self._out}, {len(found)} runs to do", flush=True)
+        if self._out is not None:
+            print(f"{len(self.rows)} rows in {self._out}, {len(found)} runs to do", flush=True)
         return found
 
     def run_each(self, waiting: Sequence[Run], run: Callable[[Run], None], until: float = math.inf) -> None:
@@ -92,11 +94,14 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        write_whole(self._out, {**self._head, **self._more(self.rows), "failures": self.failures, "rows": self.rows})
+        if self._out is not None:
+            found = {**self._head, **self._more(self.rows), "failures": self.failures, "rows": self.rows}
+            write_whole(self._out, found)
 
     def end(self) -> int:
         """The status of the command."""
-        print(f"written to {self._out}")
+        if self._out is not None:
+            print(f"written to {self._out}")
         return 1 if self.failures else 0
 
 

@@ -10,10 +10,12 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import resource
 import select
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -39,6 +41,7 @@ from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.tcp_sockets import TcpDealer, TcpRouter
+from gba_hvd.ps.worker import push_window
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.session import PsSession
 from gba_hvd.ps.worker.worker import PsWorker
@@ -64,19 +67,24 @@ class ServerAddress(Protocol):
         """int64 [n], distinct, ascending -> float32 [n, DIM]"""
 
     def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
-        """int64 [n], float32 [n, DIM]; returns when every server has them."""
+        """int64 [n], float32 [n, DIM]; returns with it on the way, or, with one in flight, when every server has it."""
+
+    def flush(self) -> None:
+        """Returns when every server has all pushes."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contestant", choices=list(CONTESTANTS))
     parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--in-flight", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", required=True)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     found = []
-    with OPEN[args.contestant](args.servers) as endpoint:
+    of = {"contestant": args.contestant, "servers": args.servers, "in_flight": args.in_flight}
+    with OPEN[args.contestant](args.servers, args.in_flight) as endpoint:
         for n in args.rows:
             rng = np.random.default_rng(n)
             ids = [np.sort(rng.choice(N_ROWS, n, replace=False)) for _ in range(N_REQUESTS)]
@@ -88,38 +96,51 @@ def main() -> None:
             def push(i: int, ids: list[np.ndarray] = ids, grads: list[np.ndarray] = grads) -> None:
                 endpoint.push(ids[i], grads[i])
 
-            for what, request in (("pull", pull), ("push", push)):
-                about = {"contestant": args.contestant, "servers": args.servers, "rows": n, "what": what}
-                found.append({**about, **timed(request, n, args.seconds, endpoint.pids)})
+            def pull_push(i: int, pull: Callable[[int], None] = pull, push: Callable[[int], None] = push) -> None:
+                pull(i)
+                push(i)
+
+            for what, request in (("pull", pull), ("push", push), ("pull_push", pull_push)):
+                figures = timed(request, endpoint.flush, n, args.seconds, endpoint.pids)
+                found.append({**of, "rows": n, "what": what, **figures})
         if isinstance(endpoint, Ours):
-            about = {"contestant": args.contestant, "servers": args.servers, "rows": args.rows[0], "what": "lease"}
-            found.append({**about, **endpoint.lease_times(args.rows[0], LEASE_SECONDS * args.seconds)})
+            times = endpoint.lease_times(args.rows[0], LEASE_SECONDS * args.seconds)
+            found.append({**of, "rows": args.rows[0], "what": "lease", **times})
     args.result.write_text(json.dumps(found))
 
 
-def timed(request: Callable[[int], None], n: int, seconds: float, servers: Sequence[int]) -> dict[str, float]:
-    """Speed and processor time of one request after the other, the first few not counted."""
+def timed(
+    request: Callable[[int], None], flush: Callable[[], None], n: int, seconds: float, servers: Sequence[int]
+) -> dict[str, float]:
+    """Speed and processor time of requests until all are answered, the first few not counted."""
     for i in range(N_REQUESTS):
         request(i)
+    flush()
     cpu, start = _cpu_s(servers), time.perf_counter()
     count = 0
-    while (now := time.perf_counter()) - start < seconds:
+    while time.perf_counter() - start < seconds:
         request(count % N_REQUESTS)
         count += 1
-    client_s, servers_s = (after - before for before, after in zip(cpu, _cpu_s(servers), strict=True))
+    flush()
+    took_s = time.perf_counter() - start
+    used = {name: after_s - cpu[name] for name, after_s in _cpu_s(servers).items()}
     per = 1000 / count
     return {
-        "rows_per_s": n * count / (now - start),
-        "ms": (now - start) * per,
-        "cpu_ms_client": client_s * per,
-        "cpu_ms_servers": servers_s * per,
+        "rows_per_s": n * count / took_s,
+        "ms": took_s * per,
+        **{name: seconds * per for name, seconds in used.items()},
     }
 
 
-def _cpu_s(servers: Sequence[int]) -> tuple[float, float]:
-    """Processor time so far of this process, and of the servers together."""
-    times = [psutil.Process(pid).cpu_times() for pid in servers]
-    return time.process_time(), sum(t.user + t.system for t in times)
+def _cpu_s(servers: Sequence[int]) -> dict[str, float]:
+    """Processor time so far of this process, and of the servers together; of each, what was spent in the kernel."""
+    own, theirs = resource.getrusage(resource.RUSAGE_SELF), [psutil.Process(pid).cpu_times() for pid in servers]
+    return {
+        "cpu_ms_client": own.ru_utime + own.ru_stime,
+        "kernel_ms_client": own.ru_stime,
+        "cpu_ms_servers": sum(one.user + one.system for one in theirs),
+        "kernel_ms_servers": sum(one.system for one in theirs),
+    }
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -128,8 +149,11 @@ def _cpu_s(servers: Sequence[int]) -> tuple[float, float]:
 class Ours:
     """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
 
-    def __init__(self, base: str, session: PsSession, worker: int, pids: Sequence[int], rows: Spec) -> None:
-        self._base, self._session, self.pids, self._rows = base, session, pids, rows
+    def __init__(
+        self, base: str, session: PsSession, worker: int, pids: Sequence[int], rows: Spec, in_flight: int
+    ) -> None:
+        self._base, self._session, self.pids, self._rows, self._in_flight = base, session, pids, rows, in_flight
+        push_window.MAX_IN_FLIGHT = in_flight  # of this process
         tables = tables_in(base)
         parameter = torch.zeros(1, requires_grad=True)
         self._mode = PsWorker(
@@ -151,13 +175,18 @@ class Ours:
     def _push(self, reply: messages.LeaseReply, ids: np.ndarray, grads: np.ndarray) -> None:
         assert reply.lease is not None
         self._mode.push(reply.lease, [[RowGrad(ids, grads)]], None, 0.0, "")
+        if self._in_flight == 1:
+            self.flush()
+
+    def flush(self) -> None:
         self._mode.flush()
 
     def lease_times(self, n: int, seconds: float) -> dict[str, float]:
-        """Time of a lease while another process pulls and pushes n rows, one request after the other."""
+        """Time of a lease while another process pulls and pushes n rows."""
         spawn = mp.get_context("spawn")
         here, there = spawn.Pipe()
-        loads = spawn.Process(target=load, args=(self._base, self._session, n, there, self._rows), daemon=True)
+        args = (self._base, self._session, n, there, self._rows, self._in_flight)
+        loads = spawn.Process(target=load, args=args, daemon=True)
         loads.start()
         here.recv()
         few, zeros = np.arange(16), np.zeros((16, DIM), np.float32)
@@ -178,14 +207,15 @@ class Ours:
         self._mode.close()
 
 
-def load(base: str, session: PsSession, n: int, asked: Connection, rows: Spec) -> None:
+def load(base: str, session: PsSession, n: int, asked: Connection, rows: Spec, in_flight: int) -> None:
     """A process that pulls and pushes until a message ends it."""
-    endpoint, rng = Ours(base, session, 2, (), rows), np.random.default_rng(n)
+    endpoint, rng = Ours(base, session, 2, (), rows, in_flight), np.random.default_rng(n)
     ids, grads = np.sort(rng.choice(N_ROWS, n, replace=False)), rng.standard_normal((n, DIM), dtype=np.float32)
     asked.send(None)
     while not asked.poll():
         endpoint.pull(ids)
         endpoint.push(ids, grads)
+    endpoint.flush()
     endpoint.close()
 
 
@@ -196,7 +226,9 @@ def tables_in(base: str) -> gba_hvd.EmbeddingTables:
 
 
 @contextmanager
-def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.none) -> Iterator[ServerAddress]:
+def ours(
+    servers: int, in_flight: int, wire: messages.Wire = "curve", rows: Spec = Compression.none
+) -> Iterator[ServerAddress]:
     key = transport.new_key()
     # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as base:
@@ -223,12 +255,32 @@ def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.n
             client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
         client.close()
         pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
-        endpoint = Ours(base, session, 1, [pid for pid in pids if pid is not None], rows)
+        endpoint = Ours(base, session, 1, [pid for pid in pids if pid is not None], rows, in_flight)
         try:
             yield endpoint
         finally:
             endpoint.close()
             memory.close()
+
+
+class Window:
+    """A peer's pushes on the way, as `push_window` has them: at most so many; one is waited for at once."""
+
+    def __init__(self, in_flight: int) -> None:
+        self._most, self._waits = in_flight, deque[Callable[[], Any]]()
+
+    def enter(self) -> None:
+        while len(self._waits) >= self._most:
+            self._waits.popleft()()
+
+    def sent(self, wait: Callable[[], Any]) -> None:
+        self._waits.append(wait)
+        if self._most == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        while self._waits:
+            self._waits.popleft()()
 
 
 # --- raw ZeroMQ ------------------------------------------------------------------------------------------------------
@@ -237,22 +289,24 @@ def ours(servers: int, wire: messages.Wire = "curve", rows: Spec = Compression.n
 class Echo:
     """Sends as many bytes as a pull or push has, receives as many as its answer; half of them with each of two."""
 
-    def __init__(self, sockets: Sequence[Any], pids: Sequence[int]) -> None:
-        self._sockets, self.pids = sockets, pids
+    def __init__(self, sockets: Sequence[Any], pids: Sequence[int], in_flight: int) -> None:
+        self._sockets, self.pids, self._window = sockets, pids, Window(in_flight)
+        self.flush = self._window.flush
 
     def pull(self, ids: np.ndarray) -> Any:
         n = len(self._sockets)
         parts = np.array_split(ids, n)
         for s, part in zip(self._sockets, parts, strict=True):
             s.send_multipart([str(len(part) * DIM * 4).encode(), part], copy=False)
+        self.flush()  # answers come in the order of requests
         return [np.frombuffer(s.recv_multipart(copy=False)[0].buffer, dtype=np.float32) for s in self._sockets]
 
     def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
         n = len(self._sockets)
+        self._window.enter()
         for s, some, values in zip(self._sockets, np.array_split(ids, n), np.array_split(grads, n), strict=True):
             s.send_multipart([b"8", some, values], copy=False)
-        for s in self._sockets:
-            s.recv_multipart(copy=False)
+        self._window.sent(lambda: [s.recv_multipart(copy=False) for s in self._sockets])
 
 
 def serve_echo(ready: Connection, secret: bytes) -> None:
@@ -272,7 +326,7 @@ def serve_echo(ready: Connection, secret: bytes) -> None:
 
 
 @contextmanager
-def zmq_curve(servers: int) -> Iterator[ServerAddress]:
+def zmq_curve(servers: int, in_flight: int) -> Iterator[ServerAddress]:
     spawn = mp.get_context("spawn")
     public, secret = zmq.curve_keypair()
     context: zmq.Context[Any] = zmq.Context()
@@ -288,7 +342,7 @@ def zmq_curve(servers: int) -> Iterator[ServerAddress]:
         processes.append(process)
         sockets.append(dealer)
     try:
-        yield Echo(sockets, [p.pid for p in processes if p.pid is not None])
+        yield Echo(sockets, [p.pid for p in processes if p.pid is not None], in_flight)
         for dealer in sockets:
             dealer.send_multipart([b"0"])
         for process in processes:
@@ -340,7 +394,7 @@ def serve_tcp_echo(ready: Connection, key: bytes, with_tls: bool) -> None:
 
 
 @contextmanager
-def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
+def tcp_echo(servers: int, in_flight: int, with_tls: bool = False) -> Iterator[ServerAddress]:
     spawn, key = mp.get_context("spawn"), transport.new_key()
     processes, sockets = [], []
     for _ in range(servers):
@@ -349,7 +403,7 @@ def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
         process.start()
         sockets.append(TcpDealer("127.0.0.1", here.recv(), key, transport.MAX_FRAME_BYTES, 64, 10.0, with_tls))
         processes.append(process)
-    yield Echo([_Waiting(one) for one in sockets], [p.pid for p in processes if p.pid is not None])
+    yield Echo([_Waiting(one) for one in sockets], [p.pid for p in processes if p.pid is not None], in_flight)
     for dealer in sockets:
         dealer.send_multipart([b"0"])
     for process in processes:
@@ -362,8 +416,9 @@ def tcp_echo(servers: int, with_tls: bool = False) -> Iterator[ServerAddress]:
 
 
 class Rpc:
-    def __init__(self, names: Sequence[str], pids: Sequence[int]) -> None:
-        self._names, self.pids = names, pids
+    def __init__(self, names: Sequence[str], pids: Sequence[int], in_flight: int) -> None:
+        self._names, self.pids, self._window = names, pids, Window(in_flight)
+        self.flush = self._window.flush
 
     def pull(self, ids: np.ndarray) -> Any:
         parts = self._split(ids)
@@ -379,12 +434,12 @@ class Rpc:
         return out
 
     def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        self._window.enter()
         answers = [
             rpc.rpc_async(name, torch_rpc_server.push, (torch.from_numpy(ids[part]), torch.from_numpy(grads[part])))
             for name, part in zip(self._names, self._split(ids), strict=True)
         ]
-        for answer in answers:
-            answer.wait()
+        self._window.sent(lambda: [answer.wait() for answer in answers])
 
     def _split(self, ids: np.ndarray) -> list[Any]:
         """Which positions of `ids` each server has; of one server all, which copies nothing."""
@@ -408,7 +463,7 @@ def serve_rpc(rank: int, world: int, port: int) -> None:
 
 
 @contextmanager
-def torch_rpc(servers: int) -> Iterator[ServerAddress]:
+def torch_rpc(servers: int, in_flight: int) -> Iterator[ServerAddress]:
     torch.set_num_threads(1)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
@@ -421,13 +476,14 @@ def torch_rpc(servers: int) -> Iterator[ServerAddress]:
     for process in processes:
         process.start()
     join_rpc(0, servers + 1, port)
-    yield Rpc([f"server{rank}" for rank in range(1, servers + 1)], [p.pid for p in processes if p.pid is not None])
+    names = [f"server{rank}" for rank in range(1, servers + 1)]
+    yield Rpc(names, [p.pid for p in processes if p.pid is not None], in_flight)
     rpc.shutdown()
     for process in processes:
         process.join(10)
 
 
-OPEN: dict[str, Callable[[int], AbstractContextManager[ServerAddress]]] = {
+OPEN: dict[str, Callable[[int, int], AbstractContextManager[ServerAddress]]] = {
     "ours": ours,
     "ours_tls": partial(ours, wire="tls"),
     "ours_bf16": partial(ours, rows=Compression.bf16.always()),

@@ -1,9 +1,13 @@
 """`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
 
-One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours, with each wire: a
-table server on `torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that
-ours uses with that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and
-pushes. Every run is a fresh launch; runs of the contestants alternate.
+One client asks for distinct rows of one table, uniformly drawn: pulls one after the other, pushes one after the other,
+and a pull and a push of the same rows in turn, which count once. With --in-flight N it waits for a push only when N are
+on the way, so that a pull waits for none, as in a job, where N is 2. Beside ours, with each wire: a table server on
+`torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that ours uses with
+that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and pushes. Every
+run is a fresh launch; runs of the contestants alternate.
+
+Rows in the result file are kept and their runs not done again.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..harness import measure
+from ..harness import measure, noise, resumable
 from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
@@ -35,67 +40,95 @@ OF_WIRE = {
     "ours": "curve", "ours_bf16": "curve", "zmq_curve": "curve", "ours_tls": "tls", "ours_tls_bf16": "tls",
     "tls_echo": "tls", "ours_plain": "plain", "plain_echo": "plain",
 }  # fmt: skip
+KEY = ("contestant", "servers", "in_flight", "run")
 SERVERS = (1, 2)
+WHATS = {"pull": "pull", "push": "push", "pull_push": "pull and push in turn"}
 N_ROWS, DIM = 1_000_000, 16
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "ps", "rows/s of the companion servers", __doc__, run)
+    parser = measure.add_benchmark(
+        subparsers, "ps", "rows/s of the companion servers", __doc__, run, help="rows in it are kept"
+    )
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[8192, 2048, 32768], help="rows per request; the first makes the ratios"
     )
+    parser.add_argument(
+        "--in-flight", type=int, nargs="+", default=[1], metavar="N", help="pushes on the way at a time; 1: one after "
+        "the other; the first makes the ratios",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
     measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
     measure.add_chosen(parser, "--wire", WIRES, "WIRE", help="contestants of other wires are left out")
+    noise.add_option(parser)
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch, which has a row for each request size and direction."""
+
+    contestant: str
+    servers: int
+    in_flight: int
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.contestant} {self.servers}, {self.in_flight} in flight, run {self.run + 1}"
 
 
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
+    measure.require_at_least(args, rows=1, in_flight=1, runs=1)
     chosen = [name for name in args.contestants if OF_WIRE.get(name, args.wire[0]) in args.wire]
-    variants = [variant(name, n) for name in chosen for n in SERVERS]
-    rows: list[Row] = []
-    about = measure.machine(("torch", "pyzmq", "numpy"))
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        for number in range(args.runs):
-            for one in variants:
-                rows += launch(one, Path(scratch), number, args)
-    speed = {
-        f"{name} {servers} {n} {what}": value
-        for what in ("pull", "push")
-        for (name, servers, n), value in measure.medians(
-            [r for r in rows if r["what"] == what], ("contestant", "servers", "rows"), "rows_per_s"
-        ).items()
-    }
-    result = {
-        "machine": about,
-        "commands": {v.name: str(v) for v in variants},
-        "settings": {"table": [N_ROWS, DIM], "rows": args.rows, "contestants": CONTESTANTS},
-        **headline(rows, args.rows[0]),
-        "rows_per_s": speed,
-        "rows": rows,
-    }
-    measure.write_json(args.out, result)
-    show(rows, result)
-    return 0
+    planned = [
+        Run(name, servers, in_flight, number)
+        for number in range(args.runs)
+        for in_flight in args.in_flight
+        for name in chosen
+        for servers in SERVERS
+    ]
+    settings = {"table": [N_ROWS, DIM], "rows": args.rows, "seconds": args.seconds, **noise.setting(args.noise)}
+
+    commands = {name: str(variant(Run(name, 1, 1, 0))) for name in chosen}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        ratios = headline([row for row in rows if row["in_flight"] == args.in_flight[0]], args.rows[0])
+        return {"contestants": CONTESTANTS, "commands": commands, **ratios, "rows_per_s": speeds(rows)}
+
+    results = resumable.Results(args.out, KEY, settings, more, packages=("torch", "pyzmq", "numpy"))
+    with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        results.run_each(results.waiting(planned), lambda one: results.rows.extend(launch(one, Path(scratch), args)))
+    show(results.rows, more(results.rows), noise.beside(args.noise))
+    return results.end()
 
 
-def variant(name: str, servers: int) -> Variant:
-    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", name, "--servers", str(servers))
-    return Variant(f"{name} {servers}", command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
+def variant(one: Run) -> Variant:
+    python = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client")
+    words = (one.contestant, "--servers", str(one.servers), "--in-flight", str(one.in_flight))
+    return Variant(str(one), (*python, *words), {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
 
 
-def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namespace) -> list[Row]:
+def launch(one: Run, folder: Path, args: argparse.Namespace) -> list[Row]:
     """One run: a row for each request size and direction. Raises RunFailed."""
     arguments = ["--rows", *args.rows, "--seconds", args.seconds]
-    measured = measure.result_of(contestant, arguments, folder, args.timeout)
-    found: list[Row] = [{"run": number, **row} for row in measured]
+    measured = measure.result_of(variant(one), arguments, folder, args.timeout)
+    found: list[Row] = [{"run": one.run, **row} for row in measured]
     speeds = ", ".join(
         f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found if "rows_per_s" in row
     )
-    print(f"run {number + 1}  {contestant.name:12s} {speeds}", flush=True)
+    print(f"{one}: {speeds}", flush=True)
     return found
+
+
+def speeds(rows: Sequence[Row]) -> dict[str, float]:
+    """Rows/s, by contestant, servers, rows, direction, and pushes in flight where these are several."""
+    of = ("contestant", "servers", "rows", "what", "in_flight")
+    return {
+        " ".join(map(str, key)) + (f" {in_flight} in flight" if in_flight > 1 else ""): value
+        for (*key, in_flight), value in measure.medians(rows, of, "rows_per_s").items()
+    }
 
 
 def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
@@ -119,24 +152,25 @@ def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
     return result
 
 
-def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
+def show(rows: Sequence[Row], result: Mapping[str, Any], beside: str = "") -> None:
     """Medians with the profile: who spends processor time on a request, and how long it takes."""
-    columns = ("rows_per_s", "ms", "cpu_ms_client", "cpu_ms_servers")
-    values = {name: measure.medians(rows, ("what", "contestant", "servers", "rows"), name) for name in columns}
-    for what in ("pull", "push"):
+    columns = {
+        "rows_per_s": "M rows/s", "ms": "ms", "cpu_ms_client": "CPU ms client", "kernel_ms_client": "in the kernel",
+        "cpu_ms_servers": "CPU ms servers", "kernel_ms_servers": "in the kernel",
+    }  # fmt: skip
+    of = ("what", "contestant", "servers", "in_flight", "rows")
+    values = {name: measure.medians(rows, of, name) for name in columns}
+    for what, title in WHATS.items():
         table = [
-            (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in columns[1:]))
-            for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][3])
+            (*map(str, key[1:]), f"{speed / 1e6:.2f}", *(f"{values[name][key]:.2f}" for name in list(columns)[1:]))
+            for key, speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][4])
             if key[0] == what
         ]
-        titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
-        measure.print_table(f"{what}, medians", titles, table)
-    leases = {of: measure.medians(rows, ("contestant", "servers"), of) for of in ("p50_ms", "p99_ms", "p99_over_p50")}
-    table = [
-        (contestant, str(servers), *(f"{leases[of][contestant, servers]:.2f}" for of in leases))
-        for contestant, servers in leases["p50_ms"]
-    ]
-    measure.print_table("a lease under load, medians of the runs", ("contestant", "servers", *leases), table)
+        titles = ("contestant", "servers", "in flight", "rows", *columns.values())
+        measure.print_table(f"{title}, medians{beside}", titles, table)
+    leases = {name: measure.medians(rows, of[1:4], name) for name in ("p50_ms", "p99_ms", "p99_over_p50")}
+    table = [(*map(str, key), *(f"{by_key[key]:.2f}" for by_key in leases.values())) for key in leases["p50_ms"]]
+    measure.print_table(f"a lease under load, medians{beside}", ("contestant", "servers", "in flight", *leases), table)
     for name, value in result.items():
         if "_vs_" in name:
             print(f"{name}: {json.dumps(value)}")

@@ -12,6 +12,8 @@ whole run is printed, and the worst minute after the first two, against the mode
 Two scenarios run on two virtual hosts of two workers each, which only root can make (iproute2, openssh-server). They
 are not among the default ones. `slow_host_of_two`: the workers of one host take twice as long in the second half of
 the time. `slow_link`: in the middle third `tc` limits the link so that what a step exchanges takes 50 ms longer.
+
+Rows in the result file are kept and their runs not done again.
 """
 
 from __future__ import annotations
@@ -22,17 +24,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gba_hvd.mode_names import SHARED_MODES
 
 from ..harness import emulated_accelerators as emulated
-from ..harness import measure, two_hosts
+from ..harness import measure, noise, resumable, two_hosts
 from ..harness.measure import Row, Subparsers, Variant
-from ..harness.noise import Noise
 
 MODES = ("allreduce", "auto", *SHARED_MODES)
 PEERS = {
@@ -46,16 +46,18 @@ FIXED = ("allreduce", "gba")  # what auto chooses between
 LEAST_MINUTES, FIRST_MINUTES = 4, 2  # of a run that is compared by minute; of it, those that do not count
 GOAL_SHARE, GOAL_MINUTE = 0.98, 0.95
 COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
+KEY = ("scenario", "mode", "run")
 TIMEOUT_S = 300.0  # for one run, beyond its measured time
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = measure.add_benchmark(subparsers, "gba", "all modes and their peers, with stragglers", __doc__, run)
+    does = "all modes and their peers, with stragglers"
+    parser = measure.add_benchmark(subparsers, "gba", does, __doc__, run, help="rows in it are kept")
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     seconds = "measured time of the steady scenarios; come_and_go takes 7 times as long"
     parser.add_argument("--seconds", type=float, default=5.0, help=seconds)
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
-    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=measure.NOISE)
+    noise.add_option(parser)
     measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
     measure.add_chosen(
         parser, "--scenarios", (*SCENARIOS, *TWO_HOST_SCENARIOS), "SCENARIO", default=list(SCENARIOS),
@@ -63,40 +65,72 @@ def add_parser(subparsers: Subparsers) -> None:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Run:
+    """One launch."""
+
+    scenario: str
+    mode: str
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.scenario}, {self.mode}, run {self.run + 1}"
+
+
 @measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    rows: list[Row] = []
-    about = measure.machine()
-    chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
-    contestants = {n_hosts: launched(args.modes, n_hosts) for n_hosts in {s.n_hosts for s in chosen.values()}}
-    if asked := [name for name, scenario in chosen.items() if scenario.n_hosts > 1]:
+    measure.require_at_least(args, runs=1)
+    service_s = args.service_ms / 1000
+    scenarios = emulated.scenarios(service_s, args.seconds)
+    chosen = [scenarios[name] for name in args.scenarios]
+    contestants = {n_hosts: launched(args.modes, n_hosts) for n_hosts in {one.n_hosts for one in chosen}}
+    if asked := [one.name for one in chosen if one.n_hosts > 1]:
         two_hosts.require(", ".join(asked))
         if ONE_HOST in args.modes:
             print(f"{ONE_HOST} is not run in {', '.join(asked)}: its launcher knows one host")
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
-        try:
-            with Noise(args.noise):
-                for scenario in chosen.values():
-                    measure.interleave(contestants[scenario.n_hosts], args.runs, partial(launches.run, scenario, rows))
-        finally:  # the minutes of work before a failure are kept
-            settings: dict[str, Any] = {
-                **emulated.SETTINGS, "peers": PEERS, "noise": args.noise,
-                "scenarios": {name: described(scenario) for name, scenario in chosen.items()},
-            }  # fmt: skip
-            found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
-            ratios = emulated.headline(found)
-            if by_minute := auto_by_minute(rows):
-                ratios["auto_by_minute"] = by_minute
-            commands = {
-                v.name if n == 1 else f"{v.name}, {n} hosts": str(v) for n, some in contestants.items() for v in some
-            }
-            whole: dict[str, Any] = {"machine": about, "commands": commands}
-            whole |= {"settings": settings, "bayes_auc": launches.bayes_auc, **ratios, "scenarios": found, "rows": rows}
-            if rows:
-                measure.write_json(args.out, whole)
-                show(found, ratios)
-    return 0
+    commands = {v.name if n == 1 else f"{v.name}, {n} hosts": str(v) for n, some in contestants.items() for v in some}
+    about: dict[str, Any] = {}
+
+    def more(rows: list[Row]) -> dict[str, Any]:
+        found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
+        return {"commands": commands, **about, **headline(found, rows), "scenarios": found}
+
+    results = resumable.Results(args.out, KEY, settings(args, scenarios), more)
+    about["bayes_auc"] = results.before.get("bayes_auc")
+    planned = [
+        Run(one.name, contestant.name, n)
+        for one in chosen for n in range(args.runs) for contestant in contestants[one.n_hosts]
+    ]  # fmt: skip
+    waiting = results.waiting(planned)
+    with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        if waiting:
+            launches = Launches(Path(scratch), service_s, args.seconds, chosen)
+            about["bayes_auc"] = launches.bayes_auc
+
+            def launch(one: Run) -> None:
+                scenario = scenarios[one.scenario]
+                launches.run(scenario, results.rows, variant(one.mode, scenario.n_hosts), one.run)
+
+            results.run_each(waiting, launch)
+    found = measure.by_groups(results.rows, "scenario", "mode", COLUMNS)
+    show(found, headline(found, results.rows), noise.beside(args.noise))
+    return results.end()
+
+
+def headline(found: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Sequence[Row]) -> dict[str, Any]:
+    by_minute = auto_by_minute(rows)
+    return emulated.headline(found) | ({"auto_by_minute": by_minute} if by_minute else {})
+
+
+def settings(args: argparse.Namespace, scenarios: Mapping[str, emulated.Scenario]) -> dict[str, Any]:
+    """What all rows of a file have in common. samples: what is held out follows them, so that it depends on them."""
+    found = {
+        **emulated.SETTINGS, "peers": PEERS, **noise.setting(args.noise),
+        "service_s": args.service_ms / 1000, "measured_s": args.seconds,
+        "samples": n_samples([scenarios[name] for name in args.scenarios]),
+        "scenarios": {name: described(scenarios[name]) for name in (*SCENARIOS, *TWO_HOST_SCENARIOS)},
+    }  # fmt: skip
+    return dict(json.loads(json.dumps(found)))  # lists, not tuples, as in the file
 
 
 def launched(names: Sequence[str], n_hosts: int) -> list[Variant]:
@@ -126,7 +160,7 @@ class Launches:
         from ..harness import small_ctr  # here, because it imports torch
 
         self._folder, self._service_s, self._measured_s, self._timeout_s = folder, service_s, measured_s, timeout_s
-        small_ctr.write(folder / "data", max(s.n_micro() for s in scenarios) * emulated.MICRO_BATCH)
+        small_ctr.write(folder / "data", n_samples(scenarios))
         self.bayes_auc: float = json.loads((folder / "data" / "about.json").read_text())["bayes_auc"]
 
     def run(self, scenario: emulated.Scenario, rows: list[Row], contestant: Variant, number: int) -> Row:
@@ -176,6 +210,11 @@ def auto_by_minute(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def n_samples(scenarios: Sequence[emulated.Scenario]) -> int:
+    """Those of the longest epoch."""
+    return max(one.n_micro() for one in scenarios) * emulated.MICRO_BATCH
+
+
 def described(scenario: emulated.Scenario) -> dict[str, Any]:
     """JSON values from which a reader can draw the scenario."""
     about = asdict(scenario)
@@ -184,7 +223,7 @@ def described(scenario: emulated.Scenario) -> dict[str, Any]:
     return {**about, "ideal_samples_per_s": rate, "samples": scenario.n_micro() * emulated.MICRO_BATCH}
 
 
-def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any], beside: str = "") -> None:
     """Print a table for each scenario, and the ratios."""
     columns = {
         "mode": "{mode}", "samples/s": "{samples_per_s:,.0f}", "of the ideal": "{ideal_share:.3f}", "AUC": "{auc:.4f}",
@@ -192,7 +231,7 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mappi
     }  # fmt: skip
     for scenario, modes in found.items():
         table = [{"mode": mode, **row} for mode, row in modes.items()]
-        measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers", columns, table)
+        measure.print_figures(f"{scenario}, {emulated.N_WORKERS} workers{beside}", columns, table)
     for name, value in headline.items():
         if name != "auto_by_minute":
             print(f"{name}: {json.dumps(value)}")

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gba_hvd.errors import BadInput
 
-from ...bench.harness.measure import ShowsDefaults
-from ...simulated.output import write
-
-if TYPE_CHECKING:
-    from ...simulated.mode_choice import Comparison
+from ...bench.harness.measure import Row, ShowsDefaults, benchmark
+from ...bench.harness.resumable import Results
 
 SCENARIOS = (
     "none", "straggler_5x", "throttled", "gamma", "come_and_go", "noise", "day", "slow_host_of_two", "slow_link",
     "gba_dearer",
 )  # fmt: skip
+CLUSTER_S = 3600.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,56 +44,77 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--informed", action="store_true", help="in place of auto, a policy that sees a run of each mode: a bound"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the figures, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="keep the figures, as JSON; rows in it are kept")
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from ...simulated.mode_choice import compare, scenarios
+@dataclass(frozen=True)
+class Simulated:
+    """A scenario, or with a seed the cluster that is drawn with it."""
 
+    name: str
+    seed: int | None = None
+
+
+@benchmark
+def run(args: argparse.Namespace) -> int:
     if args.seconds < 360 or args.clusters < 0 or args.processes < 1:
         raise BadInput(
             "expected --seconds of 360 or more, --clusters of 0 or more and --processes of 1 or more, got "
             f"{args.seconds:g}, {args.clusters} and {args.processes}"
         )
+    of: dict[str, Any] = {"of": "clusters", "seconds": CLUSTER_S}
+    if not args.clusters:
+        of = {"of": "scenarios", "seconds": args.seconds, "seed": args.seed}
+    results = Results(
+        args.out, ("name",), {**of, "informed": args.informed},
+        lambda rows: {"summary": summarised(rows)} if args.clusters else {}, packages=("numpy",),
+    )  # fmt: skip
+    for row in _rows(args, results.waiting(_planned(args))):
+        results.rows.append(row)
+        results.write()
     if args.clusters:
-        found = _clusters(range(args.seed, args.seed + args.clusters), args.processes, args.informed)
-        summary = summarised(found)
-        for name, value in summary.items():
+        for name, value in summarised(results.rows).items():
             print(f"{name}: {value:.4g}")
     else:
-        chosen = scenarios(args.seconds, args.seed)
-        found = [compare(chosen[name], informed=args.informed) for name in args.scenarios]
-        summary = {}
-        _show(found)
-    rows = [asdict(one) | {"needless_per_h": one.needless_per_h} for one in found]
-    write(args.out, {"summary": summary, "runs": rows})
-    return 0
+        _show(results.rows)
+    return results.end()
 
 
-def _clusters(seeds: Sequence[int], n_processes: int, informed: bool) -> list[Comparison]:
+def _planned(args: argparse.Namespace) -> list[Simulated]:
+    if args.clusters:
+        return [Simulated(f"cluster {seed}", seed) for seed in range(args.seed, args.seed + args.clusters)]
+    return [Simulated(name) for name in args.scenarios]
+
+
+def _rows(args: argparse.Namespace, waiting: Sequence[Simulated]) -> Iterator[Row]:
+    """Of each, as soon as it and those before it are done."""
     from multiprocessing import get_context
 
-    if n_processes == 1:
-        return [_cluster(seed, informed) for seed in seeds]
-    with get_context("spawn").Pool(n_processes) as pool:
-        return pool.starmap(_cluster, [(seed, informed) for seed in seeds], chunksize=4)
+    row_of = partial(_row_of, seconds=args.seconds, scenario_seed=args.seed, informed=args.informed)
+    if args.processes == 1 or not args.clusters:
+        yield from map(row_of, waiting)
+        return
+    with get_context("spawn").Pool(args.processes) as pool:
+        yield from pool.imap(row_of, waiting)
 
 
-def _cluster(seed: int, informed: bool) -> Comparison:
-    from ...simulated.mode_choice import compare, random_cluster
+def _row_of(one: Simulated, seconds: float, scenario_seed: int, informed: bool) -> Row:
+    from ...simulated.mode_choice import compare, random_cluster, scenarios
 
-    return compare(random_cluster(seed), informed=informed)
+    drawn = scenarios(seconds, scenario_seed)[one.name] if one.seed is None else random_cluster(one.seed, CLUSTER_S)
+    found = compare(drawn, informed=informed)
+    return asdict(found) | {"needless_per_h": found.needless_per_h}
 
 
-def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
+def summarised(found: Sequence[Row]) -> dict[str, Any]:
     """Of many clusters: regret (share of samples; 0 where auto was faster), worst minutes, needless switches."""
-    share = np.array([one.share for one in found])
-    worst = np.array([one.worst_minute for one in found])
-    needless = np.array([one.needless_per_h for one in found])
+    share = np.array([one["share"] for one in found])
+    worst = np.array([one["worst_minute"] for one in found])
+    needless = np.array([one["needless_per_h"] for one in found])
     return {
         "clusters": len(found),
-        "allreduce was the better mode in": float(np.mean([one.allreduce > one.gba for one in found])),
+        "allreduce was the better mode in": float(np.mean([one["allreduce"] > one["gba"] for one in found])),
         "auto / better mode, mean": float(share.mean()),
         "regret, mean": float(np.maximum(0, 1 - share).mean()),
         "regret, 99 of 100 clusters within": float(np.quantile(np.maximum(0, 1 - share), 0.99)),
@@ -104,11 +124,11 @@ def summarised(found: Sequence[Comparison]) -> dict[str, Any]:
         "clusters with a minute below .95": float((worst < 0.95).mean()),
         "needless switches an hour, mean": float(needless.mean()),
         "clusters with more than one an hour": float((needless > 1).mean()),
-        "switches an hour, mean": float(np.mean([len(one.switches) * 3600 / one.seconds for one in found])),
+        "switches an hour, mean": float(np.mean([len(one["switches"]) * 3600 / one["seconds"] for one in found])),
     }
 
 
-def _show(found: Sequence[Comparison]) -> None:
+def _show(found: Sequence[Row]) -> None:
     from ...bench.harness.measure import print_figures
 
     columns = {
@@ -116,7 +136,7 @@ def _show(found: Sequence[Comparison]) -> None:
         "auto / better mode": "{share:.3f}", "worst minute": "{worst_minute:.3f}", "switches": "{n_switches}",
         "needless": "{needless}",
     }  # fmt: skip
-    print_figures("Micro-batches/s", columns, [vars(one) | {"n_switches": len(one.switches)} for one in found])
+    print_figures("Micro-batches/s", columns, [one | {"n_switches": len(one["switches"])} for one in found])
     for one in found:
-        for switch in one.switches:
-            print(f"{one.name}, {switch.at_s:.0f} s: {switch.reason}")
+        for switch in one["switches"]:
+            print(f"{one['name']}, {switch['at_s']:.0f} s: {switch['reason']}")
