@@ -103,7 +103,7 @@ class ModeRequests(StepParticipant):
 
         Other workers' callbacks decide nothing, and in asynchronous modes measure nothing.
         """
-        callback, last = self.callback, self.callback.last
+        callback, last = self.callback, self.callback.current_decision
         if self._engine.world.rank != 0:
             return {"setting": callback.mode, "decided_elsewhere": True}
         decided = {} if last is None else {"last_decision": last.reason, "decided_at_step": callback.decided_at_step}

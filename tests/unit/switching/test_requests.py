@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from gba_hvd import Event, GBACallback
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.mode_names import MODE_NUMBERS
+from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.messages import JobPosition, SwitchTo
-from gba_hvd.switching import requests
+from gba_hvd.switching import leave_ps, requests
+from gba_hvd.switching.policy import Decision
 from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
@@ -29,14 +32,15 @@ class Chief:
         self.engine, self.participant = engine, requests.ModeRequests(engine, callback)
         self.participant.mode_entered()
 
-    def micro_batch(self, step: int, **position: Any) -> None:
+    def micro_batch(self, step: int, mode: str = "gba", **position: Any) -> None:
         servers: Any = SimpleNamespace(
-            name="gba", position=JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], **position),
-            drain_metrics=lambda: ({}, []), contact=SimpleNamespace(report={}),
+            name=mode, position=JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], **position),
+            drain_metrics=lambda: ({}, []), contact=(contact := SimpleNamespace(report={})),
             client=SimpleNamespace(send=lambda server, request: self.sent.append(request)),
         )  # fmt: skip
         self.progress.step = step
         self.participant.before_micro_batch(servers, 0.004)
+        self.report = contact.report
 
 
 def test_a_planned_auto_ends_the_hold_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +55,46 @@ def test_a_planned_auto_ends_the_hold_of_an_operator(monkeypatch: pytest.MonkeyP
     chief.micro_batch(22, requested_mode="auto", pinned=True)
     assert callback.mode == "auto"
     assert len(chief.sent) == 1
+
+
+@pytest.mark.parametrize("mode", ["shadow", "ma", "async", "bsp", "hop_bs"])
+def test_auto_in_a_mode_that_it_does_not_measure_returns_to_allreduce(mode: str) -> None:
+    callback = GBACallback()
+    chief, asked = Chief(callback), {"requested_mode": "auto", "reason": "asked for by root", "pinned": True}
+    callback.last, callback.decided_at_step = Decision("allreduce", "stay in allreduce", 1.0, 1.0, 1.0, "gain"), 85
+    assert chief.participant.for_people()["decided_at_step"] == 85
+    callback.switched(mode, 100)
+    callback.pin(mode)
+    chief.micro_batch(101, mode)
+    assert (chief.sent, chief.report) == ([], {"setting": mode})
+    chief.micro_batch(102, mode, **asked)
+    (sent,) = chief.sent
+    assert (sent.mode, sent.pin) == ("allreduce", False), "not pinned: measurements decide again"
+    assert "auto was asked for" in sent.reason
+    assert chief.report == {"setting": "auto"}, "what was decided in the mode before is no decision of now"
+
+
+def test_a_planned_auto_after_a_mode_that_it_does_not_measure_returns_to_allreduce() -> None:
+    callback = GBACallback(mode="allreduce", switch_at={10: "async", 200: "auto"})
+    chief = Chief(callback)
+    chief.micro_batch(199, "async")
+    assert chief.sent == []
+    chief.micro_batch(200, "async")
+    assert [(one.mode, one.pin) for one in chief.sent] == [("allreduce", False)]
+
+
+@pytest.mark.parametrize(("is_pinned", "setting"), [(True, "allreduce"), (False, "auto")])
+def test_a_worker_that_leaves_a_mode_has_the_setting_of_the_chief(is_pinned: bool, setting: str) -> None:
+    """Not pinned is what the chief requests in auto, of which the other workers may not know."""
+    callback = GBACallback(mode="allreduce", switch_at={10: "async", 200: "auto"})
+    callback.pin("async")
+    idle: Any = SimpleNamespace(name="allreduce", exchange=SimpleNamespace(resume=lambda: None))
+    mode = MagicMock(spec=ParameterServerMode, rejoin=None, idle=idle, servers=MagicMock())
+    mode.name = "async"
+    engine = MagicMock(mode=mode, progress=Chief(callback).progress)
+    engine.participant.return_value = SimpleNamespace(callback=callback)
+    leave_ps.leave(engine, JobPosition(step=201, requested_mode="allreduce", pinned=is_pinned))
+    assert callback.mode == setting
 
 
 def test_a_hold_is_noted_once_and_ends_what_measurements_decide() -> None:
