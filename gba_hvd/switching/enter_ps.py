@@ -119,16 +119,20 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     if first_used := switching.settings_first_used_in(mode):
         data["settings_first_used"] = first_used
     engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}; update {rule}", data))
-    if (idle := row_average_idle(mode, engine.model.row_average, engine.progress.step)) is not None:
-        engine.reports.once(idle)
-    if (idle := compression_idle(engine, mode, len(members.order))) is not None:
-        engine.reports.once(idle)
-    if (idle := strict_idle(engine, mode)) is not None:
-        engine.reports.once(idle)
-    if (without_effect := options_idle(switching, mode, engine.progress.step)) is not None:
-        engine.reports.once(without_effect)
+    _report_what_is_idle(engine, switching, mode, len(members.order))
     switching.switched(mode, engine.progress.step)
     return True
+
+
+def _report_what_is_idle(engine: Engine, switching: GBACallback, mode: str, n_hosts: int) -> None:
+    """Once for each mode: what was asked for and has no effect in the one that is entered."""
+    step = engine.progress.step
+    for warning in (
+        row_average_idle(mode, engine.model.row_average, step), compression_idle(engine, mode, n_hosts),
+        strict_idle(engine, mode), options_idle(switching, mode, step),
+    ):  # fmt: skip
+        if warning is not None:
+            engine.reports.once(warning, of=mode)
 
 
 def start(
