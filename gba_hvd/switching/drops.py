@@ -1,7 +1,7 @@
 """Whether mode gba drops so much as too stale that it is a warning, with the reason and what to do.
 
-Decided here from two histograms, and from counts by worker, by windows; the chief's `ModeRequests` looks every few
-seconds, and reports it.
+Decided here from two histograms, and from counts by worker, by windows; of mode hop_bw from its setting alone. The
+chief's `ModeRequests` looks every few seconds, and reports it.
 """
 
 from __future__ import annotations
@@ -122,3 +122,16 @@ class WorkerDropWatch:
             "seconds per micro-batch in gba-hvd status, and what else its host runs. Or raise the tolerance, weight "
             "late gradients (staleness='inverse'), or leave the worker out"
         )
+
+
+def backups_too_many(mode: str, backups: int, n_workers: int, step: int) -> Event | None:
+    """The warning that `backups` counts as less with so few workers; None where it does not, or for a single worker."""
+    if mode != "hop_bw" or not 1 < n_workers <= backups:
+        return None
+    text = (
+        f"backups={backups} with {n_workers} workers counts as backups={n_workers - 1} in mode {mode!r}: a step waits "
+        f"for one worker at least, and up to {n_workers - 1} of {n_workers} gradients are dropped. Choose fewer "
+        "backups than workers (backups=0 waits for all), or mode 'gba', which drops only what is too stale"
+    )
+    data = {"mode": mode, "backups": backups, "workers": n_workers}
+    return Event("backups_too_many", step, text, data, level="warning")

@@ -21,7 +21,7 @@ from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching import operator_reason
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.drops import DropWatch, WorkerDropWatch
+from gba_hvd.switching.drops import DropWatch, WorkerDropWatch, backups_too_many
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.commit_fields import StepParticipant
@@ -61,6 +61,7 @@ class ModeRequests(StepParticipant):
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
         self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"))
         self._drops_by_worker = WorkerDropWatch(callback.discipline("gba").tolerance)
+        self._world_of_backups: Any = None  # in which their number was looked at
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
@@ -194,6 +195,7 @@ class ModeRequests(StepParticipant):
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
         self._asked_s, self._pushes, self._noted, self.refused = 0.0, PushReadings(), ("", ""), 0
+        self._world_of_backups = None
         self._forget_drops()
 
     def _forget_drops(self) -> None:
@@ -217,6 +219,7 @@ class ModeRequests(StepParticipant):
             callback.workers_train(len(position.newest), is_forming, time.perf_counter())
         if engine.world.rank != 0:
             return
+        self._report_backups(servers.name)
         if step > self._seen_step:
             self._seen_step = step
             is_reported = self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
@@ -237,6 +240,16 @@ class ModeRequests(StepParticipant):
             self._asked_s = now  # the next positions have it; until then it is not sent again
             is_pinned = request[0] == "auto" or callback.mode != "auto"
             servers.client.send(0, SwitchTo(*request, pin=is_pinned, world=position.membership_epoch))
+
+    def _report_backups(self, mode: str) -> None:
+        """On the chief, once in each world."""
+        engine = self._engine
+        if self._world_of_backups is engine.world:
+            return
+        self._world_of_backups = engine.world
+        backups = self.callback.discipline(mode).backups
+        if (event := backups_too_many(mode, backups, engine.world.size, engine.progress.step)) is not None:
+            engine.emit(event)
 
     def _note_what_needs_no_switch(self, servers: PsWorker) -> None:
         """On all workers, once for each request of an operator: for "auto", or for the mode that the job is in."""

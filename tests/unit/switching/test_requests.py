@@ -83,6 +83,22 @@ def test_a_planned_auto_after_a_mode_that_it_does_not_measure_returns_to_allredu
     assert [(one.mode, one.pin) for one in chief.sent] == [("allreduce", False)]
 
 
+def test_as_many_backups_as_workers_are_a_warning_in_each_world_of_the_mode() -> None:
+    chief = Chief(GBACallback(mode="hop_bw", backups=2))
+    for n_workers in (2, 2, 3, 1, 2):
+        chief.engine.world = SimpleNamespace(rank=0, size=n_workers)
+        for _ in range(2):
+            chief.micro_batch(5, "hop_bw")
+    said = [event for event in chief.events if event.kind == "backups_too_many"]
+    assert [(event.level, event.data["workers"]) for event in said] == [("warning", 2)] * 3
+    assert "backups=2 with 2 workers counts as backups=1" in said[0].message
+    assert "up to 1 of 2 gradients are dropped. Choose fewer backups than workers" in said[0].message
+    chief.participant.mode_entered()
+    chief.micro_batch(6, "hop_bw")
+    chief.micro_batch(7, "gba")
+    assert len([event for event in chief.events if event.kind == "backups_too_many"]) == 4
+
+
 @pytest.mark.parametrize(("is_pinned", "setting"), [(True, "allreduce"), (False, "auto")])
 def test_a_worker_that_leaves_a_mode_has_the_setting_of_the_chief(is_pinned: bool, setting: str) -> None:
     """Not pinned is what the chief requests in auto, of which the other workers may not know."""
