@@ -198,8 +198,16 @@ class ModeRequests(StepParticipant):
         self._world_of_backups = None
         self._forget_drops()
 
+    def epoch_over(self, servers: PsWorker) -> None:
+        """The window that is open ends with the epoch, which may be the job's last."""
+        if self._engine.world.rank == 0 and servers.name == "gba":
+            self._report_drops(servers)
+
     def _forget_drops(self) -> None:
+        """A window begins."""
+        progress = self._engine.progress
         self._drops.forget()
+        self._drops.look(progress.step, progress.staleness, progress.dense_ages)
         self._drops_by_worker.forget()
 
     def paused(self) -> None:
@@ -270,7 +278,7 @@ class ModeRequests(StepParticipant):
         return {f"{mode}_samples_per_s": round(rate * micro_batch, 1) for mode, rate in of_mode.items()}
 
     def _report_drops(self, servers: PsWorker) -> None:
-        """On the chief, every few seconds in mode gba."""
+        """On the chief, every few seconds in mode gba, and at the end of an epoch."""
         step, progress = self._engine.progress.step, self._engine.progress
         events = self._drops_by_worker.look(step, servers.position.drops)
         if (of_all := self._drops.look(step, progress.staleness, progress.dense_ages)) is not None:

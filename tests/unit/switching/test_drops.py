@@ -103,6 +103,21 @@ def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.Monkey
     assert said == [("many_dropped", 2), ("many_dropped_over", 4)]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_window_that_is_open_at_the_end_of_an_epoch_counts(rank: int) -> None:
+    """A job that is over within a few seconds has no other."""
+    progress, events = Progress(None, StepHooks()), list[Event]()
+    engine: Any = SimpleNamespace(world=SimpleNamespace(rank=rank, size=2), progress=progress, emit=events.append)
+    participant = requests.ModeRequests(engine, GBACallback(mode="gba", tolerance=2))
+    progress.staleness = {0: 400}  # of the steps before
+    participant.mode_entered()
+    progress.step, progress.staleness = 9, {0: 433, 5: 27}
+    servers: Any = SimpleNamespace(name="gba", position=JobPosition(step=9))
+    participant.epoch_over(servers)
+    said = [(event.kind, event.data["share"], event.data["micro_batches"]) for event in events]
+    assert said == ([] if rank else [("many_dropped", 0.45, 60)])
+
+
 def test_a_worker_of_which_all_is_dropped_is_named_once_until_its_gradients_count() -> None:
     watch, n = WorkerDropWatch(tolerance=3), WORKER_WINDOW
     said = [
