@@ -27,8 +27,8 @@ class DropWatch:
     discipline: the mode's, with the weighting, its tolerance, and the age it goes by
     """
 
-    def __init__(self, discipline: Discipline) -> None:
-        self._rules = discipline
+    def __init__(self, discipline: Discipline, servers_per_host: int = 1) -> None:
+        self._rules, self._servers_per_host = discipline, servers_per_host
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self.forget()
 
@@ -75,7 +75,10 @@ class DropWatch:
             f"to {oldest}. Raise the tolerance; let a step have more micro-batches (a smaller batch of each, or a "
             "larger global batch), so that fewer steps pass meanwhile; or drop none: staleness='inverse', or "
             "staleness='none' (with staleness_of='token') and an update rule for late gradients, such as rule='dc'"
-        )
+        ) + (
+            f". servers_per_host={self._servers_per_host} make values older where cores are short: fewer "
+            "servers_per_host, or more cores"
+        ) * (self._servers_per_host > 1)
 
 
 class WorkerDropWatch:

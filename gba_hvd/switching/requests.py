@@ -59,7 +59,7 @@ class ModeRequests(StepParticipant):
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
-        self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"))
+        self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"), callback.servers_per_host)
         self._drops_by_worker = WorkerDropWatch(callback.discipline("gba").tolerance)
         self._world_of_backups: Any = None  # in which their number was looked at
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused

@@ -63,6 +63,15 @@ def test_the_warning_names_the_age_that_decides() -> None:
     assert by_token is not None and "their data was more than tolerance=0 steps late" in by_token.message
 
 
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_the_remedy_names_the_servers_where_they_are_several(n_servers: int) -> None:
+    watch = DropWatch(Discipline(tolerance=2), n_servers)
+    watch.look(1, {}, {})
+    event = watch.look(2, {0: 50, 5: 50}, {})
+    assert event is not None
+    assert ("fewer servers_per_host, or more cores" in event.message) == (n_servers > 1)
+
+
 def test_it_is_said_once_and_over_once_and_only_well_below_the_bound() -> None:
     watched = Watched(tolerance=1)
     kinds = [
