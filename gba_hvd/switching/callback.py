@@ -184,6 +184,7 @@ class GBACallback(Callback):
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
         self._request: tuple[str, str] | None = None
         self._warned = ""  # of the mode that is requested
+        self._asked_why = ""  # an operator's reason for `mode`
         self._checked_rate = ""  # the mode in which it is known whether the learning rate is stable
         self._first_mode = self.mode  # until a change is due
         self._handled = -1  # the newest step of `switch_at` that has come
@@ -417,16 +418,16 @@ class GBACallback(Callback):
             if current not in ("allreduce", "gba"):
                 return "allreduce", "auto was asked for: it measures allreduce first"
             return self._request if self._request is not None and self._request[0] != current else None
-        return None if self.mode == current else (self.mode, f"mode {self.mode!r} was asked for")
+        return None if self.mode == current else (self.mode, self._asked_why or f"mode {self.mode!r} was asked for")
 
     def wish(self, step: int, current: str) -> tuple[str, str] | None:
         """The old name of `mode_request`. Warns."""
         warn("GBACallback.wish", "GBACallback.mode_request")
         return self.mode_request(step, current)
 
-    def pin(self, mode: str) -> None:
-        """Be in this mode from now on; "auto" returns to deciding by measurements."""
-        self.mode, self._request = known_mode(mode), None
+    def pin(self, mode: str, reason: str = "") -> None:
+        """Be in this mode from now on; "auto" returns to deciding by measurements. reason: of whoever asks for it."""
+        self.mode, self._request, self._asked_why = known_mode(mode), None, reason
         self.asked.now = mode
 
     def measured_allreduce(

@@ -157,8 +157,8 @@ class ModeRequests(StepParticipant):
             reason = own[1] if own is not None and own[0] == mode else self._reason_elsewhere(mode, is_ordered)
             if is_ordered and mode == engine.mode.name:
                 self._hold(mode, reason)
-            elif is_ordered:
-                callback.pin(mode)
+            elif is_ordered:  # with the reason, in case that servers have to start first
+                callback.pin(mode, "" if engine.world.rank else reason)
             if mode == engine.mode.name:
                 engine.signals.requested_mode = None
             elif agreed[_NOT_READY] and not agreed[_WAITS]:

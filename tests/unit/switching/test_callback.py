@@ -466,6 +466,16 @@ def test_a_rule_that_does_not_go_with_the_jobs_optimizer_is_refused_at_registrat
         job.state.register_callbacks([GBACallback(mode="async", rule="dana_zero")])
 
 
+@pytest.mark.parametrize(("optimizer", "is_named"), [(torch.optim.AdamW, True), (torch.optim.Adagrad, False)])
+def test_of_the_rules_that_fit_the_default_one_is_named_where_it_does(
+    optimizer: type[torch.optim.Optimizer], is_named: bool
+) -> None:
+    spec = spec_of(optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1))  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="gap_aware, dc and staleness_lr take any") as refusal:
+        GBACallback(mode="gba", rule="dana_zero").check_fits(spec)
+    assert ("look_ahead, the default of mode gba, takes this one" in str(refusal.value)) == is_named
+
+
 def without_dense(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     for parameter in parameters:
         parameter.requires_grad_(False)

@@ -147,6 +147,20 @@ def test_servers_that_are_not_up_at_a_later_try_are_the_newest_obstacle() -> Non
     assert (callback.asked.obstacle, chief.participant.waiting) == (SERVERS_NOT_UP, ["mode gba"])
 
 
+def test_the_reason_of_an_operator_stays_while_servers_start() -> None:
+    chief = Chief(callback := GBACallback(mode="allreduce"))
+    chief.engine.mode = SimpleNamespace(name="allreduce")
+    chief.engine.signals = SimpleNamespace(requested_mode=None)
+    chief.participant._requested = "shadow", "asked for by root at 11:48:23"
+    agreed = [0.0] * chief.participant.n_fields()
+    agreed[len(MODE_NUMBERS) + MODE_NUMBERS["shadow"]] = agreed[requests._NOT_READY] = 1.0
+    chief.participant.after_commit(agreed)
+    assert chief.participant.waiting == ["mode shadow"]
+    assert callback.mode_request(9, "allreduce") == ("shadow", "asked for by root at 11:48:23")
+    callback.pin("shadow")
+    assert callback.mode_request(9, "allreduce") == ("shadow", "mode 'shadow' was asked for")
+
+
 @pytest.mark.parametrize(("rank", "is_forming", "now_s"), [(0, False, 30.0), (0, True, 500.0), (1, False, 30.0)])
 def test_every_worker_knows_in_gba_of_one_that_was_lost(
     monkeypatch: pytest.MonkeyPatch, rank: int, is_forming: bool, now_s: float
