@@ -426,7 +426,7 @@ class GBACallback(Callback):
         return self.mode_request(step, current)
 
     def pin(self, mode: str, reason: str = "") -> None:
-        """Be in this mode from now on; "auto" returns to deciding by measurements. reason: of whoever asks for it."""
+        """Be in this mode from now on; "auto" returns to deciding by measurements. reason: of the request."""
         self.mode, self._request, self._asked_why = known_mode(mode), None, reason
         self.asked.now = mode
 

@@ -270,8 +270,8 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
 def test_options_without_effect_are_in_the_summary_for_each_mode() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
-    for step, mode in ((3, "ma"), (5, "bsp")):
-        line.on_event(Event("options_idle", step, f"of {mode}", {"mode": mode}, level="warning"))
+    for at, mode in ((3, "ma"), (5, "bsp")):
+        line.on_event(Event("options_idle", at, f"of {mode}", {"mode": mode}, level="warning"))
     line.on_step(StepRecord(6, 0, 8, 32, 0.1, 2, "bsp", None))
     line.on_end("FINISHED", None)
     running, *summary = lines_of(out)
