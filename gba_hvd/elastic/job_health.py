@@ -20,7 +20,8 @@ from gba_hvd.training.engine import Engine
 
 _SHOW_EVERY_S = 2.0
 _TEXT = 400  # characters that are shown of a warning
-_DISTINGUISHED_BY = ("waiting", "to", "worker", "pid", "stands")  # in the data of warnings of one kind, see `ends`
+# In the data of warnings of one kind, see `ends`.
+_DISTINGUISHED_BY = ("waiting", "to", "worker", "pid", "stands", "mode")
 
 
 @dataclass

@@ -713,6 +713,8 @@ class EmbeddingTables(FollowsModule):
                     "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere), or be "
                     "looked up by its `forward` each time it gets this batch"
                     + (", and bags unchanged: with row_compression=dct_mp they are pooled there" * self.pools_bags)
+                    + ". Outside gba_hvd.batches, as for predictions after the loop, rows of other hosts are not here: "
+                    "use gba_hvd.evaluate, or export the model (gba_hvd.save_model)"
                 )
             out[remote_at] = remote.values[index]
 

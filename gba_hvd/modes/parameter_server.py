@@ -125,6 +125,7 @@ class ParameterServerMode:
             epoch.leases_end()
             self.take_dense_state(leaving=False)
             engine.observe(given.position)
+            self._note_epoch_over()
             return True
         epoch.leave_mode(given.position)
         return False
@@ -137,6 +138,7 @@ class ParameterServerMode:
         with contextlib.suppress(Exception):
             self.take_dense_state(leaving=False, ended=False)
             self._leases = None
+            self._note_epoch_over()
 
     def _report_hanging(self) -> None:
         """Rank 0 reports workers that live and do nothing, each once for each time, and that they work again."""
@@ -232,6 +234,10 @@ class ParameterServerMode:
     def _note_pause(self) -> None:
         for participant in self._engine.participants:
             participant.paused()
+
+    def _note_epoch_over(self) -> None:
+        for participant in self._engine.participants:
+            participant.epoch_over(self.servers)
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)

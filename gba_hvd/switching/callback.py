@@ -184,13 +184,14 @@ class GBACallback(Callback):
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
         self._request: tuple[str, str] | None = None
         self._warned = ""  # of the mode that is requested
+        self._asked_why = ""  # an operator's reason for `mode`
         self._checked_rate = ""  # the mode in which it is known whether the learning rate is stable
         self._first_mode = self.mode  # until a change is due
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
         self.decided_at_step = -1  # that one
-        self._has_switched = False
+        self._has_switched, self._switched_to = False, ""
         self.decisions = DecisionReports(patience)
         self._not_before, self._pause, self._switched_at = 0, _PAUSE_STEPS, 0
 
@@ -414,17 +415,19 @@ class GBACallback(Callback):
             self.late = (due[-1], step) if is_late else None  # (a new chief finds what another has asked for)
             self.pin(self.switch_at[due[-1]])
         if self.mode == "auto":
+            if current not in ("allreduce", "gba"):
+                return "allreduce", "auto was asked for: it measures allreduce first"
             return self._request if self._request is not None and self._request[0] != current else None
-        return None if self.mode == current else (self.mode, f"mode {self.mode!r} was asked for")
+        return None if self.mode == current else (self.mode, self._asked_why or f"mode {self.mode!r} was asked for")
 
     def wish(self, step: int, current: str) -> tuple[str, str] | None:
         """The old name of `mode_request`. Warns."""
         warn("GBACallback.wish", "GBACallback.mode_request")
         return self.mode_request(step, current)
 
-    def pin(self, mode: str) -> None:
-        """Be in this mode from now on; "auto" returns to deciding by measurements."""
-        self.mode, self._request = known_mode(mode), None
+    def pin(self, mode: str, reason: str = "") -> None:
+        """Be in this mode from now on; "auto" returns to deciding by measurements. reason: of the request."""
+        self.mode, self._request, self._asked_why = known_mode(mode), None, reason
         self.asked.now = mode
 
     def measured_allreduce(
@@ -597,7 +600,7 @@ class GBACallback(Callback):
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
         entered, self._entered, self._has_switched = self._entered, None, True
-        self._request, self._not_before, self._switched_at = None, 0, step
+        self._request, self._not_before, self._switched_at, self._switched_to = None, 0, step, mode
         self._forget_times()
         self._lost, self.n_awaited = LostWorkers(), 0
         self._checked_rate, self._warned = mode if self._warned else "", ""
@@ -605,6 +608,15 @@ class GBACallback(Callback):
             self._stance = replace(entered, since_step=step)
         elif mode in ("allreduce", "gba"):  # by a plan or an operator: nothing was promised
             self._stance = self._stance.in_mode(mode, step)
+
+    @property
+    def current_decision(self) -> Decision | None:
+        """The newest decision; None where the job has left the mode that it was for, or is not in mode "auto"."""
+        last = self.last
+        if last is None or self.mode != "auto":
+            return None
+        is_carried_out = last.is_switch and last.mode == self._switched_to
+        return last if is_carried_out or self.decided_at_step > self._switched_at else None
 
     def why_never_switched(self) -> str:
         """Why this launch has kept the mode that it began in; empty where it has switched, or is not in mode "auto"."""

@@ -1,7 +1,7 @@
 """Whether mode gba drops so much as too stale that it is a warning, with the reason and what to do.
 
-Decided here from two histograms, and from counts by worker, by windows; the chief's `ModeRequests` looks every few
-seconds, and reports it.
+Decided here from two histograms, and from counts by worker, by windows; of mode hop_bw from its setting alone. The
+chief's `ModeRequests` looks every few seconds, and reports it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DropWatch:
     discipline: the mode's, with the weighting, its tolerance, and the age it goes by
     """
 
-    def __init__(self, discipline: Discipline) -> None:
-        self._rules = discipline
+    def __init__(self, discipline: Discipline, servers_per_host: int = 1) -> None:
+        self._rules, self._servers_per_host = discipline, servers_per_host
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self.forget()
 
@@ -75,7 +75,10 @@ class DropWatch:
             f"to {oldest}. Raise the tolerance; let a step have more micro-batches (a smaller batch of each, or a "
             "larger global batch), so that fewer steps pass meanwhile; or drop none: staleness='inverse', or "
             "staleness='none' (with staleness_of='token') and an update rule for late gradients, such as rule='dc'"
-        )
+        ) + (
+            f". servers_per_host={self._servers_per_host} make values older where cores are short: fewer "
+            "servers_per_host, or more cores"
+        ) * (self._servers_per_host > 1)
 
 
 class WorkerDropWatch:
@@ -122,3 +125,16 @@ class WorkerDropWatch:
             "seconds per micro-batch in gba-hvd status, and what else its host runs. Or raise the tolerance, weight "
             "late gradients (staleness='inverse'), or leave the worker out"
         )
+
+
+def backups_too_many(mode: str, backups: int, n_workers: int, step: int) -> Event | None:
+    """The warning that `backups` counts as less with so few workers; None where it does not, or for a single worker."""
+    if mode != "hop_bw" or not 1 < n_workers <= backups:
+        return None
+    text = (
+        f"backups={backups} with {n_workers} workers counts as backups={n_workers - 1} in mode {mode!r}: a step waits "
+        f"for one worker at least, and up to {n_workers - 1} of {n_workers} gradients are dropped. Choose fewer "
+        "backups than workers (backups=0 waits for all), or mode 'gba', which drops only what is too stale"
+    )
+    data = {"mode": mode, "backups": backups, "workers": n_workers}
+    return Event("backups_too_many", step, text, data, level="warning")

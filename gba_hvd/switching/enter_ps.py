@@ -118,17 +118,31 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     data |= {"rule": rule.rule, "rule_reason": rule.reason}
     if first_used := switching.settings_first_used_in(mode):
         data["settings_first_used"] = first_used
-    engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}; update {rule}", data))
-    if (idle := row_average_idle(mode, engine.model.row_average, engine.progress.step)) is not None:
-        engine.reports.once(idle)
-    if (idle := compression_idle(engine, mode, len(members.order))) is not None:
-        engine.reports.once(idle)
-    if (idle := strict_idle(engine, mode)) is not None:
-        engine.reports.once(idle)
-    if (without_effect := options_idle(switching, mode, engine.progress.step)) is not None:
-        engine.reports.once(without_effect)
+    text = f"allreduce -> {mode}: {reason}; update {rule}{_pace_of_step_functions(engine, mode)}"
+    engine.emit(Event("switch", engine.progress.step, text, data))
+    _report_what_is_idle(engine, switching, mode, len(members.order))
     switching.switched(mode, engine.progress.step)
     return True
+
+
+def _report_what_is_idle(engine: Engine, switching: GBACallback, mode: str, n_hosts: int) -> None:
+    """Once for each mode: what was asked for and has no effect in the one that is entered."""
+    step = engine.progress.step
+    for warning in (
+        row_average_idle(mode, engine.model.row_average, step), compression_idle(engine, mode, n_hosts),
+        strict_idle(engine, mode), options_idle(switching, mode, step),
+    ):  # fmt: skip
+        if warning is not None:
+            engine.reports.once(warning, of=mode)
+
+
+def _pace_of_step_functions(engine: Engine, mode: str) -> str:
+    """What becomes of functions of `state.on_step` where a step is no global batch; empty where there are none."""
+    n_micro, step_of = engine.model.global_batch // engine.model.micro_batch, BY_NAME[mode].step_of
+    if step_of == "batch" or n_micro == 1 or not engine.step_hooks.functions:
+        return ""
+    pace = f"{n_micro} times as often as in allreduce" if step_of == "push" else "at another pace than in allreduce"
+    return f"; each {step_of} is a step, so functions of state.on_step, such as a schedule's, run {pace}"
 
 
 def start(

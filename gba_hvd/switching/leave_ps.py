@@ -61,8 +61,8 @@ def leave(engine: Engine, position: JobPosition) -> None:
         "reason": position.reason,
     }
     engine.emit(Event("switch", engine.progress.step, f"{mode.name} -> allreduce: {position.reason}", data))
-    if position.pinned or switching.mode != "auto":
-        switching.pin(position.requested_mode)
+    # What is not pinned, the chief decided in mode "auto", of which this worker may not have learned.
+    switching.pin(position.requested_mode if position.pinned else "auto")
     switching.switched("allreduce", engine.progress.step)
     if position.requested_mode not in ("allreduce", "auto"):
         signals.requested_mode = (position.requested_mode, position.reason)  # from one mode with servers to another

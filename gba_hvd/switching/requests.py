@@ -21,7 +21,7 @@ from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching import operator_reason
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.drops import DropWatch, WorkerDropWatch
+from gba_hvd.switching.drops import DropWatch, WorkerDropWatch, backups_too_many
 from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.commit_fields import StepParticipant
@@ -59,8 +59,9 @@ class ModeRequests(StepParticipant):
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._noted = "", ""  # what was asked of the coordinator, and needs no switch
-        self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"))
+        self._pushes, self._drops = PushReadings(), DropWatch(callback.discipline("gba"), callback.servers_per_host)
         self._drops_by_worker = WorkerDropWatch(callback.discipline("gba").tolerance)
+        self._world_of_backups: Any = None  # in which their number was looked at
         self._pushes_s: float | None = None  # when they were last looked at; None: not since training paused
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
@@ -103,7 +104,7 @@ class ModeRequests(StepParticipant):
 
         Other workers' callbacks decide nothing, and in asynchronous modes measure nothing.
         """
-        callback, last = self.callback, self.callback.last
+        callback, last = self.callback, self.callback.current_decision
         if self._engine.world.rank != 0:
             return {"setting": callback.mode, "decided_elsewhere": True}
         decided = {} if last is None else {"last_decision": last.reason, "decided_at_step": callback.decided_at_step}
@@ -156,8 +157,8 @@ class ModeRequests(StepParticipant):
             reason = own[1] if own is not None and own[0] == mode else self._reason_elsewhere(mode, is_ordered)
             if is_ordered and mode == engine.mode.name:
                 self._hold(mode, reason)
-            elif is_ordered:
-                callback.pin(mode)
+            elif is_ordered:  # with the reason, in case that servers have to start first
+                callback.pin(mode, "" if engine.world.rank else reason)
             if mode == engine.mode.name:
                 engine.signals.requested_mode = None
             elif agreed[_NOT_READY] and not agreed[_WAITS]:
@@ -194,10 +195,19 @@ class ModeRequests(StepParticipant):
     def mode_entered(self) -> None:
         """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
         self._asked_s, self._pushes, self._noted, self.refused = 0.0, PushReadings(), ("", ""), 0
+        self._world_of_backups = None
         self._forget_drops()
 
+    def epoch_over(self, servers: PsWorker) -> None:
+        """The window that is open ends with the epoch, which may be the job's last."""
+        if self._engine.world.rank == 0 and servers.name == "gba":
+            self._report_drops(servers)
+
     def _forget_drops(self) -> None:
+        """A window begins."""
+        progress = self._engine.progress
         self._drops.forget()
+        self._drops.look(progress.step, progress.staleness, progress.dense_ages)
         self._drops_by_worker.forget()
 
     def paused(self) -> None:
@@ -217,6 +227,7 @@ class ModeRequests(StepParticipant):
             callback.workers_train(len(position.newest), is_forming, time.perf_counter())
         if engine.world.rank != 0:
             return
+        self._report_backups(servers.name)
         if step > self._seen_step:
             self._seen_step = step
             is_reported = self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
@@ -238,6 +249,16 @@ class ModeRequests(StepParticipant):
             is_pinned = request[0] == "auto" or callback.mode != "auto"
             servers.client.send(0, SwitchTo(*request, pin=is_pinned, world=position.membership_epoch))
 
+    def _report_backups(self, mode: str) -> None:
+        """On the chief, once in each world."""
+        engine = self._engine
+        if self._world_of_backups is engine.world:
+            return
+        self._world_of_backups = engine.world
+        backups = self.callback.discipline(mode).backups
+        if (event := backups_too_many(mode, backups, engine.world.size, engine.progress.step)) is not None:
+            engine.emit(event)
+
     def _note_what_needs_no_switch(self, servers: PsWorker) -> None:
         """On all workers, once for each request of an operator: for "auto", or for the mode that the job is in."""
         mode, reason = asked = servers.position.requested_mode, servers.position.reason
@@ -257,7 +278,7 @@ class ModeRequests(StepParticipant):
         return {f"{mode}_samples_per_s": round(rate * micro_batch, 1) for mode, rate in of_mode.items()}
 
     def _report_drops(self, servers: PsWorker) -> None:
-        """On the chief, every few seconds in mode gba."""
+        """On the chief, every few seconds in mode gba, and at the end of an epoch."""
         step, progress = self._engine.progress.step, self._engine.progress
         events = self._drops_by_worker.look(step, servers.position.drops)
         if (of_all := self._drops.look(step, progress.staleness, progress.dense_ages)) is not None:

@@ -27,6 +27,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
     if kind == "best_not_saved":  # a model that was better still is saved
         is_later = int(by_data.get("best_step") or 0) > int(data.get("best_step", 0))
         return by == "checkpoint" and is_later and by_data.get("best_unsaved_step") is None
+    if kind == "backups_too_many":  # reported again if it is so in the next world
+        return by in ("switch", "membership", "resumed")
     if kind == "many_dropped":  # reported again if it is so with other workers, too
         return by in ("many_dropped_over", "switch", "membership", "resumed")
     if kind == "worker_dropped":

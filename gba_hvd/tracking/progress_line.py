@@ -80,7 +80,7 @@ class ProgressLine(Callback):
         self._newest_saved = ""
         self._recoveries: list[str] = []
         self._resumes: list[str] = []  # a launch that begins so may follow one that ended well
-        self._warnings: dict[str, Warned] = {}  # by kind, the newest
+        self._warnings: dict[tuple[str, str], Warned] = {}  # by kind, and mode where it is of one; the newest
         self._hanging: list[Event] = []  # of each worker that lives and does nothing
         self._notes: dict[str, Event] = {}  # by kind, those of `_NOTED`
         self._memberships = 0
@@ -162,7 +162,8 @@ class ProgressLine(Callback):
             if warned.over is None and ends(warned.event.kind, warned.event.data, event.kind, event.data):
                 warned.over = event.step
         if event.level == "warning":  # the log has its text
-            self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
+            over = event.step if is_over_at_once(event.kind, event.data) else None
+            self._warnings[event.kind, str(event.data.get("mode", ""))] = Warned(event, over)
             self._end_line()
         elif self._reports() and event.kind not in _NO_LINES and not event.data.get("found"):
             self._print(_timed(_tagged(event)))
@@ -195,8 +196,8 @@ class ProgressLine(Callback):
             left_s = (total - self._record.step) * (now - self._first_step_s) / done
         metrics = self._epochs.newest.values if self._epochs.newest is not None else {}
         line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges, len(self._hanging))
-        if standing := [kind.replace("_", " ") for kind, warned in self._warnings.items() if warned.over is None]:
-            line += f"  warnings: {', '.join(standing)}"
+        if standing := [kind.replace("_", " ") for (kind, _), warned in self._warnings.items() if warned.over is None]:
+            line += f"  warnings: {', '.join(dict.fromkeys(standing))}"
         line = _timed(line)
         if not self._terminal:
             self._print(line)
@@ -257,7 +258,8 @@ class ProgressLine(Callback):
         of_the_job = self._account.get("warnings")
         if not of_the_job:
             return []
-        others = [one for one in of_the_job["standing"] if one[0] not in self._warnings]
+        own = {kind for kind, _ in self._warnings}
+        others = [one for one in of_the_job["standing"] if one[0] not in own]
         lines = [f"warning: {_tagged(Event(kind, step, message))}" for kind, step, message in others]
         n, over = of_the_job["n"], of_the_job["over"]
         if n > len(self._warnings) + len(others):

@@ -65,6 +65,9 @@ class StepParticipant(ABC):
     def paused(self) -> None:
         """In an asynchronous mode: this worker does not train between two epochs, nor did it while it evaluated."""
 
+    def epoch_over(self, servers: PsWorker) -> None:
+        """In an asynchronous mode: this worker has left the loop over an epoch, at its end or before."""
+
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""
 

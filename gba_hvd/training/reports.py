@@ -61,7 +61,7 @@ class Reports:
         self._vocabularies = VocabularyWatch(model.tables)
         self._vocabularies_at: int | None = None  # step of the newest point of their own
         self._n_refused = 0
-        self._reported: set[str] = set()  # kinds of events, see `once`; words of `scaling_differs`
+        self._reported: set[str] = set()  # kinds of events, and modes, see `once`; words of `scaling_differs`
         self._full: set[str] = set()  # tables of which it was reported
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
@@ -87,10 +87,11 @@ class Reports:
             level = logging.WARNING if event.level == "warning" else logging.INFO
             log.log(level, "[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
-    def once(self, event: Event, only_here: bool = False) -> None:
-        """Report an event unless one of its kind was reported with this before."""
-        if event.kind not in self._reported:
-            self._reported.add(event.kind)
+    def once(self, event: Event, only_here: bool = False, of: str = "") -> None:
+        """Report an event unless one of its kind was reported with this before. of: a mode, if it is once for each."""
+        what = f"{event.kind} {of}".rstrip()
+        if what not in self._reported:
+            self._reported.add(what)
             self.emit(event, only_here)
 
     @property

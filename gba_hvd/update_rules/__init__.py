@@ -83,8 +83,9 @@ def known_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Setting]
 def check(name: str, optimizer: Mapping[str, Any]) -> None:
     """Raises BadInput, naming what fits, when the rule does not go with this optimizer (`torch_optimizers.spec_of`)."""
     if found := rule_class(name).why_not(optimizer):
+        fits = "" if LookAhead.why_not(optimizer) else "look_ahead, the default of mode gba, takes this one; "
         raise BadInput(
-            f"rule {name!r} does not go with this optimizer: {found}; gap_aware, dc and staleness_lr take any"
+            f"rule {name!r} does not go with this optimizer: {found}; {fits}gap_aware, dc and staleness_lr take any"
         )
 
 

@@ -267,6 +267,19 @@ def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     assert "warning: [server late] step 3: no server yet; look at its log" in summary
 
 
+def test_options_without_effect_are_in_the_summary_for_each_mode() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
+    for at, mode in ((3, "ma"), (5, "bsp")):
+        line.on_event(Event("options_idle", at, f"of {mode}", {"mode": mode}, level="warning"))
+    line.on_step(StepRecord(6, 0, 8, 32, 0.1, 2, "bsp", None))
+    line.on_end("FINISHED", None)
+    running, *summary = lines_of(out)
+    assert running.endswith("warnings: options idle")
+    shown = [text for text in summary if text.startswith("warning")]
+    assert shown == ["warning: [options idle] step 3: of ma", "warning: [options idle] step 5: of bsp"]
+
+
 def test_pauses_are_in_the_summary_by_what_they_were_for() -> None:
     """As the end has them, which knows those of an earlier rank 0, and the one that no step ended."""
     out = io.StringIO()

@@ -36,6 +36,8 @@ BOTH = {"waiting": ["mode gba", "the checkpoint that is due"]}
         ("many_dropped", {}, "many_dropped_over", {}, True),
         ("many_dropped", {}, "switch", {"to": "allreduce"}, True),
         ("many_dropped", {}, "checkpoint", {}, False),
+        ("backups_too_many", {}, "membership", {}, True),
+        ("backups_too_many", {}, "checkpoint", {}, False),
         ("worker_dropped", {"worker": 7}, "worker_kept", {"worker": 7}, True),
         ("worker_dropped", {"worker": 7}, "worker_kept", {"worker": 8}, False),
         ("worker_dropped", {"worker": 7}, "membership", {}, True),

@@ -228,7 +228,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
         model=model, progress=progress,
         reports=SimpleNamespace(**says("other_writers", "row_settings", "dense_settings")),
         world=SimpleNamespace(rank=0),
-        participants=[SimpleNamespace(**says("paused", "before_micro_batch"))],
+        participants=[SimpleNamespace(**says("paused", "before_micro_batch", "epoch_over"))],
         **says("observe", "begin_micro_batch", "check_stepped"),
     )  # fmt: skip
     engine.begin_micro_batch = lambda *_, **__: said.append("begin_micro_batch")
@@ -246,6 +246,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     assert list(mode.micro_batches(run)) == ["batch"]
     at = [said.index(name) for name in ("zero_", "paused", "observe", *saves, "begin_micro_batch")]
     assert at == sorted(at)
+    assert said[-1] == "epoch_over"
 
 
 def test_an_evaluation_beside_servers_is_a_pause_for_those_that_measure(monkeypatch: pytest.MonkeyPatch) -> None:

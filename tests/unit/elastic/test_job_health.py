@@ -63,6 +63,13 @@ def test_warnings_of_one_kind_are_one_line_until_an_event_ends_them(tmp_path: Pa
     assert [warning["kind"] for warning in found["standing"]] == ["rows_lost"]
 
 
+def test_options_without_effect_are_shown_for_each_mode(tmp_path: Path) -> None:
+    one = health(tmp_path)
+    for mode in ("ma", "bsp"):
+        warn(one, "options_idle", 3, f"of {mode}", mode=mode, options=["tolerance"])
+    assert [(found["message"], found["n"]) for found in shown(tmp_path)["standing"]] == [("of ma", 1), ("of bsp", 1)]
+
+
 def test_workers_that_hang_are_told_apart(tmp_path: Path) -> None:
     one = health(tmp_path)
     for pid in (5, 6):

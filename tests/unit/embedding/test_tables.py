@@ -390,3 +390,12 @@ def test_tracing_is_refused_because_rows_would_become_constants(make_tables: Any
         pytest.raises(GbaError, match=r"torch\.jit\.trace would bake the rows"),
     ):
         torch.jit.trace(Model(), torch.arange(3))
+
+
+def test_a_row_of_another_host_that_was_not_fetched_says_what_to_do_after_the_loop(training: Any, clicks: Any) -> None:
+    job = training()
+    job.epoch(clicks())
+    job.tables.local = np.zeros(job.tables.layout.n_shards, bool)
+    group, out = job.tables.layout.groups[0], np.empty((1, job.tables.layout.groups[0].dim), np.float32)
+    with pytest.raises(GbaError, match=r"lives on another host .* Outside gba_hvd\.batches.* use gba_hvd\.evaluate"):
+        job.tables._read_rows(group, 0, np.array([0]), out)

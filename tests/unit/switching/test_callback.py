@@ -20,7 +20,7 @@ from gba_hvd.comm.world_formation import Forming
 from gba_hvd.mode_names import BY_NAME, RECORDS, SERVER_MODES
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import callback as callback_module
-from gba_hvd.switching import requests
+from gba_hvd.switching import enter_ps, requests
 from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.measurements import N_NEWEST, N_RECENT, RecentTimes
 from gba_hvd.switching.mode_limits import compression_idle, options_idle, row_average_idle, strict_idle
@@ -34,6 +34,7 @@ from gba_hvd.training.step_hooks import StepHooks
 from gba_hvd.update_rules import RULES, stability
 from gba_hvd.update_rules.delay_model import expected_ages
 from recovery import CheckpointCallback
+from tests.unit.thread_world import EventLog
 
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
 
@@ -409,6 +410,18 @@ def test_what_an_operators_mode_does_not_use_is_said_when_it_is_entered() -> Non
     assert options_idle(GBACallback(tolerance=2), "gba", 9) is None
 
 
+def test_what_is_without_effect_is_said_once_for_each_mode_that_is_entered(training: Callable[..., Any]) -> None:
+    job, log = training(row_average="contributors", compression=gba_hvd.Compression.fp16), EventLog()
+    callback = GBACallback(mode="allreduce", tolerance=3, every=7)
+    job.state.register_callbacks([log, callback])
+    for mode in ("ma", "hop_bs", "bsp", "ma"):
+        enter_ps._report_what_is_idle(job.state.engine, callback, mode, n_hosts=1)
+    said = [(event.kind, event.data["mode"]) for event in log.events if event.kind.endswith("_idle")]
+    assert [mode for kind, mode in said if kind == "options_idle"] == ["ma", "hop_bs", "bsp"]
+    assert [mode for kind, mode in said if kind == "row_average_idle"] == ["ma", "hop_bs"]
+    assert [mode for kind, mode in said if kind == "compression_idle"] == ["ma", "hop_bs", "bsp"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "n_pushes"), [("gba", 6), ("async", 1), ("hop_bw", 2), ("ma", None)])
 def test_a_rate_that_is_unstable_in_a_mode_is_said_once_when_the_speeds_are_known(
@@ -453,6 +466,16 @@ def test_a_rule_that_does_not_go_with_the_jobs_optimizer_is_refused_at_registrat
     job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1))
     with pytest.raises(BadInput, match=r"does not go with this optimizer.*SGD\(\.\.\., momentum=0\.9\)"):
         job.state.register_callbacks([GBACallback(mode="async", rule="dana_zero")])
+
+
+@pytest.mark.parametrize(("optimizer", "is_named"), [(torch.optim.AdamW, True), (torch.optim.Adagrad, False)])
+def test_of_the_rules_that_fit_the_default_one_is_named_where_it_does(
+    optimizer: type[torch.optim.Optimizer], is_named: bool
+) -> None:
+    spec = spec_of(optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1))  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="gap_aware, dc and staleness_lr take any") as refusal:
+        GBACallback(mode="gba", rule="dana_zero").check_fits(spec)
+    assert ("look_ahead, the default of mode gba, takes this one" in str(refusal.value)) == is_named
 
 
 def without_dense(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

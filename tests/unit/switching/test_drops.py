@@ -63,6 +63,15 @@ def test_the_warning_names_the_age_that_decides() -> None:
     assert by_token is not None and "their data was more than tolerance=0 steps late" in by_token.message
 
 
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_the_remedy_names_the_servers_where_they_are_several(n_servers: int) -> None:
+    watch = DropWatch(Discipline(tolerance=2), n_servers)
+    watch.look(1, {}, {})
+    event = watch.look(2, {0: 50, 5: 50}, {})
+    assert event is not None
+    assert ("fewer servers_per_host, or more cores" in event.message) == (n_servers > 1)
+
+
 def test_it_is_said_once_and_over_once_and_only_well_below_the_bound() -> None:
     watched = Watched(tolerance=1)
     kinds = [
@@ -101,6 +110,21 @@ def test_the_chief_reports_it_while_the_job_is_in_gba(monkeypatch: pytest.Monkey
         participant.before_micro_batch(servers, 0.004)
     said = [(event.kind, event.step) for event in events if event.kind.startswith("many_dropped")]
     assert said == [("many_dropped", 2), ("many_dropped_over", 4)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_window_that_is_open_at_the_end_of_an_epoch_counts(rank: int) -> None:
+    """A job that is over within a few seconds has no other."""
+    progress, events = Progress(None, StepHooks()), list[Event]()
+    engine: Any = SimpleNamespace(world=SimpleNamespace(rank=rank, size=2), progress=progress, emit=events.append)
+    participant = requests.ModeRequests(engine, GBACallback(mode="gba", tolerance=2))
+    progress.staleness = {0: 400}  # of the steps before
+    participant.mode_entered()
+    progress.step, progress.staleness = 9, {0: 433, 5: 27}
+    servers: Any = SimpleNamespace(name="gba", position=JobPosition(step=9))
+    participant.epoch_over(servers)
+    said = [(event.kind, event.data["share"], event.data["micro_batches"]) for event in events]
+    assert said == ([] if rank else [("many_dropped", 0.45, 60)])
 
 
 def test_a_worker_of_which_all_is_dropped_is_named_once_until_its_gradients_count() -> None:

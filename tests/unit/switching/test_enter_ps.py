@@ -1,4 +1,7 @@
-"""A wait for companion servers that was asked for is a note, and a warning when it is nearly over."""
+"""A wait for companion servers that was asked for is a note, and a warning when it is nearly over.
+
+And what a switch says of functions that run at each step.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from gba_hvd import GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import GbaError
 from gba_hvd.switching import enter_ps
+from gba_hvd.training.step_hooks import StepHooks
 
 
 def waited(monkeypatch: pytest.MonkeyPatch, up_after_s: float, wait_s: float) -> list[Event]:
@@ -55,3 +59,16 @@ def test_a_wait_that_is_nearly_over_is_a_warning_with_its_cause(monkeypatch: pyt
     )
     with pytest.raises(GbaError, match="the companion servers of this host were not up in 60 s"):
         waited(monkeypatch, 1000.0, wait_s=60)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("shadow", "run 4 times as often"), ("async", "run 4 times as often"), ("hop_bw", "at another pace"), ("gba", "")],
+)
+def test_a_switch_says_that_step_functions_run_more_often(mode: str, words: str) -> None:
+    hooks, model = StepHooks(), SimpleNamespace(global_batch=16, micro_batch=4)
+    engine: Any = SimpleNamespace(model=model, step_hooks=hooks)
+    assert enter_ps._pace_of_step_functions(engine, mode) == "", "no function is registered"
+    hooks.functions.append(print)
+    said = enter_ps._pace_of_step_functions(engine, mode)
+    assert words in said and bool(said) == bool(words)

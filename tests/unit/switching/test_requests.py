@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from gba_hvd import Event, GBACallback
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.mode_names import MODE_NUMBERS
+from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.messages import JobPosition, SwitchTo
-from gba_hvd.switching import requests
+from gba_hvd.switching import leave_ps, requests
+from gba_hvd.switching.policy import Decision
 from gba_hvd.switching.requested_mode import SERVERS_NOT_UP
 from gba_hvd.training.job_state import Progress
 from gba_hvd.training.step_hooks import StepHooks
@@ -29,14 +32,15 @@ class Chief:
         self.engine, self.participant = engine, requests.ModeRequests(engine, callback)
         self.participant.mode_entered()
 
-    def micro_batch(self, step: int, **position: Any) -> None:
+    def micro_batch(self, step: int, mode: str = "gba", **position: Any) -> None:
         servers: Any = SimpleNamespace(
-            name="gba", position=JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], **position),
-            drain_metrics=lambda: ({}, []), contact=SimpleNamespace(report={}),
+            name=mode, position=JobPosition(step=step, rates=[(0, 0.2), (1, 0.2)], **position),
+            drain_metrics=lambda: ({}, []), contact=(contact := SimpleNamespace(report={})),
             client=SimpleNamespace(send=lambda server, request: self.sent.append(request)),
         )  # fmt: skip
         self.progress.step = step
         self.participant.before_micro_batch(servers, 0.004)
+        self.report = contact.report
 
 
 def test_a_planned_auto_ends_the_hold_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +55,62 @@ def test_a_planned_auto_ends_the_hold_of_an_operator(monkeypatch: pytest.MonkeyP
     chief.micro_batch(22, requested_mode="auto", pinned=True)
     assert callback.mode == "auto"
     assert len(chief.sent) == 1
+
+
+@pytest.mark.parametrize("mode", ["shadow", "ma", "async", "bsp", "hop_bs"])
+def test_auto_in_a_mode_that_it_does_not_measure_returns_to_allreduce(mode: str) -> None:
+    callback = GBACallback()
+    chief, asked = Chief(callback), {"requested_mode": "auto", "reason": "asked for by root", "pinned": True}
+    callback.last, callback.decided_at_step = Decision("allreduce", "stay in allreduce", 1.0, 1.0, 1.0, "gain"), 85
+    assert chief.participant.for_people()["decided_at_step"] == 85
+    callback.switched(mode, 100)
+    callback.pin(mode)
+    chief.micro_batch(101, mode)
+    assert (chief.sent, chief.report) == ([], {"setting": mode})
+    chief.micro_batch(102, mode, **asked)
+    (sent,) = chief.sent
+    assert (sent.mode, sent.pin) == ("allreduce", False), "not pinned: measurements decide again"
+    assert "auto was asked for" in sent.reason
+    assert chief.report == {"setting": "auto"}, "what was decided in the mode before is no decision of now"
+
+
+def test_a_planned_auto_after_a_mode_that_it_does_not_measure_returns_to_allreduce() -> None:
+    callback = GBACallback(mode="allreduce", switch_at={10: "async", 200: "auto"})
+    chief = Chief(callback)
+    chief.micro_batch(199, "async")
+    assert chief.sent == []
+    chief.micro_batch(200, "async")
+    assert [(one.mode, one.pin) for one in chief.sent] == [("allreduce", False)]
+
+
+def test_as_many_backups_as_workers_are_a_warning_in_each_world_of_the_mode() -> None:
+    chief = Chief(GBACallback(mode="hop_bw", backups=2))
+    for n_workers in (2, 2, 3, 1, 2):
+        chief.engine.world = SimpleNamespace(rank=0, size=n_workers)
+        for _ in range(2):
+            chief.micro_batch(5, "hop_bw")
+    said = [event for event in chief.events if event.kind == "backups_too_many"]
+    assert [(event.level, event.data["workers"]) for event in said] == [("warning", 2)] * 3
+    assert "backups=2 with 2 workers counts as backups=1" in said[0].message
+    assert "up to 1 of 2 gradients are dropped. Choose fewer backups than workers" in said[0].message
+    chief.participant.mode_entered()
+    chief.micro_batch(6, "hop_bw")
+    chief.micro_batch(7, "gba")
+    assert len([event for event in chief.events if event.kind == "backups_too_many"]) == 4
+
+
+@pytest.mark.parametrize(("is_pinned", "setting"), [(True, "allreduce"), (False, "auto")])
+def test_a_worker_that_leaves_a_mode_has_the_setting_of_the_chief(is_pinned: bool, setting: str) -> None:
+    """Not pinned is what the chief requests in auto, of which the other workers may not know."""
+    callback = GBACallback(mode="allreduce", switch_at={10: "async", 200: "auto"})
+    callback.pin("async")
+    idle: Any = SimpleNamespace(name="allreduce", exchange=SimpleNamespace(resume=lambda: None))
+    mode = MagicMock(spec=ParameterServerMode, rejoin=None, idle=idle, servers=MagicMock())
+    mode.name = "async"
+    engine = MagicMock(mode=mode, progress=Chief(callback).progress)
+    engine.participant.return_value = SimpleNamespace(callback=callback)
+    leave_ps.leave(engine, JobPosition(step=201, requested_mode="allreduce", pinned=is_pinned))
+    assert callback.mode == setting
 
 
 def test_a_hold_is_noted_once_and_ends_what_measurements_decide() -> None:
@@ -85,6 +145,20 @@ def test_servers_that_are_not_up_at_a_later_try_are_the_newest_obstacle() -> Non
     agreed[MODE_NUMBERS["gba"]] = agreed[requests._NOT_READY] = 1.0
     chief.participant.after_commit(agreed)
     assert (callback.asked.obstacle, chief.participant.waiting) == (SERVERS_NOT_UP, ["mode gba"])
+
+
+def test_the_reason_of_an_operator_stays_while_servers_start() -> None:
+    chief = Chief(callback := GBACallback(mode="allreduce"))
+    chief.engine.mode = SimpleNamespace(name="allreduce")
+    chief.engine.signals = SimpleNamespace(requested_mode=None)
+    chief.participant._requested = "shadow", "asked for by root at 11:48:23"
+    agreed = [0.0] * chief.participant.n_fields()
+    agreed[len(MODE_NUMBERS) + MODE_NUMBERS["shadow"]] = agreed[requests._NOT_READY] = 1.0
+    chief.participant.after_commit(agreed)
+    assert chief.participant.waiting == ["mode shadow"]
+    assert callback.mode_request(9, "allreduce") == ("shadow", "asked for by root at 11:48:23")
+    callback.pin("shadow")
+    assert callback.mode_request(9, "allreduce") == ("shadow", "mode 'shadow' was asked for")
 
 
 @pytest.mark.parametrize(("rank", "is_forming", "now_s"), [(0, False, 30.0), (0, True, 500.0), (1, False, 30.0)])
