@@ -48,7 +48,7 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
-from gba_hvd.reading.trained_scaling import other_scaling, scaling_of
+from gba_hvd.reading.trained_scaling import other_scaling, scaling_of, trained_with
 from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies, with_digests
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
@@ -265,10 +265,10 @@ def _run(
     engine.reports.not_compared(refuse_other_vocabularies(progress.vocabularies, dataset))
     progress.vocabularies = with_digests(progress.vocabularies, vocabularies)
     engine.model.tables.trained_vocabularies = progress.vocabularies
-    scaling = scaling_of(dataset)
-    engine.reports.scaling_differs(other_scaling(progress.scaling, scaling, "the dataset that is trained now"))
     if first < cut.n_steps:
-        progress.scaling = {**progress.scaling, **scaling}
+        differs = other_scaling(progress.scaling, scaling_of(dataset), "the dataset that is trained now")
+        engine.reports.scaling_differs(differs)
+        progress.scaling = trained_with(progress.scaling, dataset)
     engine.model.tables.trained_scaling = progress.scaling
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))

@@ -1,7 +1,7 @@
 """Whether numbers of a dataset are scaled as those that a job was trained with.
 
 Decided here: in which column the same value is another number of the dense input. That is reported and not refused in
-training, since new data has other means; from then on those of the newest dataset count.
+training, since new data has other means; from then on those of the newest dataset count, or none where it has none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ _ROUNDING = 1e-6  # of a deviation: less is no difference in float32
 def scaling_of(dataset: object) -> Scaling:
     """What a dataset has as `dense_scaling`; empty for one that has none, or None."""
     return dict(getattr(dataset, "dense_scaling", None) or {})
+
+
+def trained_with(trained: Mapping[str, _One], dataset: object) -> Scaling:
+    """What counts once this dataset is trained, too. One that leaves the comparison out does so for its columns."""
+    if getattr(dataset, "dense_scaling", {}) is None:
+        own = getattr(dataset, "dense_names", trained)
+        return {column: one for column, one in trained.items() if column not in own}
+    return {**trained, **scaling_of(dataset)}
 
 
 def to_state(trained: Mapping[str, _One]) -> dict[str, Any]:
