@@ -88,7 +88,10 @@ class Reports:
             log.log(level, "[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
     def once(self, event: Event, only_here: bool = False, of: str = "") -> None:
-        """Report an event unless one of its kind was reported with this before. of: a mode or words, if it is once for each."""
+        """Report an event unless one of its kind was reported with this before.
+
+        of: a mode, or words, if it is once for each
+        """
         what = f"{event.kind} {of}".rstrip()
         if what not in self._reported:
             self._reported.add(what)
