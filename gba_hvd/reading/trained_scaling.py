@@ -7,7 +7,7 @@ training, since new data has other means; from then on those of the newest datas
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _One = tuple[str, float, float]
@@ -38,14 +38,27 @@ def of_state(stored: Mapping[str, Any]) -> Scaling:
     return {column: (transform, mean, std) for column, (transform, mean, std) in stored.items()}
 
 
-def other_scaling(trained: Mapping[str, _One], found: Mapping[str, _One], owner: str) -> str:
-    """In words, the first column whose values are other numbers than in training; else empty. owner: of `found`"""
+def of_other_workers(everyone: Sequence[Mapping[str, _One]]) -> str:
+    """In words, the first worker whose values are other numbers than those of rank 0; else empty. everyone: by rank"""
+    found = (
+        other_scaling(everyone[0], one, f"the dataset of rank {rank}", "of rank 0") for rank, one in enumerate(everyone)
+    )
+    return next(filter(None, found), "")
+
+
+def other_scaling(
+    trained: Mapping[str, _One], found: Mapping[str, _One], owner: str, whose: str = "that was trained last"
+) -> str:
+    """In words, the first column whose values are other numbers than in training; else empty.
+
+    owner: of `found`. whose: `trained`
+    """
     others = [name for name, one in found.items() if name in trained and not _is_same(trained[name], one)]
     if not others:
         return ""
     more = f" (and {len(others) - 1} more columns)" if len(others) > 1 else ""
     return (
-        f"column {others[0]!r}{more}: expected the scaling that was trained last, {_words(trained[others[0]])}, got "
+        f"column {others[0]!r}{more}: expected the scaling {whose}, {_words(trained[others[0]])}, got "
         f"{_words(found[others[0]])}, in {owner}: the same value is another number of the dense input"
     )
 

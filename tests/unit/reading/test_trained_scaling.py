@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gba_hvd
@@ -101,6 +103,34 @@ def test_a_dataset_that_leaves_the_comparison_out_leaves_its_columns_without_a_s
     assert trained_with(trained, SimpleNamespace(dense_scaling=None)) == {}
     assert trained_with(trained, SimpleNamespace(dense_names=("price",))) == trained  # of no store
     assert trained_with(trained, SimpleNamespace(dense_scaling={"price": ("log", 3.0, 0.5)}))["price"][1] == 3.0
+
+
+@pytest.mark.slow
+def test_workers_whose_stores_are_scaled_otherwise_are_warned_of(training: Any, stored: Stored) -> None:
+    first, other = stored("first", "1234"), stored("other", "5679")
+    job, warnings = job_of(training)
+    job.epoch(first)  # the world has formed
+    nearly = {name: (transform, mean * (1 + 1e-15), std) for name, (transform, mean, std) in scaling_of(first).items()}
+    everyone = [scaling_of(first), {}, nearly]
+    world = job.state.engine.world
+    gather_bytes = world.gather_bytes
+
+    def gathered(name: str, data: bytes) -> Any:
+        if name != "epoch.scaling":
+            return gather_bytes(name, data)
+        assert json.loads(data) == to_state(scaling_of(first))
+        return [np.frombuffer(json.dumps(to_state(one)).encode(), np.uint8) for one in everyone]
+
+    world.gather_bytes = gathered
+    job.state.epoch = 1
+    job.epoch(first)
+    assert not warnings, "a worker without its own, or with rounding"
+    everyone.append(scaling_of(other))
+    job.state.epoch = 2
+    job.epoch(first)
+    (warning,) = warnings
+    assert warning.startswith("column 'price': expected the scaling of rank 0, transform log")
+    assert "in the dataset of rank 3: " in warning
 
 
 @pytest.mark.slow
