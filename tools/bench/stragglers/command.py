@@ -56,7 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     seconds = (
         "measured time of the steady scenarios; come_and_go takes 7 times as long, and it and those on two hosts at "
-        "least 700 times --service-ms (35 s by default)"
+        "least 700 times --service-ms (35 s with 50)"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help=seconds)
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
