@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -31,6 +32,7 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
+from gba_hvd.reading import trained_scaling
 from gba_hvd.reading.batch_size import check_n_samples, n_samples_of
 from gba_hvd.reading.datasets import (
     Dataset,
@@ -48,7 +50,6 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.readers import Readers
 from gba_hvd.reading.settings import Collate, ReadSettings
-from gba_hvd.reading.trained_scaling import other_scaling, scaling_of
 from gba_hvd.reading.trained_vocabularies import digests_of, refuse_other_vocabularies, with_digests
 from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
@@ -251,7 +252,7 @@ def _run(
     has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     engine.progress.dataset = dataset
-    vocabularies = digests_of(dataset)
+    vocabularies, scaling = digests_of(dataset), trained_scaling.scaling_of(dataset)
     assert engine.mode is not None
     if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
@@ -261,14 +262,19 @@ def _run(
         if shards is not None:
             facts |= {"shards in a segment": shards.in_segment, "list of shards": shards.shards}
         agree_on(engine.world, "epoch", facts, engine.progress.source_names, {of_vocabularies: vocabularies})
+        # Reported, since the last bits of a mean may differ between hosts that have each prepared a store.
+        everyone = engine.world.gather_bytes("epoch.scaling", json.dumps(trained_scaling.to_state(scaling)).encode())
+        engine.reports.scaling_differs(
+            trained_scaling.of_other_workers([trained_scaling.of_state(json.loads(one.tobytes())) for one in everyone])
+        )
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
     engine.reports.not_compared(refuse_other_vocabularies(progress.vocabularies, dataset))
     progress.vocabularies = with_digests(progress.vocabularies, vocabularies)
     engine.model.tables.trained_vocabularies = progress.vocabularies
-    scaling = scaling_of(dataset)
-    engine.reports.scaling_differs(other_scaling(progress.scaling, scaling, "the dataset that is trained now"))
     if first < cut.n_steps:
-        progress.scaling = {**progress.scaling, **scaling}
+        differs = trained_scaling.other_scaling(progress.scaling, scaling, "the dataset that is trained now")
+        engine.reports.scaling_differs(differs)
+        progress.scaling = trained_scaling.trained_with(progress.scaling, dataset)
     engine.model.tables.trained_scaling = progress.scaling
     order = EpochOrder(
         len(dataset), how.seed, epoch, how.shuffle, own, segment, **({} if shards is None else vars(shards))

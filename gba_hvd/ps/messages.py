@@ -256,7 +256,7 @@ class LeaseRequest(Struct, tag="Ask"):
         return run_number(self.epoch, self.segment)
 
 
-class Compressor(Struct):
+class Compressor(Struct, omit_defaults=True):
     """As `compression.Spec`."""
 
     selector: str
@@ -519,7 +519,7 @@ class Status(Struct):
     pass
 
 
-class SwitchTo(Struct):
+class SwitchTo(Struct, omit_defaults=True):
     """pin, world: as of `Coordinator.request_mode`"""
 
     mode: str

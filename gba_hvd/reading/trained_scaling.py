@@ -1,13 +1,13 @@
 """Whether numbers of a dataset are scaled as those that a job was trained with.
 
 Decided here: in which column the same value is another number of the dense input. That is reported and not refused in
-training, since new data has other means; from then on those of the newest dataset count.
+training, since new data has other means; from then on those of the newest dataset count, or none where it has none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _One = tuple[str, float, float]
@@ -22,6 +22,14 @@ def scaling_of(dataset: object) -> Scaling:
     return dict(getattr(dataset, "dense_scaling", None) or {})
 
 
+def trained_with(trained: Mapping[str, _One], dataset: object) -> Scaling:
+    """What counts once this dataset is trained, too. One that leaves the comparison out does so for its columns."""
+    if getattr(dataset, "dense_scaling", {}) is None:
+        own = getattr(dataset, "dense_names", trained)
+        return {column: one for column, one in trained.items() if column not in own}
+    return {**trained, **scaling_of(dataset)}
+
+
 def to_state(trained: Mapping[str, _One]) -> dict[str, Any]:
     return {column: list(one) for column, one in trained.items()}
 
@@ -30,14 +38,27 @@ def of_state(stored: Mapping[str, Any]) -> Scaling:
     return {column: (transform, mean, std) for column, (transform, mean, std) in stored.items()}
 
 
-def other_scaling(trained: Mapping[str, _One], found: Mapping[str, _One], owner: str) -> str:
-    """In words, the first column whose values are other numbers than in training; else empty. owner: of `found`"""
+def of_other_workers(everyone: Sequence[Mapping[str, _One]]) -> str:
+    """In words, the first worker whose values are other numbers than those of rank 0; else empty. everyone: by rank"""
+    found = (
+        other_scaling(everyone[0], one, f"the dataset of rank {rank}", "of rank 0") for rank, one in enumerate(everyone)
+    )
+    return next(filter(None, found), "")
+
+
+def other_scaling(
+    trained: Mapping[str, _One], found: Mapping[str, _One], owner: str, whose: str = "that was trained last"
+) -> str:
+    """In words, the first column whose values are other numbers than in training; else empty.
+
+    owner: of `found`. whose: `trained`
+    """
     others = [name for name, one in found.items() if name in trained and not _is_same(trained[name], one)]
     if not others:
         return ""
     more = f" (and {len(others) - 1} more columns)" if len(others) > 1 else ""
     return (
-        f"column {others[0]!r}{more}: expected the scaling that was trained last, {_words(trained[others[0]])}, got "
+        f"column {others[0]!r}{more}: expected the scaling {whose}, {_words(trained[others[0]])}, got "
         f"{_words(found[others[0]])}, in {owner}: the same value is another number of the dense input"
     )
 

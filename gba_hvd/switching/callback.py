@@ -416,7 +416,7 @@ class GBACallback(Callback):
             self.pin(self.switch_at[due[-1]])
         if self.mode == "auto":
             if current not in ("allreduce", "gba"):
-                return "allreduce", "auto was asked for: it measures allreduce first"
+                return None if self.n_awaited else ("allreduce", "auto was asked for: it measures allreduce first")
             return self._request if self._request is not None and self._request[0] != current else None
         return None if self.mode == current else (self.mode, self._asked_why or f"mode {self.mode!r} was asked for")
 
@@ -489,7 +489,7 @@ class GBACallback(Callback):
         )
 
     def workers_train(self, n: int, is_forming: bool, now_s: float) -> None:
-        """In gba, as of `LostWorkers.look`. On all workers: any may become the chief."""
+        """Where workers have servers, as of `LostWorkers.look`. On all workers: any may become the chief."""
         self.n_awaited = self._lost.look(n, is_forming, now_s)
         if self.n_awaited:
             self._request = self._entered = None  # decided with those that are gone

@@ -61,7 +61,7 @@ class Reports:
         self._vocabularies = VocabularyWatch(model.tables)
         self._vocabularies_at: int | None = None  # step of the newest point of their own
         self._n_refused = 0
-        self._reported: set[str] = set()  # kinds of events, and modes, see `once`; words of `scaling_differs`
+        self._reported: set[str] = set()  # kinds of events, and modes, see `once`
         self._full: set[str] = set()  # tables of which it was reported
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
@@ -88,7 +88,10 @@ class Reports:
             log.log(level, "[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
     def once(self, event: Event, only_here: bool = False, of: str = "") -> None:
-        """Report an event unless one of its kind was reported with this before. of: a mode, if it is once for each."""
+        """Report an event unless one of its kind was reported with this before.
+
+        of: a mode, or words, if it is once for each
+        """
         what = f"{event.kind} {of}".rstrip()
         if what not in self._reported:
             self._reported.add(what)
@@ -194,13 +197,12 @@ class Reports:
 
     def scaling_differs(self, words: str) -> None:
         """Once for each pair of scalings. words: of `reading.trained_scaling.other_scaling`; empty: nothing differs."""
-        if words and words not in self._reported:
-            self._reported.add(words)
+        if words:
             text = (
                 f"{words}. Prepare the log with the means of the store that was trained (gba-hvd data prepare ... "
                 "--like STORE). `log.dense_scaling = None` leaves the comparison out"
             )
-            self.emit(Event("scaling_differs", self._progress.step, text, level="warning"))
+            self.once(Event("scaling_differs", self._progress.step, text, level="warning"), of=words)
 
     def vocabularies(self, now: bool = False) -> None:
         """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table.

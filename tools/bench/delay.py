@@ -80,43 +80,42 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     torch.set_num_threads(1)
     of = Experiment(optimizer=args.optimizer).optimizer_spec()["groups"][0]
-    settings = json_values({
+    settings = {
         "mode": "async", "optimizer": args.optimizer, "optimizer_settings": {k: v for k, v in of.items() if k != "lr"},
         "micro_batches": args.micro_batches, "seeds": args.seeds, "holds_within": HOLDS_WITHIN,
         "rates": RATES[args.optimizer],
-    })  # fmt: skip
+    }  # fmt: skip
     rules = rules_for(args.optimizer, args.rules)
     of_task = [("none", 1), *((rule, n) for n in args.workers for rule in rules)]
     planned = list(dict.fromkeys(Run(task, rule, n) for task in args.tasks for rule, n in of_task))
 
-    def summaries(rows: list[Row]) -> dict[str, Any]:
-        """Of the tasks that are complete."""
+    def answers(rows: list[Row]) -> dict[str, Any]:
         left = {one.task for one in resumable.missing(planned, rows, KEY)}
-        done = [task for task in args.tasks if task not in left]
-        return {task: summary_of(task, rows, rules, args) for task in done}
+        return summaries([row for row in rows if row["task"] not in left], RATES[args.optimizer])
 
-    results = resumable.Results(args.out, KEY, settings, lambda rows: {"tasks": summaries(rows)})
+    results = resumable.Results(args.out, KEY, settings, lambda rows: {"tasks": answers(rows)})
 
     def simulate(one: Run) -> None:
         with silent_servers():
             results.rows.extend(json_values(simulated(one, args.optimizer, args.micro_batches, args.seeds)))
 
     results.run_each(results.waiting(planned), simulate)
-    for task, found in summaries(results.rows).items():
-        show(f"{task}, {args.optimizer}", found, args.workers)
+    for task, found in answers(results.rows).items():
+        show(f"{task}, {args.optimizer}", found)
     return results.end()
 
 
-def summary_of(task: str, rows: Sequence[Row], rules: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The answers for a task, from the rows of the file."""
-    losses: Losses = {
-        (row["rule"], row["workers"], row["lr"]): [math.inf if loss is None else loss for loss in row["losses"]]
-        for row in rows
-        if row["task"] == task
-    }
-    start = next(row["loss_at_start"] for row in rows if row["task"] == task)
-    found = summary(losses, rules, args.workers, RATES[args.optimizer][task], start)
-    return dict(json_values(found))
+def summaries(rows: Sequence[Row], rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The answers by task, of all rules and workers that have rows."""
+    found: dict[str, Any] = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == task]
+        losses: Losses = {
+            (row["rule"], row["workers"], row["lr"]): [math.inf if loss is None else loss for loss in row["losses"]]
+            for row in of_task
+        }
+        found[task] = json_values(summary(losses, rates[task], of_task[0]["loss_at_start"]))
+    return found
 
 
 def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
@@ -159,13 +158,9 @@ def simulated(one: Run, optimizer: str, micro_batches: int, seeds: int) -> list[
 
 
 def summary(
-    losses: Mapping[tuple[str, int, float], Sequence[float]],
-    rules: Sequence[str],
-    workers: Sequence[int],
-    rates: Sequence[float],
-    start: float,
+    losses: Mapping[tuple[str, int, float], Sequence[float]], rates: Sequence[float], start: float
 ) -> dict[str, Any]:
-    """The answers by rule and number of workers. start: the loss before training."""
+    """The answers by rule and number of workers, of those that were simulated. start: the loss before training."""
 
     def middle(rule: str, n: int, lr: float) -> float:
         return median(losses[rule, n, lr])
@@ -173,9 +168,13 @@ def summary(
     tuned = min(rates, key=lambda lr: middle("none", 1, lr))
     alone = middle("none", 1, tuned)
     bound = alone + HOLDS_WITHIN * (start - alone)
+    simulated = list(dict.fromkeys((rule, n) for rule, n, _ in losses))
+    if any(pair != ("none", 1) for pair in simulated) and not any(n == 1 for rule, n in simulated if rule != "none"):
+        simulated.remove(("none", 1))  # it is there for the learning rate alone
+    workers = {rule: sorted(n for of, n in simulated if of == rule) for rule, _ in simulated}
 
     def by_rule(value: Callable[[str, int], Any]) -> dict[str, dict[str, Any]]:
-        return {rule: {str(n): value(rule, n) for n in workers} for rule in rules}
+        return {rule: {str(n): value(rule, n) for n in some} for rule, some in workers.items()}
 
     def best(rule: str, n: int) -> float:
         return min(middle(rule, n, lr) for lr in rates)
@@ -183,9 +182,9 @@ def summary(
     def largest(rule: str, n: int) -> float | None:
         return max((lr for lr in rates if max(losses[rule, n, lr]) <= start), default=None)
 
-    def held(loss: Callable[[int], float]) -> int:
+    def held(loss: Callable[[int], float], some: Sequence[int]) -> int:
         """The most workers up to which a loss stays within the bound; 0 if not even with the fewest."""
-        good = list(takewhile(lambda n: loss(n) <= bound, sorted(workers)))
+        good = list(takewhile(lambda n: loss(n) <= bound, some))
         return good[-1] if good else 0
 
     return {
@@ -194,13 +193,13 @@ def summary(
         "best": by_rule(best),
         "best_lr": by_rule(lambda rule, n: min(rates, key=lambda lr: middle(rule, n, lr))),
         "largest_lr": by_rule(largest),
-        "holds_to_at_tuned_lr": {r: held(partial(middle, r, lr=tuned)) for r in rules},
-        "holds_to_at_best_lr": {r: held(partial(best, r)) for r in rules},
+        "holds_to_at_tuned_lr": {r: held(partial(middle, r, lr=tuned), some) for r, some in workers.items()},
+        "holds_to_at_best_lr": {r: held(partial(best, r), some) for r, some in workers.items()},
     }
 
 
-def show(task: str, found: Mapping[str, Any], workers: Sequence[int]) -> None:
-    one = found["one_worker"]
+def show(task: str, found: Mapping[str, Any]) -> None:
+    one, workers = found["one_worker"], sorted({int(n) for of_rule in found["loss"].values() for n in of_rule})
     titles = {
         "loss": f"{task}: final loss at learning rate {one['lr']:g}, where one worker reaches {one['loss']:.4g}",
         "best": f"{task}: final loss at each one's best learning rate",
@@ -209,8 +208,9 @@ def show(task: str, found: Mapping[str, Any], workers: Sequence[int]) -> None:
     for name, title in titles.items():
         rows = []
         for rule, by_workers in found[name].items():
-            values = [math.inf if by_workers[str(n)] is None else by_workers[str(n)] for n in workers]
-            rows.append((rule, *("none" if name == "largest_lr" and v == math.inf else loss_text(v) for v in values)))
+            unknown = "none" if name == "largest_lr" else loss_text(math.inf)
+            words = [unknown if (v := by_workers.get(str(n), "")) is None else v for n in workers]
+            rows.append((rule, *(v if isinstance(v, str) else loss_text(v) for v in words)))
         measure.print_table(title, ("rule", *(f"{n} workers" for n in workers)), rows)
     for name in ("holds_to_at_tuned_lr", "holds_to_at_best_lr"):
         print(f"{task}, {name} (workers): " + ", ".join(f"{rule} {n}" for rule, n in found[name].items()))

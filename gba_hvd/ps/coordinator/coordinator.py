@@ -164,7 +164,7 @@ class Coordinator:
         if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
-            if self.requested_mode not in ("", "auto", ledger.discipline.name):
+            if self._is_left or self.requested_mode not in ("", "auto", ledger.discipline.name):
                 self._is_left = True
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
@@ -391,20 +391,24 @@ class Coordinator:
             self.workers[worker].worked_s, self.workers[worker].lost_lease = self._clock(), False
             self.ledger.await_again(worker)
 
-    def request_mode(self, mode: str, reason: str, pin: bool, world: int | None = None) -> None:
-        """Another mode is requested: stop at the next step boundary. "auto" and this mode are for the workers to note.
+    def request_mode(self, mode: str, reason: str, pin: bool, world: int | None = None) -> bool:
+        """Another mode is requested: stop at the next step boundary. Whether the request counts.
 
+        "auto" and this mode are for the workers to note, and end a stop, unless some worker is leaving already.
         pin: by an operator or a plan, which a decision by measurements that comes later does not replace.
         world: the membership that the chief knew; None: any
         """
         if self.pin and not pin and self.requested_mode not in ("", "auto"):
-            return  # the chief had not learned of it
+            return False  # the chief had not learned of it
         is_outdated = world is not None and world < self.world
         if not pin and (is_outdated or any(seen.silent for seen in self.workers.values())):
-            return  # it was decided with workers that are gone
+            return False  # it was decided with workers that are gone
         self.requested_mode, self.reason, self.pin = mode, reason, pin
         if mode not in ("auto", self.ledger.discipline.name):
             self.ledger.hold()
+        elif not self._is_left:
+            self.ledger.release()
+        return True
 
     def _drop_decision(self) -> None:
         """A worker is gone: what measurements decided with it counts no more, unless some worker is leaving already.

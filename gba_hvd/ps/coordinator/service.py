@@ -113,10 +113,12 @@ class CoordinatorService:
         position.sources_wanted = self._source_lists.wanted
         return position
 
-    def request_mode(self, request: SwitchTo) -> None:
-        self.coordinator.request_mode(request.mode, request.reason, request.pin, request.world)
+    def request_mode(self, request: SwitchTo) -> bool:
+        """Whether the request counts, see `Coordinator.request_mode`."""
+        counts = self.coordinator.request_mode(request.mode, request.reason, request.pin, request.world)
         self.save_ledger()
         self.advance()
+        return counts
 
     def replica_submitted(self, request: ReplicaSubmitted) -> Answer:
         before = self.coordinator.gathered

@@ -55,15 +55,15 @@ class StatusService:
     def switch(self, request: SwitchTo) -> None:
         """Raises BadInput for a mode that there is not."""
         known_mode(request.mode)
+        coordinator_service = self._mode.active_coordinator
+        if coordinator_service is None:
+            self._mode.requested_mode = (request.mode, request.reason)
+        elif not coordinator_service.request_mode(request):
+            return
         decided = f"{request.mode}: {request.reason}"
         if self._decisions[-1:] != [decided]:  # it is asked again until the workers know
             self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], decided]
             self._decided_unix_s = [*self._decided_unix_s[1 - _KEPT_DECISIONS :], time.time()]
-        coordinator_service = self._mode.active_coordinator
-        if coordinator_service is not None:
-            coordinator_service.request_mode(request)
-        else:
-            self._mode.requested_mode = (request.mode, request.reason)
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self._job, "server": self._index, "decisions": self._decisions}

@@ -161,6 +161,13 @@ def test_auto_is_held_against_the_mode_that_was_better_in_the_minute():
     }  # fmt: skip
 
 
+def test_a_minute_in_which_no_fixed_mode_made_a_step_is_not_compared():
+    rows = [by_minute(mode, 90, 90, 0, 80, 90) for mode in ("allreduce", "gba", "auto")]
+    (found,) = gba.auto_by_minute(rows)["slow_link"]
+    assert (found["worst_minute"], found["minute"]) == (1.0, 4)
+    assert gba.auto_by_minute([by_minute(mode, 90, 90, 0, 0) for mode in ("allreduce", "gba", "auto")]) == {}
+
+
 def test_both_shares_of_auto_are_printed_with_their_goals(capsys: pytest.CaptureFixture[str]):
     rows = [by_minute("allreduce", *[90] * 5), by_minute("gba", *[100] * 5), by_minute("auto", 50, 90, 100, 97, 100)]
     gba.show({}, {"auto_by_minute": gba.auto_by_minute(rows)})

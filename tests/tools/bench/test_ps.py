@@ -72,7 +72,9 @@ def test_several_pushes_in_flight_are_measured_beside_one_after_the_other(
     assert found["rows_per_s"]["ours 2 8 pull_push"] == 2e6
     assert found["rows_per_s"]["ours 2 8 pull_push 4 in flight"] == 8e6
     assert found["push_vs_rpc"] == 1.0, "of one in flight"
-    assert "pull and push in turn, medians" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert found["push_vs_rpc 4 in flight"] == 1.0 and "push_vs_rpc 4 in flight: 1.0" in printed
+    assert "pull and push in turn, medians" in printed
     args = options("--out", str(tmp_path / "out.json"), "--in-flight", "0")
     assert args.run(args) == 1 and "--in-flight must be at least 1, got 0" in capsys.readouterr().err
 
@@ -135,6 +137,11 @@ def test_a_second_call_runs_only_what_has_no_row_and_refuses_other_settings(
     ]
     whole = json.loads((tmp_path / "out.json").read_text())
     assert whole["rows"][: len(first["rows"])] == first["rows"] and whole["pull_vs_rpc_by_servers"] == {"1": 1, "2": 1}
+    assert measured("--runs", "1", "--in-flight", "2", "--contestants", "ours_plain", "--wire", "plain") == 0
+    grown = json.loads((tmp_path / "out.json").read_text())
+    assert grown["commands"].keys() == {"ours", "rpc", "ours_plain"}
+    assert {name: value for name, value in whole.items() if "_vs_" in name}.items() <= grown.items()
+    whole = grown
     capsys.readouterr()
     assert measured("--noise", "0.3") == 1
     assert "other settings (noise: None in the file, 0.3 now)" in capsys.readouterr().err

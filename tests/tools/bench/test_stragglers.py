@@ -47,6 +47,10 @@ def test_an_interrupted_benchmark_goes_on_and_refuses_other_settings(
     assert args.run(args) == 0 and Launches.done == 5, "nothing is left to do"
     whole = json.loads(out.read_text())
     assert whole["rows"][:2] == first["rows"] and len(whole["rows"]) == 4 and whole["bayes_auc"] == 0.8
+    args = options("gba", "--out", str(out), "--modes", "async", "--scenarios", "straggler_5x")
+    assert args.run(args) == 0
+    whole = json.loads(out.read_text())
+    assert whole["commands"].keys() == {"gba", "allreduce", "async"}
     capsys.readouterr()
     for more, difference in (
         (["--noise", "0.3"], "noise: None in the file, 0.3 now"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -421,9 +422,10 @@ def test_the_benchmark_simulates_only_what_its_file_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[Experiment] = []
+    interrupted_after = 2
 
     def grid(experiment: Experiment, rates: Sequence[float]) -> list[float]:
-        if len(ran) == 2:
+        if len(ran) == interrupted_after:
             raise KeyboardInterrupt
         ran.append(experiment)
         return [float("inf"), *rates[1:]] if experiment.workers > 1 else list(rates)
@@ -439,6 +441,7 @@ def test_the_benchmark_simulates_only_what_its_file_has_not(
     assert {(row["rule"], row["workers"]) for row in first["rows"]} == {("none", 1), ("none", 4)}
     assert first["tasks"] == {}, "not complete"
     ran.clear()
+    interrupted_after = 99
     assert command("--seeds", "1") == 0
     assert [(one.rule, one.workers) for one in ran] == [("dc", 4)]
     whole = json.loads(out.read_text())
@@ -446,7 +449,16 @@ def test_the_benchmark_simulates_only_what_its_file_has_not(
     assert whole["rows"][: len(first["rows"])] == first["rows"]
     assert max(delay.RATES["momentum"]["quadratic"]) not in (found["largest_lr"]["dc"]["4"], found["best"]["dc"]["4"])
     assert found["one_worker"]["lr"] == 0.001 and found["holds_to_at_best_lr"] == {"none": 4, "dc": 4}
+    ran.clear()
     capsys.readouterr()
+    assert command("--seeds", "1", "--rules", "gap_aware", "--tasks", "logistic", "--workers", "8", "4") == 0
+    assert command("--seeds", "1", "--rules", "dc", "--workers", "2") == 0
+    grown = json.loads(out.read_text())["tasks"]
+    assert {rule: list(some) for rule, some in grown["logistic"]["best"].items()} == {"gap_aware": ["4", "8"]}
+    assert {rule: list(some) for rule, some in grown["quadratic"]["best"].items()} == {"none": ["4"], "dc": ["2", "4"]}
+    said = capsys.readouterr().out
+    assert "logistic, momentum: final loss" in said and re.search(r"2 workers[ |]+4 workers", said)
+    whole = json.loads(out.read_text())
     assert command("--seeds", "2") == 1 and "seeds: 1 in the file, 2 now" in capsys.readouterr().err
     assert json.loads(out.read_text()) == whole
 

@@ -83,6 +83,18 @@ def test_the_command_prints_and_stores_them(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["simulate", "auto", "--seconds", "10"]) != 0
 
 
+def test_a_scenario_that_is_named_twice_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[str] = []
+
+    def one(cluster: mode_choice.Cluster, informed: bool) -> Comparison:
+        simulated.append(cluster.name)
+        return Comparison(cluster.name, cluster.seconds, 1.0, 2.0, 1.5, 0.75, 0.7, 0.7, (), 0)
+
+    monkeypatch.setattr(mode_choice, "compare", one)
+    assert cli.main(["simulate", "auto", "--scenarios", "none", "noise", "none"]) == 0
+    assert simulated == ["none", "noise"]
+
+
 @pytest.mark.parametrize("out", [True, False])
 def test_drawn_clusters_that_a_file_has_are_not_simulated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: bool

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -23,6 +24,7 @@ from gba_hvd.ps.client import Client, ServerLost
 from gba_hvd.ps.messages import (
     WIRES,
     Answer,
+    Compressor,
     Endpoint,
     HeartbeatMsg,
     Ok,
@@ -31,6 +33,7 @@ from gba_hvd.ps.messages import (
     Request,
     Status,
     StatusReport,
+    SwitchTo,
     Wire,
 )
 
@@ -181,6 +184,18 @@ def test_an_answer_of_another_version_ends_the_wait_and_not_the_thread(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "newer"),
+    [(SwitchTo("gba", "why", pin=True), "world"), (Compressor("dct", 0.01, 100, 2.0, "float32"), "per_table")],
+)
+def test_a_field_that_a_running_job_of_a_version_before_refuses_is_sent_only_where_it_says_something(
+    sent: Any, newer: str
+) -> None:
+    encoded = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
+    assert newer not in encoded and msgspec.convert(encoded, type(sent)) == sent
+    assert newer in msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(sent, **{newer: 1})))
+
+
 def test_requests_that_wait_when_the_client_closes_fail(tmp_path: Path) -> None:
     client = a_client(tmp_path)
     client.start()

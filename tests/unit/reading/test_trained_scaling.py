@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gba_hvd
 from gba_hvd.data import Categorical, ClickLog, Hashed, Numeric, Recipe, RowEncoder, SplitFiles, prepare
-from gba_hvd.reading.trained_scaling import of_state, other_scaling, scaling_of, to_state
+from gba_hvd.reading.trained_scaling import of_state, other_scaling, scaling_of, to_state, trained_with
 from recovery import state_codec
 
 RECIPE = Recipe("csv", "label", (Categorical("user", Hashed(9)),), (Numeric("price", standardise=True),))
@@ -93,6 +96,54 @@ def test_a_resume_with_other_means_goes_on_with_a_warning_and_the_newest_count(t
     assert "in the dataset that is trained now:" in trained and "in the evaluated dataset:" in evaluated
 
 
+def test_a_dataset_that_leaves_the_comparison_out_leaves_its_columns_without_a_scaling_to_compare_with() -> None:
+    trained = {"age": ("none", 0.0, 1.0), "price": ("log", 2.0, 0.5)}
+    left_out = SimpleNamespace(dense_scaling=None, dense_names=("price", "new"))
+    assert trained_with(trained, left_out) == {"age": ("none", 0.0, 1.0)}
+    assert trained_with(trained, SimpleNamespace(dense_scaling=None)) == {}
+    assert trained_with(trained, SimpleNamespace(dense_names=("price",))) == trained  # of no store
+    assert trained_with(trained, SimpleNamespace(dense_scaling={"price": ("log", 3.0, 0.5)}))["price"][1] == 3.0
+
+
+@pytest.mark.slow
+def test_workers_whose_stores_are_scaled_otherwise_are_warned_of(training: Any, stored: Stored) -> None:
+    first, other = stored("first", "1234"), stored("other", "5679")
+    job, warnings = job_of(training)
+    job.epoch(first)  # the world has formed
+    nearly = {name: (transform, mean * (1 + 1e-15), std) for name, (transform, mean, std) in scaling_of(first).items()}
+    everyone = [scaling_of(first), {}, nearly]
+    world = job.state.engine.world
+    gather_bytes = world.gather_bytes
+
+    def gathered(name: str, data: bytes) -> Any:
+        if name != "epoch.scaling":
+            return gather_bytes(name, data)
+        assert json.loads(data) == to_state(scaling_of(first))
+        return [np.frombuffer(json.dumps(to_state(one)).encode(), np.uint8) for one in everyone]
+
+    world.gather_bytes = gathered
+    job.state.epoch = 1
+    job.epoch(first)
+    assert not warnings, "a worker without its own, or with rounding"
+    everyone.append(scaling_of(other))
+    job.state.epoch = 2
+    job.epoch(first)
+    (warning,) = warnings
+    assert warning.startswith("column 'price': expected the scaling of rank 0, transform log")
+    assert "in the dataset of rank 3: " in warning
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_complete_is_not_warned_of(training: Any, stored: Stored) -> None:
+    first, other = stored("first", "1234"), stored("other", "5679")
+    job, _ = job_of(training)
+    job.epoch(first)
+    resumed, warnings = job_of(training, saved_of(job))
+    resumed.state.epoch = 0
+    resumed.epoch(other)
+    assert not warnings and resumed.state.engine.progress.scaling == scaling_of(first)
+
+
 @pytest.mark.slow
 def test_a_state_without_means_and_a_log_without_its_own_are_not_compared(training: Any, stored: Stored) -> None:
     first, other = stored("first", "1234"), stored("other", "5679")
@@ -102,7 +153,7 @@ def test_a_state_without_means_and_a_log_without_its_own_are_not_compared(traini
     other.dense_scaling = None
     resumed, warnings = job_of(training, saved)
     resumed.epoch(other)
-    assert not warnings and resumed.state.engine.progress.scaling == scaling_of(first)
+    assert not warnings and resumed.state.engine.progress.scaling == resumed.tables.trained_scaling == {}
     del saved["position"]["scaling"]
     resumed, warnings = job_of(training, saved)
     resumed.epoch(ClickLog.open(other.description["path"]))

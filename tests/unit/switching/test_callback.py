@@ -758,6 +758,16 @@ def test_gba_stays_while_the_launcher_replaces_a_lost_worker() -> None:
     assert request is not None and request[0] == "allreduce" and "promised" not in request[1]
 
 
+def test_a_mode_that_auto_does_not_measure_is_not_left_while_a_lost_worker_may_come_back() -> None:
+    callback = GBACallback("async")
+    callback.workers_train(2, False, 0.0)
+    callback.pin("auto")
+    callback.workers_train(1, True, 20.0)
+    assert callback.mode_request(10, "async") is None
+    callback.workers_train(2, False, 30.0)
+    assert callback.mode_request(11, "async") == ("allreduce", "auto was asked for: it measures allreduce first")
+
+
 def test_rates_over_all_steps_since_a_switch_are_worked_out_only_while_they_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

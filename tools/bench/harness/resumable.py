@@ -75,6 +75,7 @@ class Results:
         self, out: Path | None, key: Sequence[str], settings: Mapping[str, Any] | None,
         more: Callable[[list[Row]], Mapping[str, Any]], *, has: Sequence[str] = (), packages: Sequence[str] = PACKAGES,
     ) -> None:  # fmt: skip
+        settings = json.loads(json.dumps(settings))  # lists, not tuples, as in the file
         self.before = earlier(out, (*key, *has), settings) if out is not None else {"rows": []}
         self.rows: list[Row] = self.before["rows"]
         self.failures: dict[str, str] = {}

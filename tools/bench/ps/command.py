@@ -2,7 +2,8 @@
 
 One client asks for distinct rows of one table, uniformly drawn: pulls one after the other, pushes one after the other,
 and a pull and a push of the same rows in turn, which count once. With --in-flight N it waits for a push only when N are
-on the way, so that a pull waits for none, as in a job, where N is 2. Beside ours, with each wire: a table server on
+on the way, so that a pull waits for none, as in a job, where N is 2; of the servers that answer as many bytes, whose
+answers come in the order of requests, a pull waits for all. Beside ours, with each wire: a table server on
 `torch.distributed.rpc`, and servers that answer as many bytes and do nothing, through the sockets that ours uses with
 that wire. Of ours also the time of a lease, median and 99th percentile, while another process pulls and pushes. Every
 run is a fresh launch; runs of the contestants alternate.
@@ -55,7 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--in-flight", type=int, nargs="+", default=[1], metavar="N", help="pushes on the way at a time; 1: one after "
-        "the other; the first makes the ratios",
+        "the other",
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
@@ -94,8 +95,13 @@ def run(args: argparse.Namespace) -> int:
     commands = {name: str(variant(Run(name, 1, 1, 0))) for name in chosen}
 
     def more(rows: list[Row]) -> dict[str, Any]:
-        ratios = headline([row for row in rows if row["in_flight"] == args.in_flight[0]], args.rows[0])
-        return {"contestants": CONTESTANTS, "commands": commands, **ratios, "rows_per_s": speeds(rows)}
+        of_all = {**results.before.get("commands", {}), **commands}
+        return {
+            "contestants": CONTESTANTS,
+            "commands": of_all,
+            **ratios(rows, args.rows[0]),
+            "rows_per_s": speeds(rows),
+        }
 
     results = resumable.Results(args.out, KEY, settings, more, packages=("torch", "pyzmq", "numpy"))
     with noise.Noise(args.noise), tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
@@ -126,9 +132,22 @@ def speeds(rows: Sequence[Row]) -> dict[str, float]:
     """Rows/s, by contestant, servers, rows, direction, and pushes in flight where these are several."""
     of = ("contestant", "servers", "rows", "what", "in_flight")
     return {
-        " ".join(map(str, key)) + (f" {in_flight} in flight" if in_flight > 1 else ""): value
+        " ".join(map(str, key)) + _words(in_flight): value
         for (*key, in_flight), value in measure.medians(rows, of, "rows_per_s").items()
     }
+
+
+def ratios(rows: Sequence[Row], n: int) -> dict[str, Any]:
+    """As of `headline`, by pushes in flight where these are several."""
+    found: dict[str, Any] = {}
+    for in_flight in sorted({row["in_flight"] for row in rows}):
+        of_these = headline([row for row in rows if row["in_flight"] == in_flight], n)
+        found |= {name + _words(in_flight): value for name, value in of_these.items()}
+    return found
+
+
+def _words(in_flight: int) -> str:
+    return f" {in_flight} in flight" if in_flight > 1 else ""
 
 
 def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:

@@ -54,7 +54,10 @@ def add_parser(subparsers: Subparsers) -> None:
     does = "all modes and their peers, with stragglers"
     parser = measure.add_benchmark(subparsers, "gba", does, __doc__, run, help="rows in it are kept")
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
-    seconds = "measured time of the steady scenarios; come_and_go takes 7 times as long"
+    seconds = (
+        "measured time of the steady scenarios; come_and_go takes 7 times as long, and it and those on two hosts at "
+        "least 700 times --service-ms (35 s with 50)"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help=seconds)
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
     noise.add_option(parser)
@@ -93,7 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
     def more(rows: list[Row]) -> dict[str, Any]:
         found = measure.by_groups(rows, "scenario", "mode", COLUMNS)
-        return {"commands": commands, **about, **headline(found, rows), "scenarios": found}
+        return {
+            "commands": {**results.before.get("commands", {}), **commands},
+            **about,
+            **headline(found, rows),
+            "scenarios": found,
+        }
 
     results = resumable.Results(args.out, KEY, settings(args, scenarios), more)
     about["bayes_auc"] = results.before.get("bayes_auc")
@@ -124,13 +132,12 @@ def headline(found: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Seque
 
 def settings(args: argparse.Namespace, scenarios: Mapping[str, emulated.Scenario]) -> dict[str, Any]:
     """What all rows of a file have in common. samples: what is held out follows them, so that it depends on them."""
-    found = {
+    return {
         **emulated.SETTINGS, "peers": PEERS, **noise.setting(args.noise),
         "service_s": args.service_ms / 1000, "measured_s": args.seconds,
         "samples": n_samples([scenarios[name] for name in args.scenarios]),
         "scenarios": {name: described(scenarios[name]) for name in (*SCENARIOS, *TWO_HOST_SCENARIOS)},
     }  # fmt: skip
-    return dict(json.loads(json.dumps(found)))  # lists, not tuples, as in the file
 
 
 def launched(names: Sequence[str], n_hosts: int) -> list[Variant]:
@@ -190,7 +197,7 @@ def auto_by_minute(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     """By scenario, for each run of auto and of both fixed modes that is long enough.
 
     share: of the samples/s of `better`, the fixed mode that was better over the run; worst_minute: the least share in
-    a minute after the first two (`minute`, from 1), of those of `better_in_it`
+    a minute after the first two (`minute`, from 1), of those of `better_in_it`; of minutes in which either made steps
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for scenario, number in dict.fromkeys((row["scenario"], row["run"]) for row in rows):
@@ -201,7 +208,10 @@ def auto_by_minute(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         minutes = []
         for minute, rate in enumerate(run["auto"]["by_minute"][FIRST_MINUTES:], FIRST_MINUTES):
             in_it = max(FIXED, key=lambda mode: run[mode]["by_minute"][minute])
-            minutes.append((rate / run[in_it]["by_minute"][minute], minute + 1, in_it))
+            if better_rate := run[in_it]["by_minute"][minute]:
+                minutes.append((rate / better_rate, minute + 1, in_it))
+        if not minutes:
+            continue
         worst, minute, in_it = min(minutes)
         found.setdefault(scenario, []).append({
             "run": number, "share": run["auto"]["samples_per_s"] / run[better]["samples_per_s"], "better": better,

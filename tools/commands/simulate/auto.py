@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> list[Simulated]:
     if args.clusters:
         return [Simulated(f"cluster {seed}", seed) for seed in range(args.seed, args.seed + args.clusters)]
-    return [Simulated(name) for name in args.scenarios]
+    return [Simulated(name) for name in dict.fromkeys(args.scenarios)]
 
 
 def _rows(args: argparse.Namespace, waiting: Sequence[Simulated]) -> Iterator[Row]:

@@ -440,6 +440,31 @@ def test_a_mode_that_some_worker_is_leaving_is_left_by_all_though_one_has_died()
         assert isinstance(answer, LeaseReply) and answer.status == "drained"
 
 
+@pytest.mark.parametrize("mode", ["gba", "auto"])
+def test_an_operator_who_lets_the_job_stay_ends_the_stop_that_measurements_decided(mode: str) -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1)), coordinator.beat(beat(2))
+    assert coordinator.request_mode("allreduce", "why", False)
+    assert coordinator.request_mode(mode, "an operator asked", True)
+    coordinator.dead(2)
+    assert not coordinator.state()["ledger"]["held"]
+    lease(coordinator, 1, 1)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("mode", ["gba", "auto"])
+def test_an_operator_does_not_keep_some_workers_in_a_mode_that_others_are_leaving(mode: str, is_finished: bool) -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1)), coordinator.beat(beat(2))
+    if is_finished:
+        assert finish_epoch(coordinator, 0)
+    coordinator.request_mode("allreduce", "why", False)
+    for worker in (1, 2):
+        answer = coordinator.ask(ask(worker, 100, int(is_finished)))
+        assert isinstance(answer, LeaseReply) and answer.status == "drained"
+        coordinator.request_mode(mode, "an operator asked", True)
+
+
 @pytest.mark.parametrize("lrs", [[], [0.5], [0.5, 0.1, 0.1], [float("nan"), 0.1], [0.5, float("inf")]])
 def test_learning_rates_that_would_destroy_parameters_are_refused(lrs: list[float]) -> None:
     coordinator = a_coordinator(Clock())

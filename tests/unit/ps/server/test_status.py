@@ -23,6 +23,16 @@ def test_a_request_that_is_repeated_is_shown_once_and_the_newest_are_kept() -> N
     assert len(service.status()["decided_unix_s"]) == 3
 
 
+def test_a_request_that_the_coordinator_does_not_take_is_not_shown() -> None:
+    service_of: Any = SimpleNamespace(request_mode=lambda request: request.pin)
+    mode: Any = SimpleNamespace(active_coordinator=service_of)
+    service = StatusService("clicks", 0, mode, SimpleNamespace(url=""))  # type: ignore[arg-type]
+    service.switch(SwitchTo("gba", "an operator asked", pin=True))
+    service.switch(SwitchTo("allreduce", "decided before rank 0 learned of it"))
+    mode.active_coordinator = None
+    assert service.status()["decisions"] == ["gba: an operator asked"]
+
+
 def test_the_status_shows_no_credentials_of_the_place_for_checkpoints() -> None:
     saver: Any = SimpleNamespace(url="s3://user:word@host/bucket/job?token=abc")
     mode: Any = SimpleNamespace(active_coordinator=None)
