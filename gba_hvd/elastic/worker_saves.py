@@ -298,7 +298,7 @@ class WorkerSaves:
         return StateRetainer(engine.folder, engine.job.settings, share, is_compressed=is_compressed)
 
     def _keep_once(self) -> None:
-        """Whatever it costs: no other step comes. On the chief."""
+        """Retain the state at any cost, since no other step follows. On the chief."""
         step, servers = self._engine.progress.step, self._servers
         if self._engine.world.rank != 0:
             return
