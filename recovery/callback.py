@@ -41,6 +41,7 @@ class CheckpointCallback:
         None: not known, then it is of the samples so far, which overstates it.
     retain_state_share: the training state is retained in memory beside the rows while that takes at most this share of
         a step, so that a job that lost all its workers, but not its host, resumes with nothing lost; 0: never.
+        When the last checkpoint fails it is retained once at any cost.
     final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when no job resumes; 0: not
                         at all.
     preemption_s: on SIGTERM the workers finish the step, have a checkpoint made and leave, at the latest after so many

@@ -282,10 +282,7 @@ class WorkerSaves:
             self._keeper = None
             return
         if self._keeper is None:  # this worker has become the chief
-            self._keeper = StateRetainer(
-                engine.folder, engine.job.settings, checkpoints.callback.retain_state_share,
-                is_compressed=engine.model.compression is not None,
-            )  # fmt: skip
+            self._keeper = self._retainer(checkpoints.callback.retain_state_share)
         if stopped := self._keeper.keep(engine.progress.step, generation, state):
             level: Literal["info", "warning"] = "warning" if stopped.is_notable else "info"
             why = retained_state.absence(engine.folder)
@@ -294,6 +291,21 @@ class WorkerSaves:
             self._not_kept_reported.add(why)
             text = f"{stopped.reason}. {_restart(checkpoints.schedule.saved_step)}"
             engine.emit(Event("memory_not_kept", engine.progress.step, text, {}, level=level))
+
+    def _retainer(self, share: float) -> StateRetainer:
+        engine = self._engine
+        is_compressed = engine.model.compression is not None
+        return StateRetainer(engine.folder, engine.job.settings, share, is_compressed=is_compressed)
+
+    def _keep_once(self) -> None:
+        """Retain the state at any cost, since no other step follows. On the chief."""
+        step, servers = self._engine.progress.step, self._servers
+        if self._engine.world.rank != 0:
+            return
+        if servers is None:
+            self._retainer(1.0).keep(step, 0, self._encoded)
+        else:
+            self._retainer(1.0).keep(step, servers.session.generation, lambda: self._state.snapshot)
 
     def retain_pause(self) -> None:
         """The job was interrupted in a pause: one that resumes from memory counts it. On the chief."""
@@ -384,6 +396,7 @@ class WorkerSaves:
         if checkpoints is not None:
             checkpoints.schedule.report_unsaved_best()
         if why and checkpoints is not None:
+            self._keep_once()
             kept = endings.kept_in_memory(engine)
             raise LastCheckpointFailed(
                 f"the training is done (step {engine.progress.step}), but the checkpoint of its last step was not "

@@ -870,7 +870,7 @@ class EmbeddingTables(FollowsModule):
         theirs; in an asynchronous mode as servers have them by now.
 
         table: its name, or that of a feature. what: "weights" or the name of an optimizer slot. For tests, export and
-        curiosity. Raises BadInput for an unknown name, other ids and a row that is not there; GbaError before
+        curiosity. Raises BadInput for an unknown name, other ids and rows of other hosts; GbaError before
         `state.sync()`.
         """
         table = self.table_of(table)
@@ -879,7 +879,7 @@ class EmbeddingTables(FollowsModule):
         memory = self._made_memory()
         g, _ = self.layout.place_of_table[table]
         group, layout = self.layout.groups[g], self.layout
-        keys = self.keys_of(g, [(table, torch.from_numpy(whole_ids(table, ids)))])
+        keys = self._keys_here(table, ids)
         slots = {
             slot.name: (slot.per_row, at)
             for slot, at in zip(layout.slots_of(group.tables[0]), group.slots, strict=True)
@@ -890,17 +890,16 @@ class EmbeddingTables(FollowsModule):
         return out[:, 0] if per_row else out
 
     def admitted(self, table: str, ids: Any) -> np.ndarray:
-        """bool [n], which ids of a hashed table have a row of their own; others share one. Of shards of this host.
+        """bool [n], which ids of a hashed table have a row of their own; others share one.
 
-        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed
-        and other ids; GbaError before `state.sync()`.
+        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed,
+        other ids and ids of other hosts; GbaError before `state.sync()`.
         """
         table = self.table_of(table)
         if self.part_of:
             return self.part_of[0].admitted(table, ids)
         vocabulary = self._vocabulary(table)
-        group, _ = self.layout.place_of_table[table]
-        return vocabulary.has(self.keys_of(group, [(table, torch.from_numpy(whole_ids(table, ids)))]))
+        return vocabulary.has(self._keys_here(table, ids))
 
     def vocabulary(self, table: str) -> np.ndarray:
         """int64 [n], ascending: the ids of a hashed table that have a row of their own, in the shards of this host.
@@ -913,6 +912,19 @@ class EmbeddingTables(FollowsModule):
             return self.part_of[0].vocabulary(table)
         vocabulary = self._vocabulary(table)
         return vocabulary.ids(self._made_memory().ready())
+
+    def _keys_here(self, table: str, ids: Any) -> np.ndarray:
+        """int64 [n]: the keys of ids whose shards are on this host. Raises BadInput for others."""
+        ids = whole_ids(table, ids).ravel()
+        keys = self.keys_of(self.layout.place_of_table[table][0], [(table, torch.from_numpy(ids))])
+        elsewhere = [] if self.local is None else ids[~self.local[keys % self.layout.n_shards]]
+        if len(elsewhere):
+            raise BadInput(
+                f"{len(elsewhere)} of {len(ids)} rows of table {table!r} are on other hosts, the first is of id "
+                f"{elsewhere[0]}: only rows of this host can be read here. recovery.open_checkpoint(url) and "
+                "`gba-hvd checkpoint export` read the rows of all hosts from a checkpoint"
+            )
+        return keys
 
     def _vocabulary(self, table: str) -> Vocabulary:
         if not self.tables[table].keys:

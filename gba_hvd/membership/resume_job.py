@@ -168,7 +168,9 @@ def _resume_from_memory(
         tables.memory.close()
         tables.memory = None
     if taken is None and (choice.reason or failure) and world.rank == 0:
-        instead = "the newest checkpoint is" if saved_step >= 0 else "there is no checkpoint, so training starts over"
+        instead = (
+            "the newest checkpoint is used" if saved_step >= 0 else "there is no checkpoint, so training starts over"
+        )
         text = f"what the launch before left in memory is of no use: {failure or choice.reason}; {instead}"
         engine.emit(Event("memory_left", 0, text, {}, level="warning"))
     return taken

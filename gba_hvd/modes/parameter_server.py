@@ -141,14 +141,21 @@ class ParameterServerMode:
             self._note_epoch_over()
 
     def _report_hanging(self) -> None:
-        """Rank 0 reports workers that live and do nothing, each once for each time, and that they work again."""
-        engine, found = self._engine, {pid: (rank, seconds) for rank, pid, seconds in self.servers.position.hanging}
+        """Report workers that live and do nothing, each once for each time, and that they work again.
+
+        The lowest other rank that works reports it: rank 0, or another one, in its own log, of rank 0.
+        """
+        engine, position = self._engine, self.servers.position
+        found = {pid: (rank, seconds) for rank, pid, seconds in position.hanging}
         before, self._hanging = self._hanging, {pid: rank for pid, (rank, _) in found.items()}
-        if engine.world.rank != 0:
-            return
-        step = engine.progress.step
+        step, me, ranks = engine.progress.step, engine.world.rank, {rank for rank, _ in position.rates}
+        at_work = ranks - set(self._hanging.values())
+
+        def reports(rank: int) -> bool:
+            return me == min(at_work - {rank}, default=-1)
+
         for pid, (rank, seconds) in found.items():
-            if pid in before:
+            if pid in before or not reports(rank):
                 continue
             text = (
                 f"rank {rank} (process {pid}) lives, and has done nothing for {seconds:.0f} s: it hangs, is stopped, "
@@ -157,11 +164,11 @@ class ParameterServerMode:
                 "worker comes when it is killed"
             )
             data = {"rank": rank, "pid": pid, "seconds": seconds}
-            engine.emit(Event("worker_hangs", step, text, data, level="warning"))
-        ranks = {rank for rank, _ in self.servers.position.rates}
+            engine.emit(Event("worker_hangs", step, text, data, level="warning"), only_here=True)
         for pid, rank in before.items():
-            if pid not in found and rank in ranks:
-                engine.emit(Event("worker_works", step, f"rank {rank} (process {pid}) works again", {"pid": pid}))
+            if pid not in found and rank in ranks and reports(rank):
+                text = f"rank {rank} (process {pid}) works again"
+                engine.emit(Event("worker_works", step, text, {"pid": pid}), only_here=True)
 
     def _begin(self, lease: LeaseGrant) -> None:
         """The newest dense values are in place from here on."""

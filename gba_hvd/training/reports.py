@@ -32,7 +32,7 @@ _LOGGED = frozenset({
     "started", "continued", "resumed", "memory_not_kept", "server_missing", "server_awaited", "workers_awaited",
     "device_rows",
     "faults_lasting", "checkpoint_unchanged", "checkpoint_awaited", "server_restarted", "auto_stayed",
-    "training_continues", "learning_rates_set", "switch",
+    "training_continues", "learning_rates_set", "switch", "worker_works",
 })  # fmt: skip
 
 

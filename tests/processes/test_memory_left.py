@@ -155,7 +155,7 @@ def test_memory_of_a_job_that_was_interrupted_is_not_used_after_a_rollback(tmp_p
         (resumed,) = events(job, "resumed")
         assert (resumed["step"], resumed["manifest"]) == (back_to.step, back_to.name)
         (left,) = events(job, "memory_left")
-        assert "it is of before `gba-hvd checkpoint rollback`; the newest checkpoint is" in left["message"]
+        assert "it is of before `gba-hvd checkpoint rollback`; the newest checkpoint is used" in left["message"]
         assert job.result()["step"] == 22
         job.assert_nothing_left()
 

@@ -165,7 +165,15 @@ class Training:
             self.micro_step(batch)
 
     def all_rows(self) -> dict[str, np.ndarray]:
-        return {t.name: self.tables.rows(t.name, np.arange(t.n_rows)) for t in self.tables.layout.tables}
+        """Of this host; 0 elsewhere."""
+        found = {}
+        for table in self.tables.layout.tables:
+            ids, first_key = np.arange(table.n_rows), self.tables.layout.place_of_table[table.name][1]
+            if self.tables.local is not None:
+                ids = ids[self.tables.local[(first_key + ids) % self.tables.layout.n_shards]]
+            found[table.name] = np.zeros((table.n_rows, table.dim), np.float32)
+            found[table.name][ids] = self.tables.rows(table.name, ids)
+        return found
 
     def all_dense(self) -> dict[str, np.ndarray]:
         return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}

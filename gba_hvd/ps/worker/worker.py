@@ -85,7 +85,11 @@ class PsWorker:
         self._values.open(self.host, self._folder)
 
     def save_residual(self, feedback: Feedback) -> None:
-        """From here on the server of this host knows what this worker has not sent. Before the first lease."""
+        """From here on the server of this host, if it has one, knows what this worker has not sent. Before the first
+        lease.
+        """
+        if self.own_server is None:  # checkpoints count the worker as one whose residual is missing
+            return
         self.saved_residual = feedback
         residual = feedback.residual.copy() if feedback.residual.any() else feedback.residual[:0]
         pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [residual])
@@ -255,7 +259,7 @@ class PsWorker:
             what = str(error).removesuffix(" is not finite")
             self._push_window.report(push, msgspec.structs.replace(done, refused=what))
             return what
-        if self.saved_residual is not None and self.outgoing.has_residual:
+        if self.saved_residual is not None and self.own_server is not None and self.outgoing.has_residual:
             frames[self.own_server].append(self.saved_residual.residual.copy())
         answered = self._push_window.answers(push, len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
@@ -321,12 +325,13 @@ class PsWorker:
         """On the chief: what the servers need to know before they save."""
 
     @property
-    def own_server(self) -> int:
-        """The first server of this host."""
-        return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
+    def own_server(self) -> int | None:
+        """The first server of this host; None where it has none: it came while the mode was on."""
+        return next((s for s, server in enumerate(self.session.servers) if server.host == self.host), None)
 
     def saved_here(self) -> messages.SaveStatus | None:
-        """Status of this host's part of the newest checkpoint."""
+        """Status of this host's part of the newest checkpoint. Only where `own_server` is one."""
+        assert self.own_server is not None
         reply = request(self.client, self.own_server, self.contact.question())
         assert isinstance(reply.body, messages.Ok)
         return None if reply.body.position is None else reply.body.position.saved

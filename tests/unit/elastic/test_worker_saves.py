@@ -132,6 +132,27 @@ def test_a_restart_without_the_state_begins_at_the_newest_checkpoint_where_there
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.02])
+def test_where_the_last_checkpoint_fails_the_state_is_kept_whatever_it_costs(
+    training: Any, clicks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "named")
+    too_dear = RetentionDecision(False, "it takes 1.4 ms of a step's 60 ms")
+    monkeypatch.setattr("gba_hvd.shm.retained_state.decide_retention", lambda *_: too_dear)
+    monkeypatch.setattr("gba_hvd.shm.retained_state._N_RECENT", 1)
+    job = training()
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"), retain_state_share=share)])
+    job.epoch(clicks(64))
+    folder, step = job.tables.memory.folder, job.state.engine.progress.step
+    assert step > 2 and not retained_state.is_there(folder)
+    monkeypatch.setattr(job.state.saving, "_save_last", lambda *_, **__: "No space left on device")
+    with pytest.raises(LastCheckpointFailed, match=rf"it resumes from step {step} if it comes within 20 s"):
+        job.state.saving.end()
+    kept = retained_state.read(folder)
+    assert kept is not None and (kept.step, kept.generation) == (step, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_step", "is_kept", "then"),
     [

@@ -399,3 +399,20 @@ def test_a_row_of_another_host_that_was_not_fetched_says_what_to_do_after_the_lo
     group, out = job.tables.layout.groups[0], np.empty((1, job.tables.layout.groups[0].dim), np.float32)
     with pytest.raises(GbaError, match=r"lives on another host .* Outside gba_hvd\.batches.* use gba_hvd\.evaluate"):
         job.tables._read_rows(group, 0, np.array([0]), out)
+
+
+def test_rows_and_admissions_of_other_hosts_are_refused_not_given_as_zeros(make_tables: Any) -> None:
+    tables = make_tables({"user": (20, 4), "tag": gba_hvd.Table(dim=4, keys="hash64", capacity=50)})
+    tables.local = np.arange(tables.layout.n_shards) == 0
+    keys = tables.keys_of(tables.layout.place_of_table["user"][0], [("user", torch.arange(20))])
+    here = np.flatnonzero(tables.local[keys % tables.layout.n_shards])
+    assert tables.rows("user", here).any()
+    elsewhere = np.setdiff1d(np.arange(20), here)
+    asked = np.append(here[:1], elsewhere)
+    why = f"{len(elsewhere)} of {len(asked)} rows of table 'user' are on other hosts, the first is of id {elsewhere[0]}"
+    with pytest.raises(BadInput, match=rf"{why}: .*recovery\.open_checkpoint.*checkpoint export"):
+        tables.rows("user", asked)
+    tables.local[:] = False
+    for look in (tables.rows, tables.admitted):
+        with pytest.raises(BadInput, match="1 of 1 rows of table 'tag' are on other hosts, the first is of id 7"):
+            look("tag", [7])

@@ -106,6 +106,18 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
     one.mode.flush()
 
 
+def test_a_worker_of_a_host_without_a_server_pushes_and_leaves_its_residual_out(worker: Callable[..., Worker]) -> None:
+    """The host came back while the mode was on."""
+    one = worker()
+    assert one.mode.own_server == 0
+    one.mode.host = 13
+    assert one.mode.own_server is None
+    one.mode.save_residual(one.exchange.feedback)
+    for _ in range(2):
+        assert one.push(2.0) == ""
+    assert [type(body) for body in one.reported] == [Push, Push, PushDone] * 2, "no Residual"
+
+
 def test_a_residual_that_is_not_finite_ends_the_worker(worker: Callable[..., Worker]) -> None:
     one = worker()
     one.exchange.feedback.residual[9] = np.nan
