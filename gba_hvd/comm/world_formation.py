@@ -15,7 +15,8 @@ from gba_hvd.comm.wait_notices import Patience
 
 LATE_S = 30.0  # as long as Horovod's workers wait for one another by default
 SLOW = (
-    "When this comes again and again, a new worker takes longer to start than the others wait for it: raise "
+    "When this comes again and again, look at what the launcher says of new workers: the cause of a failure is in "
+    "the worker's output. Where none failed, a new worker takes longer to start than the others wait for it: raise "
     "HOROVOD_GLOO_TIMEOUT_SECONDS (horovodrun --gloo-timeout-seconds), 30 s by default"
 )
 

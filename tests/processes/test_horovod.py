@@ -272,6 +272,62 @@ def test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_
     assert "worker localhost[1] ended with exit code 1; the others have finished the job" in said
 
 
+DIES_AT_ITS_START = """
+import os, signal, sys, time
+from pathlib import Path
+died = Path(sys.argv[1])
+if died.exists():
+    sys.exit("a late joiner that fails")
+import horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:  # alone, until the launcher starts the late joiner
+        time.sleep(0.2)
+        hvd.shutdown()
+        hvd.init()
+except ValueError:
+    hvd.shutdown()
+    hvd.init()
+    print("continues in a world of", hvd.size())
+"""
+
+
+def test_a_late_joiner_that_dies_at_its_start_is_not_awaited(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(DIES_AT_ITS_START)
+    elastic = ["-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", "echo localhost:2"]
+    elastic += ["--gloo-timeout-seconds", "600"]  # of a worker that waits in hvd.init()
+    command = [str(HOROVODRUN), *elastic, sys.executable, str(script), str(tmp_path / "died")]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
+    said = done.stdout + done.stderr
+    assert "a late joiner that fails" in said and "continues in a world of 1" in said, said
+    assert done.returncode == 0, said
+
+
+SIGNALLED = """
+import os, signal, threading
+from horovod.runner import gloo_run
+for _ in range(300):
+    gloo_run.ended_by.clear()
+    event = gloo_run.register_shutdown_event()
+    if not (child := os.fork()):
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.SIGINT)
+        os._exit(0)
+    while len(gloo_run.ended_by) < 2 or not event.is_set():
+        event.wait(0.001)
+    os.waitpid(child, 0)
+print("set each time")
+"""
+
+
+def test_two_signals_at_once_end_the_launcher() -> None:
+    assert "set each time" in printed(SIGNALLED)
+
+
 def test_a_slot_that_fails_rests_longer_each_time_and_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     from horovod.runner.elastic.discovery import FixedHosts, HostManager
 
