@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
@@ -36,23 +37,23 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         checked_state(state, "a function with @gba_hvd.elastic.run")
-        ends, is_asked_to_end = threading.Event(), threading.Event()
-        restore_sigterm = _leave_on_sigterm(state, ends, is_asked_to_end)
+        ending = _Ending()
+        restore_sigterm = _leave_on_sigterm(state, ending)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
             result = _elastic(function, state)(state, *args, **kwargs)
             endings.leave_note_of_left_epoch(state.engine)
             state.saving.end()
-            ends.set()
+            ending.has_begun = True
         except BaseException as error:
-            ends.set()
+            ending.has_begun = True
             cause = endings.explained(state.engine, error)
             status = endings.status_of(cause)
             endings.show_at_once(state.engine, cause, error)
             endings.leave_note(state.engine, status, cause)
             state.close(status, None if status == "FINISHED" else cause)
-            endings.await_first(cause, is_asked_to_end.is_set)
+            endings.await_first(cause, lambda: ending.is_asked_for)
             if cause is error:
                 raise
             raise cause from error
@@ -94,11 +95,22 @@ def _outlive_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
-def _leave_on_sigterm(state: TorchState, ends: threading.Event, is_asked_to_end: threading.Event) -> Callable[[], None]:
+@dataclass
+class _Ending:
+    """Of this worker, well or with an error. No `threading.Event`: a signal within its `set` that sets it waits for ever.
+
+    is_asked_for: by a signal
+    """
+
+    has_begun: bool = False
+    is_asked_for: bool = False
+
+
+def _leave_on_sigterm(state: TorchState, ending: _Ending) -> Callable[[], None]:
     """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not.
 
-    ends: set when this worker ends, well or with an error. The launcher signals all workers, and another one may have
-    left before: a first signal then does not interrupt how the end is reported. is_asked_to_end: set by the signal.
+    The launcher signals all workers, and another one may have left before: a first signal then does not interrupt how
+    the end is reported.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -109,8 +121,8 @@ def _leave_on_sigterm(state: TorchState, ends: threading.Event, is_asked_to_end:
     def interrupt(signum: int, frame: Any) -> None:
         nonlocal n_signals
         n_signals += 1
-        is_asked_to_end.set()
-        if ends.is_set() and n_signals == 1:
+        ending.is_asked_for = True
+        if ending.has_begun and n_signals == 1:
             return
         engine = state.engine
         checkpoints = checkpoints_of(engine)
