@@ -97,7 +97,7 @@ def _outlive_sigterm() -> None:
 
 @dataclass
 class _Ending:
-    """Of this worker, well or with an error. No `threading.Event`: a signal within its `set` that sets it waits for ever.
+    """Of this worker, well or with an error. Not `threading.Event`: a second signal within its `set` waits for ever.
 
     is_asked_for: by a signal
     """
