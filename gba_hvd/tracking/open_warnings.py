@@ -12,6 +12,7 @@ from typing import Any
 
 from gba_hvd.tracking.records import Record
 
+_OF_ONE_HOST = ("recovery_idle", "row_compression_idle")
 _OF_CHECKPOINTS = ("checkpoint_late", "checkpoint_failed")
 
 
@@ -40,6 +41,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return entered or by == "membership" or (by == "worker_works" and by_data.get("pid") == data.get("pid"))
     if kind == "leaders_not_connected":  # reported again in a world where it is so
         return by in ("membership", "started")
+    if kind in _OF_ONE_HOST:
+        return by == "started" or (by == "membership" and int(by_data.get("hosts", 1)) > 1)
     if kind == "learning_rates_kept":  # of one launch
         return by == "started"
     if kind == "table_full":  # reported again if the table is still full

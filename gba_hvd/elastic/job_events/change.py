@@ -22,10 +22,10 @@ def of_a_change(engine: Engine, joined: JoinResult, before: int | None, residual
         "rows_lost": joined.rows_lost,
         "rows_restored": joined.rows_restored,
     }
-    same: dict[str, Any] = {}
+    of_world: dict[str, Any] = {"hosts": joined.n_hosts}
     if engine.progress.same_workers:
-        was, same = ", the same as before", {"same_workers": True}
-    yield Event("membership", step, f"{place_of(engine, joined)}{was}; resuming at step {step}", facts | same)
+        was, of_world = ", the same as before", of_world | {"same_workers": True}
+    yield Event("membership", step, f"{place_of(engine, joined)}{was}; resuming at step {step}", facts | of_world)
     if joined.shard_steps_missed and joined.rolled_back is None:
         text = _step_in_part(step, joined.shard_steps_missed, engine.model.tables.layout.n_shards)
         yield Event("shard_steps_missed", step, text, facts, level="warning")
