@@ -27,17 +27,17 @@ def take(fd: int, at: int, n_bytes: int, what: str, folder: Path, advice: str = 
 
     Raises ShardMemoryError
     """
-    _try(lambda: os.posix_fallocate(fd, at, n_bytes), n_bytes, what, folder, advice, at + n_bytes)
+    or_refuse(lambda: os.posix_fallocate(fd, at, n_bytes), n_bytes, what, folder, advice, at + n_bytes)
 
 
 def set_size(fd: int, n_bytes: int, what: str, folder: Path) -> None:
     """Raises ShardMemoryError"""
-    _try(lambda: os.ftruncate(fd, n_bytes), n_bytes, what, folder)
+    or_refuse(lambda: os.ftruncate(fd, n_bytes), n_bytes, what, folder)
 
 
 def map_file(fd: int, n_bytes: int, what: str, folder: Path) -> mmap.mmap:
     """Raises ShardMemoryError"""
-    return _try(lambda: mmap.mmap(fd, n_bytes), n_bytes, what, folder)
+    return or_refuse(lambda: mmap.mmap(fd, n_bytes), n_bytes, what, folder)
 
 
 def limit_reached(error: OSError, n_bytes: int) -> str:
@@ -52,8 +52,13 @@ def limit_reached(error: OSError, n_bytes: int) -> str:
     )
 
 
-def _try(act: Callable[[], _T], n_bytes: int, what: str, folder: Path, advice: str = "", end: int | None = None) -> _T:
-    """end: of the space in the file, where it is not the number of bytes"""
+def or_refuse(
+    act: Callable[[], _T], n_bytes: int, what: str, folder: Path, advice: str = "", end: int | None = None
+) -> _T:
+    """Do what takes so many bytes; end: of the space in the file, where it is not that number.
+
+    Raises ShardMemoryError
+    """
     try:
         return act()
     except OSError as error:

@@ -26,7 +26,6 @@ import fcntl
 import json
 import logging
 import math
-import mmap
 import os
 import platform
 import signal
@@ -44,10 +43,11 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, memory_limit, reaper, sweep
 from gba_hvd.shm import job_folder as folders
-from gba_hvd.shm.file_space import limit_reached, map_file, take
+from gba_hvd.shm.file_space import limit_reached, or_refuse, take
 from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
+from gba_hvd.shm.mapped_file import MappedFile
 from gba_hvd.shm.vocabulary import Vocabulary
 from recovery.storage.rename import replace_file
 
@@ -99,17 +99,17 @@ class ShardMemory:
     initial: first values of rows; None: as the layout says
     """
 
-    def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
+    def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: MappedFile, inode: int) -> None:
         self.folder, self.layout, self._inode = folder, layout, inode
         self.initial: InitialRowSource | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self._device: Callable[[], None] | None = None
         self._awaiting_device = threading.Lock()
-        self._flat = np.frombuffer(mapped, dtype=np.float32)
-        self._words = np.frombuffer(mapped, dtype=np.uint32)
+        self._flat: np.ndarray = mapped.bytes.view(np.float32)
+        self._words: np.ndarray = mapped.bytes.view(np.uint32)
         self._vocabularies = {g.at: Vocabulary(self.flat, layout, g) for g in layout.groups if g.hashed is not None}
-        marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
+        marks: np.ndarray = mapped.bytes.view(np.int64).reshape(layout.n_shards, layout.region_words // 2)
         self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, FINISHED]
         self._finished_at = int(self._finished.ctypes.data)  # (asking numpy each time takes longer than the wake-up)
         self._writer, self._placed = marks[:, 3], marks[:, 4]
@@ -200,7 +200,7 @@ class ShardMemory:
     @property
     def is_cut_short(self) -> bool:
         """Touching its last rows would kill this process."""
-        return self._map.size() < self.layout.n_bytes
+        return self._map.file_size() < self.layout.n_bytes
 
     def trouble(self) -> str:
         """What others have done to the file behind the mapped pages, in words; empty: nothing.
@@ -342,9 +342,12 @@ class ShardMemory:
                 f"{_mebibytes(limit.used + need)}m, Kubernetes: resources.limits.memory), or name a folder on a disk "
                 f"with GBA_HVD_SHARD_DIR{self._what_dead_jobs_hold()}"
             )
+        n_bytes = self.layout.region_bytes
+        for first, end in _runs(shards):
+            self._map.take_huge(first * n_bytes, end * n_bytes)
         with open(self.folder / "shards", "r+b") as file:
             for shard in shards:
-                take(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes, "rows", self.folder)
+                take(file.fileno(), shard * n_bytes, n_bytes, "rows", self.folder)
 
     def _what_dead_jobs_hold(self) -> str:
         dead = sweep.orphaned_memory(self.folder.parent)
@@ -440,8 +443,8 @@ class ShardMemory:
         self._ready[shard] = 0
         start, header = shard * self.layout.region_words, 4 * PAGE_WORDS
         self.words[start : start + PAGE_WORDS] = 0
-        with contextlib.suppress(OSError, AttributeError):  # not every file system can; then the space stays taken
-            self._map.madvise(mmap.MADV_REMOVE, 4 * start + header, self.layout.region_bytes - header)
+        with contextlib.suppress(OSError):  # not every file system can; then the space stays taken
+            self._map.free(4 * start + header, self.layout.region_bytes - header)
 
     def region(self, shard: int) -> np.ndarray:
         """float32 [region_words], a view: the complete shard, marks included."""
@@ -596,14 +599,15 @@ def is_of(folder: Path, layout: Layout) -> bool:
     return same and Host(**host).boot == Host.here(folder.parent).boot
 
 
-def _map(file: BinaryIO, layout: Layout) -> mmap.mmap:
+def _map(file: BinaryIO, layout: Layout) -> MappedFile:
     size = os.fstat(file.fileno()).st_size
     if size < layout.n_bytes:
         raise ShardMemoryError(
             f"{file.name} has {size:,} bytes, expected {layout.n_bytes:,}: something has cut it short, and its rows "
             "are lost; end the job, remove its folder, and start it again"
         )
-    return map_file(file.fileno(), layout.n_bytes, "the tables", Path(file.name).parent)
+    n_bytes = layout.n_bytes
+    return or_refuse(lambda: MappedFile(file.fileno(), n_bytes), n_bytes, "the tables", Path(file.name).parent)
 
 
 def _owner_of(folder: Path) -> str:
@@ -764,6 +768,17 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
         elif a != b:
             found.append(f"{name} {a}, here {b}")
     return "; ".join(found[:5])
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, one behind the last) of each run of numbers that follow each other."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
 
 
 def is_alive(pid: int) -> bool:

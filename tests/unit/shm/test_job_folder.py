@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -397,13 +398,14 @@ memory.close()
 @pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("option", ["within_size", "always", "never"])
-def test_rows_are_in_huge_pages_where_the_file_system_has_them(option: str) -> None:
+def test_rows_are_in_huge_pages_whatever_the_file_system_is_told_to_do(option: str) -> None:
     mount = f'mount -t tmpfs -o huge={option} tmpfs /mnt || exit 77; exec "$@"'  # gone with the namespace
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", IN_HUGE_PAGES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
     if done.returncode == 77:
         pytest.skip(f"this kernel's tmpfs has no huge pages: {done.stderr}")
-    assert (int(done.stdout) > 0) == (option != "never"), done.stderr  # how many it gets is the kernel's matter
+    told = option != "never" or tuple(map(int, platform.release().split(".")[:2])) >= (6, 1)
+    assert (int(done.stdout) > 0) == told, done.stderr  # how many it gets is the kernel's matter
 
 
 def test_another_machine_is_refused_when_memory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
