@@ -14,6 +14,7 @@ import mmap
 import os
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 
@@ -62,6 +63,17 @@ class MappedFile:
                     break
                 os.posix_fallocate(self._fd, at, mmap.PAGESIZE)  # where there is no page at all, none is made huge
                 _advise(self._address + at, HUGE, _COLLAPSE)
+
+
+def has_huge_pages(folder: Path) -> bool:
+    """Whether a file of this folder is in huge pages, by an attempt with one of them. Raises OSError."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, HUGE)
+        MappedFile(fd, HUGE).take_huge(0, HUGE)
+        return 512 * os.fstat(fd).st_blocks == HUGE
+    finally:
+        os.close(fd)
 
 
 def _map(fd: int, n_bytes: int) -> int:

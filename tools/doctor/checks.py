@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from gba_hvd.config import Config
 from gba_hvd.shm import memory_limit
+from gba_hvd.shm.mapped_file import has_huge_pages
 from gba_hvd.shm.sweep import counted, free_and_held, held_elsewhere, orphaned_memory
 
 from .allreduce_probe import loopback_job, run_group
@@ -115,7 +116,7 @@ def check_shard_memory(
     if free < SMALL_SHARD_MEMORY:
         advice = f"in a container: docker run --shm-size=8g; else mount -o remount,size=8g /dev/shm; {elsewhere}"
         return Finding("shard memory", "warning", f"{folder} has only {free / MIB:.0f} MiB free", advice)
-    found = f"{folder} has {free / GIB:.1f} GiB free"
+    found = f"{folder} has {free / GIB:.1f} GiB free{_pages(folder)}"
     if (limit := limit_of(folder)) is not None and limit.free < free:
         used = f"the container's memory limit is {limit.limit / GIB:.1f} GiB, {limit.used / GIB:.1f} GiB of it in use"
         found += f", but {used} ({limit.file}): workers are killed when they use more"
@@ -123,6 +124,14 @@ def check_shard_memory(
             advice = f"docker run --memory=8g, Kubernetes: resources.limits.memory; {elsewhere}"
             return Finding("shard memory", "warning", found, advice)
     return Finding("shard memory", "ok", found)
+
+
+def _pages(folder: Path) -> str:
+    """Of tables in this folder, in words; empty where an attempt is not possible."""
+    try:
+        return f", in pages of {'2 MiB' if has_huge_pages(folder) else '4 KiB'}"
+    except OSError:
+        return ""
 
 
 def check_orphaned_memory(folder: Path | None = None) -> Finding:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gba_hvd.shm.mapped_file import HUGE, MappedFile
+from gba_hvd.shm.mapped_file import HUGE, MappedFile, has_huge_pages
 
 SHM = Path("/dev/shm")
 MAKES_HUGE_PAGES = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 1)
@@ -62,6 +62,12 @@ def test_space_is_taken_in_huge_pages_within_the_part_that_is_asked_for(fd: int)
     mine.free(HUGE + 4096, HUGE)
     assert blocks(fd) == 2 * HUGE
     assert other.bytes[HUGE : 4 * HUGE].sum() == 5 * 4096
+
+
+def test_a_folder_says_which_pages_its_files_have() -> None:
+    assert has_huge_pages(SHM) == MAKES_HUGE_PAGES
+    with pytest.raises(OSError, match="supported"):
+        has_huge_pages(Path("/proc"))
 
 
 def test_a_file_system_without_huge_pages_leaves_the_space_to_the_caller(tmp_path: Path) -> None:
