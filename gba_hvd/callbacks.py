@@ -64,7 +64,7 @@ class StepRecord:
     # The same of every step since the previous record, as far as they are known: in asynchronous modes a worker
     # receives the news of several steps at once, with the norms of at most 64.
     grad_norms: tuple[float, ...] = ()
-    dense_lr: float | None = None  # largest learning rate of the dense groups now; None without such a group
+    dense_lrs: tuple[float, ...] = ()  # learning rates of the dense groups now, in the optimizer's order
 
 
 @dataclass(frozen=True)

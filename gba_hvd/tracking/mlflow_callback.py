@@ -180,7 +180,7 @@ class MLflowCallback(Callback):
         self._n_warnings = 0
         self._best = BestMetrics()
         self._epoch: int | None = None
-        self._lr: float | None = None  # the newest learning rate that is on record
+        self._lrs: dict[str, float] = {}  # the newest learning rates that are on record
         self._script_logs_lr = False
 
     @property
@@ -239,8 +239,8 @@ class MLflowCallback(Callback):
             if not self._reported_left_behind:
                 self._reported_left_behind = True
                 self._report_left_behind()
-            if self._lr is None:
-                self._lr = job.settings.get(DENSE_LR)
+            if not self._lrs and DENSE_LR in job.settings:
+                self._lrs[DENSE_LR] = job.settings[DENSE_LR]
             config = self._artifacts["config.json"] or {}
             self._write(*tags_records(self._tags))
             in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
@@ -300,8 +300,11 @@ class MLflowCallback(Callback):
         if job.is_chief:
             values = {**since.values(), EPOCH: record.epoch, WORKERS: record.workers}
             values[recovery_records.APPLIED] = record.samples_applied
-            if record.dense_lr is not None and record.dense_lr != self._lr and not self._script_logs_lr:
-                values[DENSE_LR] = self._lr = record.dense_lr
+            if not self._script_logs_lr:
+                lrs = _named(record.dense_lrs, by_group=_group(0) in self._lrs)
+                moved = {name: lr for name, lr in lrs.items() if lr != self._lrs.get(name)}
+                self._lrs |= moved
+                values |= moved
             if record.mode in MODES:
                 values[MODE] = MODES.index(record.mode)
             if record.mode != self._mode:
@@ -753,6 +756,18 @@ def _checked_tags(tags: Mapping[str, Any]) -> dict[str, str]:
         if name.startswith("gba_hvd."):
             raise BadInput(f"MLflowCallback: the tag {name!r} begins with gba_hvd., as the job's own do: rename it")
     return {name: str(value) for name, value in tags.items()}
+
+
+def _named(lrs: Sequence[float], by_group: bool) -> dict[str, float]:
+    """Metrics of the dense groups' learning rates: the largest, and each by group, or where they differ."""
+    named = {DENSE_LR: max(lrs)} if lrs else {}
+    if by_group or len(set(lrs)) > 1:
+        named |= {_group(i): lr for i, lr in enumerate(lrs)}
+    return named
+
+
+def _group(i: int) -> str:
+    return f"{DENSE_LR}/group_{i}"
 
 
 def _renamed_words(names: Sequence[str]) -> str:

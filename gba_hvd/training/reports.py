@@ -149,8 +149,8 @@ class Reports:
         now, applied = time.perf_counter(), progress.account.applied
         at = (progress.step, progress.cursor.epoch)
         seconds, workers = now - self._ended_s, self.n_working or self._world().size
-        lr = max(self._model.dense_lrs, default=None)
-        record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
+        lrs = tuple(self._model.dense_lrs)
+        record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lrs)
         self._ended_s, self._has_stepped = now, True
         if (pause := self.pauses.stepped(progress.step)) is not None:
             self._pause_ended(pause, mode, workers)

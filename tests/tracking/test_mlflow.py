@@ -917,12 +917,25 @@ def test_a_learning_rate_that_a_schedule_moves_is_a_metric_unless_the_script_log
     callback.on_job(dataclasses.replace(job("schedule"), settings={"dense_lr": 0.1}))
     if own:
         callback.on_metrics(0, {own: 0.1})
-    for k, lr in enumerate([0.1, 0.1, 0.05, 0.05, 0.02, None], start=1):
-        callback.on_step(dataclasses.replace(step(k), dense_lr=lr))
+    for k, lrs in enumerate([(0.1,), (0.1,), (0.05,), (0.05,), (0.02,), ()], start=1):
+        callback.on_step(dataclasses.replace(step(k), dense_lrs=lrs))
     assert callback.spool is not None
     points = [record for record in all_records(callback.spool) if record["kind"] == "metrics"]
     found = [(record["step"], record["values"]["dense_lr"]) for record in points if "dense_lr" in record["values"]]
     assert found == ([] if own else [(3, 0.05), (5, 0.02)])
+
+
+def test_groups_with_learning_rates_of_their_own_have_a_metric_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1)
+    callback.on_job(dataclasses.replace(job("groups"), settings={"dense_lr": 0.1}))
+    for k, lrs in enumerate([(0.1, 0.1), (0.1, 0.01), (0.1, 0.02), (0.05, 0.02), (0.05, 0.05)], start=1):
+        callback.on_step(dataclasses.replace(step(k), dense_lrs=lrs))
+    assert callback.spool is not None
+    points = [record["values"] for record in all_records(callback.spool) if record["kind"] == "metrics"]
+    found = [{name: value for name, value in point.items() if name.startswith("dense_lr")} for point in points]
+    first, second = "dense_lr/group_0", "dense_lr/group_1"
+    assert found == [{}, {first: 0.1, second: 0.01}, {second: 0.02}, {"dense_lr": 0.05, first: 0.05}, {second: 0.05}]
 
 
 def test_settings_that_make_no_sense_are_refused():
