@@ -157,6 +157,7 @@ def _learning_curves(history: History, events: Sequence[Record], sheet: _Sheet, 
         steps, values = _xy(history[key])
         axes[-1].plot(steps, values, marker="o", markersize=3.5, label=key, **_line(number))
         axes[-1].set_ylabel("AUC")
+        axes[-1].ticklabel_format(axis="y", useOffset=False)
     _ground(axes, history, events, sheet)
     if qualities and axes[-1] is not upper:
         axes[-1].legend(loc="lower right", frameon=False, labelcolor=_INK, fontsize=9)
