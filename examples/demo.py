@@ -1,6 +1,6 @@
 """The demonstration: one of three workers grows slow and recovers, two are killed, a host is lost; the job ends well.
 
-    python examples/demo.py            # what `make demo` runs; about two minutes, results in runs/demo
+    python examples/demo.py            # what `make demo` runs; about three minutes, results in runs/demo
 
 The job begins in allreduce, changes to gba by itself while one worker is slow, and back when it has recovered. In each
 mode a worker is killed, and its replacement joins; the second one on a host of its own, which takes its share of the

@@ -181,3 +181,32 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     loaded = importlib.import_module(module)
     public = {name: getattr(loaded, name) for name in loaded.__all__}
     assert not [name for name, value in public.items() if not (value.__doc__ or "").strip()]
+
+
+# --- metrics and events -----------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_event_is_explained() -> None:
+    from gba_hvd.switching import drops
+
+    sources = "".join(path.read_text() for top in ("gba_hvd", "examples") for path in (ROOT / top).rglob("*.py"))
+    kinds = set(re.findall(r"\bEvent\(\s*\"(\w+)\"", sources))
+    kinds |= {drops.BEGIN, drops.OVER, drops.WORKER_BEGIN, drops.WORKER_OVER}
+    events = (ROOT / "docs" / "METRICS_AND_EVENTS.md").read_text().split("## Events")[1].split("## Keys")[0]
+    named = {kind for row in events.splitlines() if row.startswith("| `") for kind in CODE.findall(row.split("|")[1])}
+    assert kinds <= named
+    assert not {kind for kind in named if f'"{kind}"' not in sources and not kind.endswith("_unused")}
+
+
+def test_every_metric_is_explained() -> None:
+    from gba_hvd.tracking import gauges, plots, recovery_records, run_summary
+
+    page = (ROOT / "docs" / "METRICS_AND_EVENTS.md").read_text()
+    names = {value for found in (gauges._COUNTS, gauges.ROUNDS) for value in found.values()}
+    names |= {plots.LOSS, plots.GRAD_NORM, plots.THROUGHPUT, plots.WORKERS, plots.MODE, plots.DENSE_LR}
+    names |= {gauges.STALENESS_MEAN, gauges.STALENESS_MAX, gauges.DENSE_AGE_MEAN, gauges.DENSE_AGE_MAX}
+    names |= {run_summary.MEAN_RATE, run_summary.TRAINING, run_summary.LAUNCHES, recovery_records.APPLIED}
+    names |= {recovery_records.RESUMED_FROM, recovery_records.FULL_RECOVERY, recovery_records.PAUSED}
+    names |= {*recovery_records._OF_CHECKPOINT.values(), *recovery_records._OF_PLAN.values()}
+    names |= {*recovery_records._OF_RECOVERY, *recovery_records._OF_CHOICE.values(), *recovery_records._PAUSES.values()}
+    assert len(names) > 40 and not {name for name in names if f"`{name}`" not in page}
