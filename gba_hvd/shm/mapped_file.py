@@ -1,9 +1,9 @@
 """A file in memory where pages of 2 MiB fit, and its space taken in such pages.
 
-A lookup touches rows at random, and most of the time of a small row in a large table is the search for its page, of
-which 2 MiB have 512 of the usual size. The kernel (Linux 6.1 or newer, MADV_COLLAPSE) makes such pages of a tmpfs for
-any user, whatever the mount's option `huge` and /sys/kernel/mm/transparent_hugepage/shmem_enabled say (but for `deny`).
-Other file systems and kernels, and memory that is in pieces too small, leave pages of 4 KiB: nothing depends on it.
+A lookup touches rows at random, and a good part of its time is the search for their pages, of which 2 MiB have 512 of
+the usual size. The kernel (Linux 6.1 or newer, MADV_COLLAPSE) makes such pages of a tmpfs for any user, also where the
+mount has huge=never; only "deny" in /sys/kernel/mm/transparent_hugepage/shmem_enabled forbids it. Other file systems
+and kernels, and memory that is in pieces too small, leave pages of 4 KiB: nothing depends on it.
 """
 
 from __future__ import annotations
