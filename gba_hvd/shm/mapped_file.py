@@ -21,7 +21,7 @@ import numpy as np
 HUGE = 2 << 20  # bytes of a huge page of x86-64, the only machine that has shard memory
 _COLLAPSE = 25  # MADV_COLLAPSE, which `mmap` does not have
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE: the same
-_S_PER_BYTE, _LEAST_S = 1 / (1 << 30), 0.5  # of processor time to make huge pages in
+_S_PER_BYTE, _LEAST_S = 0.5 / (1 << 30), 0.25  # of processor time to make huge pages in
 _libc = ctypes.CDLL(None, use_errno=True)  # (lets go of the interpreter's lock)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
