@@ -516,6 +516,17 @@ def test_a_discovery_script_that_fails_later_is_reported_once(capsys: pytest.Cap
     assert capsys.readouterr().err.count("the script failed. The hosts known before stay") == 1
 
 
+def test_a_discovery_script_of_a_removed_folder_is_run_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    assert discovered("echo $(pwd):1") == {str(gone): 1}
+    gone.rmdir()
+    assert discovered("echo $(pwd):1") == {"/": 1}
+    assert capfd.readouterr().err == ""
+
+
 def test_a_process_that_a_discovery_script_leaves_behind_lives(tmp_path: Path) -> None:
     left = tmp_path / "pid"
     assert discovered(f"sleep 600 >/dev/null 2>&1 & echo $! > {left}; echo a:1") == {"a": 1}
