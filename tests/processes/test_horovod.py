@@ -328,6 +328,37 @@ def test_two_signals_at_once_end_the_launcher() -> None:
     assert "set each time" in printed(SIGNALLED)
 
 
+GIVES_SLOTS_UP_AT_ONCE = """
+from horovod.runner import launch
+from horovod.runner.elastic import discovery
+discovery.SLOT_FAILURES = 1
+launch.run_commandline()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.variant)])
+def test_a_signal_ends_a_launcher_that_waits_for_slots(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "work.sh"
+    script.write_text(f'[ "$HOROVOD_SLOT" = 1 ] && exit 3\nexec {sys.executable} -c "{JOINS}"\n')
+    elastic = ["-np", "2", "--min-np", "2", "--max-np", "2", "--host-discovery-script", "echo localhost:2"]
+    command = [sys.executable, "-c", GIVES_SLOTS_UP_AT_ONCE, *elastic, "sh", str(script)]
+    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as launcher:
+        limit = threading.Timer(PATIENCE_S, launcher.kill)  # its workers end with it
+        limit.start()
+        try:
+            assert launcher.stderr is not None
+            said = next((line for line in launcher.stderr if "its slot is given up" in line), "")
+            launcher.send_signal(number)
+            said += launcher.stderr.read()
+            status = launcher.wait()
+        finally:
+            limit.cancel()
+            launcher.kill()
+    assert "localhost[1] failed (failure 1 of 1)" in said, said
+    assert status == 128 + number and said.endswith("horovodrun: interrupted\n"), (status, said)
+    assert "Traceback" not in said, said
+
+
 def test_a_slot_that_fails_rests_longer_each_time_and_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     from horovod.runner.elastic.discovery import FixedHosts, HostManager
 
@@ -349,7 +380,7 @@ class Registry:
     def __init__(self) -> None:
         from horovod.runner.elastic.registration import WorkerStateRegistry
 
-        self.driver, self.hosts = Mock(host_assignments={}), Mock()
+        self.driver, self.hosts = Mock(host_assignments={}, interrupted=False), Mock()
         self.driver.finished.return_value = self.hosts.is_blacklisted.return_value = False
         self.registry = WorkerStateRegistry(self.driver, self.hosts)
 
@@ -370,6 +401,35 @@ def test_a_host_is_given_up_when_none_of_its_workers_lives() -> None:
     run.hosts.close_slot.assert_called_once_with("a", 1)
     assert {call.args for call in run.hosts.blacklist.call_args_list} == {("b",)}
     run.driver.resume.assert_called_once()
+
+
+def test_no_slot_is_closed_and_no_world_follows_once_a_signal_has_come() -> None:
+    run = Registry()
+    run.driver.interrupted = True
+    run.ends({("a", 0): "READY", ("a", 1): "FAILURE"})
+    run.driver.stop.assert_called_once()
+    run.hosts.close_slot.assert_not_called()
+    run.driver.resume.assert_not_called()
+
+
+def test_a_worker_that_dies_while_its_job_waits_for_slots_in_vain_is_not_awaited() -> None:
+    run = Registry()
+    dies = threading.Thread(target=run.registry.record_failure, args=("a", 0), daemon=True)
+
+    def waits_in_vain() -> None:
+        dies.start()
+        wait_for(lambda: run.registry._action_event._cond._waiters, "the thread of the dead worker", PATIENCE_S)
+        run.driver.interrupted = True
+        raise RuntimeError("no slots")
+
+    def stop() -> None:
+        run.driver.finished.return_value = True
+
+    run.driver.resume.side_effect, run.driver.stop.side_effect = waits_in_vain, stop
+    run.ends({("a", 0): "READY", ("a", 1): "FAILURE"})
+    run.driver.stop.assert_called_once()
+    dies.join(PATIENCE_S)
+    assert not dies.is_alive()
 
 
 def test_an_elastic_job_says_what_it_waits_for(tmp_path: Path) -> None:
@@ -454,6 +514,17 @@ def test_a_discovery_script_that_fails_later_is_reported_once(capsys: pytest.Cap
     wait_for(lambda: discovery.n_asked > 3, "failures", PATIENCE_S)
     driver.stop()
     assert capsys.readouterr().err.count("the script failed. The hosts known before stay") == 1
+
+
+def test_a_discovery_script_of_a_removed_folder_is_run_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    assert discovered("echo $(pwd):1") == {str(gone): 1}
+    gone.rmdir()
+    assert discovered("echo $(pwd):1") == {"/": 1}
+    assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_a_discovery_script_leaves_behind_lives(tmp_path: Path) -> None:
