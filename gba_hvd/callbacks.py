@@ -91,8 +91,9 @@ class Event:
 class Callback:
     """Override what you need. Called on every worker, in the training thread: be quick, never raise for remote trouble.
 
-    Order: `on_model`, then `on_job` (again after each change of membership), then any of `on_step`, `on_epoch`,
-    `on_metrics`, `on_event`, then `on_end` once. A job that continues in its process begins with `on_job` again.
+    Order: `on_model`, then `on_start` in the first world of a launch, then `on_job` (again after each change of
+    membership), then any of `on_step`, `on_epoch`, `on_metrics`, `on_event`, then `on_end` once. A job that continues
+    in its process begins with `on_start` again.
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     shows_events: a person reads events of level "info" in what rank 0's callback prints, so the log need not have them.
@@ -106,6 +107,9 @@ class Callback:
 
     def on_model(self, model: Any) -> None:
         """The callback was registered with the state of this model, an `nn.Module`. May raise BadInput."""
+
+    def on_start(self, is_chief: bool, is_host_leader: bool) -> None:
+        """The first world of a launch forms, and nothing is read yet. May raise BadInput: all workers end then."""
 
     def on_job(self, job: Job) -> None:
         """This process is in the job: called when the first world has formed, and after each change of membership."""

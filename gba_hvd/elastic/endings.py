@@ -313,9 +313,10 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input, a store and shard memory it shows one traceback, which ends with the sentence, and not that of
-    the error behind it: the sentence has its text; one line where the traceback has no line of the script, or of these
-    two none but the call of its function. One line it shows of a worker that ends because of another one, too. Belongs
-    to the process: the first caller's question decides.
+    the error behind it: the sentence has its text. One line where the traceback has no line of the script, or none but
+    the call of its function: of a store and shard memory, and of an input that is refused while the world forms. One
+    line it shows of a worker that ends because of another one, too. Belongs to the process: the first caller's question
+    decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, _IS_OURS, False):
@@ -326,6 +327,7 @@ def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
             return
         is_brief = isinstance(error, BadInput) and _is_of_the_packages(trace)
         is_brief |= isinstance(error, _OF_A_PLACE) and _is_before_the_function(trace)
+        is_brief |= isinstance(error, BadInput) and _is_before_the_function(trace) and _is_of_the_world(trace)
         if isinstance(error, WorldLost) or is_brief:
             print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             return
@@ -349,6 +351,12 @@ def _is_before_the_function(trace: Any) -> bool:
     """Whether none but the first lines of a traceback are of the script: those that called its function."""
     of_the_script = _frames_of_the_script(trace)
     return not any(of_the_script[of_the_script.index(False) :]) if False in of_the_script else False
+
+
+def _is_of_the_world(trace: Any) -> bool:
+    """Whether the world was forming, which no line of the script is about."""
+    here = str(Path(__file__).with_name("torch_state.py"))
+    return any((frame.filename, frame.name) == (here, "_sync") for frame in traceback.extract_tb(trace))
 
 
 def _frames_of_the_script(trace: Any) -> list[bool]:

@@ -108,7 +108,8 @@ class JobHealth(Callback):
 
     def _end_those_that(self, event: Event) -> bool:
         """Whether the event ended a warning."""
-        over = [key for key, one in self._standing.items() if ends(one.kind, one.data, event.kind, event.data)]
+        known = self._standing.items()
+        over = [key for key, one in known if ends(one.kind, one.data, event.kind, event.data, one.step)]
         for key in over:
             self.n_over += self._standing.pop(key).n
         return bool(over)

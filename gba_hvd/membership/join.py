@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from gba_hvd.callbacks import Callback
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none, worker_lost
 from gba_hvd.comm.key_exchange import share_key, shared_secret
@@ -118,6 +119,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     is_leader = members.leader_of(mine.host) == world.rank
+    if not agreed.is_restart:
+        all_or_none(world, False, "start", lambda: _start_callbacks(engine, world, is_leader), "its callbacks")
     engine.identify(settings=digest(settings))
     job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
@@ -176,6 +179,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         decision=None if recovery is None else recovery.decision, rolled_back=rolled_back, leaders_apart=carriers.apart,
         workers=_workers(facts),
     )  # fmt: skip
+
+
+def _start_callbacks(engine: Engine, world: World, is_leader: bool) -> None:
+    for callback in engine.callbacks:
+        if isinstance(callback, Callback):
+            callback.on_start(world.rank == 0, is_leader)
 
 
 def _workers(facts: list[RankState]) -> frozenset[tuple[int, int]]:

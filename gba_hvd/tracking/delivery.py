@@ -36,7 +36,9 @@ def decide(error: BaseException, run_is_active: bool | None) -> DeliveryVerdict:
     what = first_line(error)
     if run_is_active is False:
         return DeliveryVerdict(
-            DeliveryAction.STOP, f"the run was deleted in MLflow (`mlflow runs restore` brings it back): {what}"
+            DeliveryAction.STOP,
+            "the run was deleted in MLflow (`mlflow runs restore` brings it back; where its experiment was deleted, "
+            f"`mlflow experiments restore`): {what}",
         )
     if isinstance(error, ModuleNotFoundError):
         return DeliveryVerdict(DeliveryAction.STOP, f"{what}: pip install {error.name}")

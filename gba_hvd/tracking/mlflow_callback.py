@@ -5,6 +5,7 @@ Nothing here talks to MLflow or imports it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import importlib.util
@@ -46,6 +47,7 @@ from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
     SpoolStatus,
     SpoolWriter,
+    check_folder,
     left_behind,
     log_path,
     model_path,
@@ -102,7 +104,8 @@ class MLflowCallback(Callback):
         `mlflow.parentRunId`. One that is not there is warned of (`parent_run_id_unused`).
     log_every_steps: a point per so many steps; its loss and throughput are means over them.
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
-    spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
+    spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent. The job is refused
+        where it cannot be written.
     flush_timeout_s: how long the end of training may wait for the last records to be sent. A model that is logged has
         longer, while MLflow answers: a second for each 8 MiB, then two minutes. 0: it has no more than the former.
     log_model: a `gba_hvd.LogModel`: log the trained model with the run, and register it.
@@ -165,6 +168,7 @@ class MLflowCallback(Callback):
         self._restarts = 0
         self._next_look_s = 0.0
         self._reported_problem: str | None = None
+        self._reported_text = ""
         self._reach = Reach()
         self._logged_step = -1
         self._mode: str | None = None
@@ -201,6 +205,21 @@ class MLflowCallback(Callback):
             self._log_model.check(model)
             self._model = model
 
+    def on_start(self, is_chief: bool, is_host_leader: bool) -> None:
+        if not self._writes(is_chief, is_host_leader):
+            return
+        try:
+            check_folder(self._spool_dir)
+        except OSError as error:
+            raise BadInput(
+                f"MLflowCallback cannot write its records to {self._spool_dir}: {error.strerror or error}. Name a "
+                "folder that can be written: GBA_HVD_SPOOL_DIR, or MLflowCallback(spool_dir=)"
+            ) from error
+
+    def _writes(self, is_chief: bool, is_host_leader: bool) -> bool:
+        """Whether a worker has records of its own."""
+        return is_chief or (is_host_leader and self._system_every_s > 0)
+
     def on_job(self, job: Job) -> None:
         if self._log_model is not None:
             self._log_model.check_job(job.settings)
@@ -210,7 +229,7 @@ class MLflowCallback(Callback):
         self._job = job
         self._leave_run_of_another()
         self._since = _Interval()
-        if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
+        if not self._writes(job.is_chief, job.is_host_leader) and self._writer is None:
             self._forget_unreported()
             return
         if job.is_chief and not was_chief:
@@ -416,6 +435,7 @@ class MLflowCallback(Callback):
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
         end: dict[str, Any] = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
         end["ms"] = _now_ms()
+        self._put_spool_back()
         self._write(end | ({"model": True} if logs_model else {}))
         if logs_model:  # after the end: the run has its status also if this process is killed now
             self._write({"kind": "model", "written": self._write_model()})
@@ -506,7 +526,7 @@ class MLflowCallback(Callback):
             name = f"{metric_key(self._job.job_id)}.{self._job.host}.{os.getpid()}.{next(_numbers)}.jsonl".replace(
                 "/", "_"
             )
-            self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes)
+            self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes, reserves=True)
         for record in records:
             # The job record goes to the sender alone, which needs the URI as it is; all else is shown to people.
             self._writer.append(record if record["kind"] == "job" else redacted_values(record))
@@ -544,18 +564,22 @@ class MLflowCallback(Callback):
         """Start the sender, or start it again; report each problem to the user once."""
         assert self._writer is not None
         self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        self._put_spool_back()
         status = read_status(self._writer.path)
         if self._sender is None or (not self._sender.alive() and not status.stopped and self._restarts < _RESTARTS):
             self._restarts += self._sender is not None
             self._start_sender()
-        problem = self._writer.problem
+        problem = self._writer.obstacle or self._writer.problem
+        where = f"wait in {self._writer.path}"
+        if problem:
+            where = "are lost" if self._writer.lost else "wait in memory"
         if self._job is not None and self._job.is_chief:
             has_run, now_s = status.run_id is not None, time.time()
             unreached = self._reach.look(status.problem, status.offset, self._writer.n_bytes, has_run, now_s)
             problem = problem or unreached
-        if problem != self._reported_problem:
-            self._reported_problem = problem
-            text = f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again"
+        text = f"records {where}: {problem}" if problem else "records are being sent again"
+        if problem != self._reported_problem or (problem and text != self._reported_text):
+            self._reported_problem, self._reported_text = problem, text
             _log(text, at=time.strftime("%H:%M:%S "))
 
     @property
@@ -568,8 +592,20 @@ class MLflowCallback(Callback):
         cost = f"{lost:,} records are lost" if lost else "records wait, nothing is lost so far"
         return f"MLflow{since}: {cost}: {self._reported_problem}"
 
+    def _put_spool_back(self) -> None:
+        """Where it was removed: write it again; another sender sends it from its beginning."""
+        assert self._writer is not None
+        if not self._writer.put_back():
+            return
+        if self._sender is not None:
+            self._sender.end(within_s=1.0)
+        self._sender, self._restarts = None, 0
+        _log(f"{self._writer.path} was removed: it is written again, with all of its records")
+
     def _start_sender(self) -> None:
         assert self._writer is not None
+        if not os.path.exists(self._writer.path):  # nothing can be written; what is in the way is reported
+            return
         try:
             self._sender = SenderProcess(self._writer.path)
         except (OSError, subprocess.SubprocessError) as error:
@@ -617,14 +653,13 @@ class MLflowCallback(Callback):
         assert self._writer is not None
         assert self._job is not None
         path, delivered = self._writer.path, read_status(self._writer.path)
-        lost = self._writer.lost + delivered.dropped
         self._run_id = delivered.run_id or self._run_id
-        if lost:
-            print(log_path(path).read_text()[-4000:], file=sys.stderr)
-            _log(
-                f"{lost} values were not recorded"
-                + (f": {self._writer.problem}" if self._writer.problem else ", see above")
-            )
+        if delivered.dropped:
+            with contextlib.suppress(FileNotFoundError):
+                print(log_path(path).read_text()[-4000:], file=sys.stderr)
+            _log(f"{delivered.dropped} values were not recorded, see above")
+        if self._writer.lost:
+            _log(f"{self._writer.lost:,} records are lost: {self._writer.problem}")
         if delivered.note:
             _log(delivered.note)
         if delivered.done:
@@ -642,6 +677,9 @@ class MLflowCallback(Callback):
                     drawn = f"Everything else is recorded. {self._outages}"
                     _log(delivered.model_problem or self._model_is_being_logged())
                 print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
+            return
+        if not os.path.exists(path):
+            _log(f"what MLflow did not get is lost: {path} is not there{_because(self._writer.obstacle)}")
             return
         n_unsent = unsent(path)
         why = delivered.problem or f"no answer within {self._waited_s:.0f} s; see {log_path(path)}"
@@ -782,6 +820,10 @@ def _is_in_trouble(spool: Path) -> bool:
     """Whether what is left cannot be sent now."""
     status = read_status(spool)
     return status.problem is not None or status.model_problem is not None
+
+
+def _because(obstacle: str | None) -> str:
+    return f", and cannot be made: {obstacle}" if obstacle else ": it was removed"
 
 
 def _log(message: str, at: str = "") -> None:

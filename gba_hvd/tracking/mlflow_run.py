@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from mlflow import MlflowClient, get_tracking_uri
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunStatus, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from gba_hvd.errors import BadInput
@@ -62,6 +62,10 @@ CHECKPOINTS_FILE = "checkpoints.json"  # where they are; what is in them stays t
 
 class RunNotThere(Exception):
     """The chief has not created the job's run yet; only a chief may."""
+
+
+class ExperimentDeleted(Exception):
+    """No run can be made in the job's experiment until a person has acted."""
 
 
 class JobRun:
@@ -309,7 +313,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
     """Find the job's run by its id, else by the job's id, else create it.
 
     A run of another job, whose checkpoint this one resumes from, is not written to: its id is a tag of the new run.
-    Raises RunNotThere when there is none and `may_create()` says no.
+    Raises RunNotThere when there is none and `may_create()` says no, ExperimentDeleted where the experiment was.
     """
     with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
         client = MlflowClient(tracking_uri=uri)
@@ -481,7 +485,7 @@ def _known_run(client: MlflowClient, job: Mapping[str, Any]) -> Run | None:
 def _experiment(client: MlflowClient, name: str, may_create: Callable[[], bool]) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
-        return str(experiment.experiment_id)
+        return _active(experiment)
     if not may_create():
         raise RunNotThere(f"no experiment {name!r} yet")
     try:
@@ -492,6 +496,17 @@ def _experiment(client: MlflowClient, name: str, may_create: Callable[[], bool])
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         raise RunNotThere(f"experiment {name!r} was there and is gone")
+    return _active(experiment)
+
+
+def _active(experiment: Experiment) -> str:
+    """Its id."""
+    if experiment.lifecycle_stage != "active":
+        raise ExperimentDeleted(
+            f"the experiment {experiment.name!r} was deleted in MLflow: `mlflow experiments restore --experiment-id "
+            f"{experiment.experiment_id}` brings it back, and then these records can be sent. For another launch name "
+            "another experiment: MLFLOW_EXPERIMENT_NAME, or MLflowCallback(experiment=)"
+        )
     return str(experiment.experiment_id)
 
 

@@ -16,8 +16,8 @@ _OF_ONE_HOST = ("recovery_idle", "row_compression_idle")
 _OF_CHECKPOINTS = ("checkpoint_late", "checkpoint_failed")
 
 
-def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]) -> bool:
-    """Whether a warning is over with a later event. kind, data: of the warning; by, by_data: of the event."""
+def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any], step: int = 0) -> bool:
+    """Whether a warning is over with a later event. kind, data, step: of the warning; by, by_data: of the event."""
     if kind == "server_missing":  # waiting: "mode gba", "the checkpoint that is due"
         modes = [what.removeprefix("mode ") for what in data.get("waiting", ()) if what.startswith("mode ")]
         return by_data.get("to") in modes if modes and by == "switch" else by == "checkpoint" and not modes
@@ -25,6 +25,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return by == "switch" and by_data.get("to") == data.get("to")
     if kind in _OF_CHECKPOINTS:
         return by == "checkpoint"
+    if kind == "not_saved":  # the last step of a job: another launch has saved it, or a later one
+        return by == "checkpoint" and int(by_data.get("saved_step", -1)) >= step
     if kind == "best_not_saved":  # a model that was better still is saved
         is_later = int(by_data.get("best_step") or 0) > int(data.get("best_step", 0))
         return by == "checkpoint" and is_later and by_data.get("best_unsaved_step") is None
@@ -68,6 +70,6 @@ def _over(warning: Record, later: Iterable[Record]) -> int | None:
     if is_over_at_once(kind, data):
         return int(warning.get("step", 0))
     for event in later:
-        if ends(kind, data, str(event.get("event")), event.get("data", {})):
+        if ends(kind, data, str(event.get("event")), event.get("data", {}), int(warning.get("step", 0))):
             return int(event.get("step", 0))
     return None

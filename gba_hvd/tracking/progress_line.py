@@ -159,7 +159,8 @@ class ProgressLine(Callback):
         if event.kind == "worker_hangs":
             self._hanging.append(event)
         for warned in self._warnings.values():
-            if warned.over is None and ends(warned.event.kind, warned.event.data, event.kind, event.data):
+            one = warned.event
+            if warned.over is None and ends(one.kind, one.data, event.kind, event.data, one.step):
                 warned.over = event.step
         if event.level == "warning":  # the log has its text
             over = event.step if is_over_at_once(event.kind, event.data) else None

@@ -28,6 +28,7 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
+LOST_EVENT = "records_lost"
 
 
 class Blocked(Exception):
@@ -137,6 +138,7 @@ class Sender:
                     lambda run: run.put_data(text) if path == DATA_FILE else run.put_text(path, text), artifact=path
                 )
             case "end":
+                self._report_lost(record)
                 if self._events_waiting:
                     self._put_events()
                 status = record["status"]
@@ -151,6 +153,22 @@ class Sender:
                 self._put_report()  # again, with the model
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)
+
+    def _report_lost(self, end: Record) -> None:
+        """What the worker could not write, as its end has it. The event is of the chief's run."""
+        n, why = end.get("lost", 0), end.get("why_lost")
+        if not n:
+            return
+        self._set(lost=n)
+        if self.job is None or not self.job["chief"] or any(one["event"] == LOST_EVENT for one in self._own_events):
+            return
+        text = (
+            f"{n:,} records were lost before they were sent, so curves and events have gaps: {why}. Free some space in "
+            f"{self.spool.parent}, or name another folder: GBA_HVD_SPOOL_DIR, or MLflowCallback(spool_dir=)"
+        )
+        event = self._event(LOST_EVENT, text, "warning", {"lost": n, "why": why})
+        self._own_events.append(event | {"unix_s": end["ms"] / 1000})  # of a sender after this one, the same
+        self._events_waiting = True
 
     def _send(self, batch: LogBatch) -> None:
         sent = self._sent_of(batch) if len(batch) else 0
@@ -267,7 +285,13 @@ class Sender:
         if self.job is None:
             raise Stopped(f"{self.spool} does not begin with a job record: not a spool of this program?")
         try:
-            from gba_hvd.tracking.mlflow_run import RunNotThere, experiment_name, open_run, resolved_uri
+            from gba_hvd.tracking.mlflow_run import (
+                ExperimentDeleted,
+                RunNotThere,
+                experiment_name,
+                open_run,
+                resolved_uri,
+            )
         except ModuleNotFoundError as error:
             raise _as_signal(delivery.decide(error, run_is_active=None)) from error
         uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
@@ -285,6 +309,8 @@ class Sender:
                 not_there.append("parent_run_id")
         except RunNotThere as error:
             raise Blocked(str(error)) from error
+        except ExperimentDeleted as error:
+            raise Stopped(str(error)) from error
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._run = run
@@ -422,4 +448,5 @@ def _without_kind(record: Record) -> Record:
 
 
 def say(message: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {redacted(message)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk: the status has what matters
+        print(f"{time.strftime('%H:%M:%S')} {redacted(message)}", file=sys.stderr, flush=True)

@@ -117,7 +117,10 @@ def restore(
         newest = chain.newest
         for manifest in chain.manifests:
             if differences := difference(manifest.schema, schema):
-                raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
+                raise BadInput(
+                    f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}. Continue with what "
+                    "it has, or start over: at another url, or with resume=False"
+                )
         try:
             state = read_state(store, newest) if with_state else None
             if state is not None:

@@ -108,3 +108,14 @@ def test_what_was_sent_to_mlflow_is_shown_without_control_characters(
     monkeypatch.setattr(sender_process, "send_left_behind", lambda *args: sent)
     assert main(["mlflow", "send", str(tmp_path)]) == 1
     assert "not sent, kept: x\\x1b[2J" in shown(capsys)
+
+
+def test_what_a_job_could_not_write_is_named_where_the_rest_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = SimpleNamespace(done=True, dropped=0, lost=31, run_id="r", tracking_uri="http://m")
+    (tmp_path / "spool.jsonl").touch()
+    monkeypatch.setattr(sender_process, "prepare_process", lambda: None)
+    monkeypatch.setattr(sender_process, "send_left_behind", lambda *args: sent)
+    assert main(["mlflow", "send", str(tmp_path)]) == 0
+    assert "sent to run r at http://m, 31 lost before: its job could not write them" in shown(capsys)

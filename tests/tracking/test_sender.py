@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,21 @@ def test_a_run_somebody_deleted_stops_the_sender_and_keeps_the_records(run: Faul
     assert sender.status.stopped
     assert "mlflow runs restore" in (sender.status.problem or "")
     assert sender.status.dropped == 0
+    assert [record["kind"] for record in all_records(spool)] == ["job", "metrics", "end"]
+
+
+def test_a_deleted_experiment_stops_the_sender_with_the_remedy(spool: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(name=name, experiment_id="7", lifecycle_stage="deleted")
+    )
+    monkeypatch.setattr(mlflow_run, "MlflowClient", lambda tracking_uri: mlflow)
+    write(spool, JOB, *points(1), END)
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert sender.status.stopped and sender.status.dropped == 0
+    assert "the experiment 'e' was deleted" in (sender.status.problem or "")
+    assert "mlflow experiments restore --experiment-id 7" in (sender.status.problem or "")
+    assert "MLFLOW_EXPERIMENT_NAME" in (sender.status.problem or "")
     assert [record["kind"] for record in all_records(spool)] == ["job", "metrics", "end"]
 
 

@@ -59,6 +59,24 @@ def test_what_ends_a_warning(kind: str, data: dict[str, Any], by: str, by_data: 
     assert ends(kind, data, by, by_data) is over
 
 
+@pytest.mark.parametrize(
+    ("by", "by_data", "over"),
+    [
+        ("checkpoint", {"saved_step": 76}, True),
+        ("checkpoint", {"saved_step": 80}, True),
+        ("checkpoint", {"saved_step": 60}, False),
+        ("checkpoint", {}, False),
+        ("finished", {}, False),
+    ],
+)
+def test_a_last_step_that_was_not_saved_is_over_once_a_launch_saves_it_or_a_later_one(
+    by: str, by_data: dict[str, Any], over: bool
+) -> None:
+    assert ends("not_saved", {}, by, by_data, 76) is over
+    warned = {"event": "not_saved", "step": 76, "level": "warning", "data": {}}
+    assert over_since([warned, {"event": by, "step": 80, "data": by_data}]) == [80 if over else None, None]
+
+
 def test_a_world_that_was_late_and_stands_is_over_at_once() -> None:
     late, forming = stands(5, Wait(40.0), 2, "training stood still"), still_forms(5, Wait(40.0), "training continues")
     assert is_over_at_once(late.kind, late.data) and not is_over_at_once(forming.kind, forming.data)

@@ -41,6 +41,7 @@ def send(args: argparse.Namespace) -> int:
             status = send_left_behind(spool, args.timeout)
         if status.done:
             dropped = f", {status.dropped} refused by MLflow" if status.dropped else ""
+            dropped += f", {status.lost} lost before: its job could not write them" if status.lost else ""
             print_line(f"{spool}: sent to run {status.run_id} at {redacted(status.tracking_uri or '')}{dropped}")
         else:
             failed += 1

@@ -332,8 +332,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(
     ram: RamStore, make: Callable[[], TensorRows], what: str
 ) -> None:
     Saver(two_tables(), ram).save()
-    with pytest.raises(BadInput, match=what):
+    with pytest.raises(BadInput, match=what) as refused:
         restore(ram, make())
+    assert str(refused.value).endswith("start over: at another url, or with resume=False")
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused_and_not_passed_over(

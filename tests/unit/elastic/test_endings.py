@@ -98,6 +98,25 @@ def test_a_refusal_without_a_line_of_the_script_is_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(("where", "n_tracebacks"), [("_sync", 0), ("register_callbacks", 1)])
+def test_a_refusal_while_the_world_forms_is_one_line_under_a_line_of_the_script_too(
+    where: str, n_tracebacks: int
+) -> None:
+    script = (
+        "from gba_hvd import BadInput\n"
+        "from gba_hvd.elastic import endings, torch_state\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        f"code = \"def {where}(): raise BadInput('another dim')\"\n"
+        "exec(compile(code, torch_state.__file__, 'exec'))\n"
+        f"{where}()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr.count("Traceback")) == (1, n_tracebacks), ended.stderr
+    assert ended.stderr.endswith("BadInput: another dim\n")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("call", "n_tracebacks"), [("read()", 0), ("all_or_none(SoloWorld(), False, 'read', read)", 1)]
 )

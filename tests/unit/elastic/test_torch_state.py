@@ -386,6 +386,24 @@ def test_a_refused_launch_promises_nothing_of_the_same_command(
     assert "goes_on" not in events[0].data
 
 
+def test_a_callback_that_cannot_start_on_one_worker_refuses_the_job_on_all(workers: Any, on_host: Any) -> None:
+    class Refuses(gba_hvd.Callback):
+        def on_start(self, is_chief: bool, is_host_leader: bool) -> None:
+            if is_host_leader and not is_chief:
+                raise BadInput("no folder on b")
+
+        def on_job(self, job: gba_hvd.Job) -> None:
+            raise AssertionError("the job was not refused")
+
+    jobs = [on_host(host) for host in "aab"]
+    for job in jobs:
+        job.state.register_callbacks([Refuses()])
+    first, second, refused = workers.outcomes(jobs, lambda job: job.state.sync())
+    assert str(refused) == "no folder on b" and isinstance(refused, BadInput)
+    assert [type(one).__name__ for one in (first, second)] == ["WorldLost", "WorldLost"]
+    assert "the worker of rank 2 could not start its callbacks; its log says why" in str(first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_best", [None, "auc"])
 def test_the_checkpoint_of_the_best_night_stays(
