@@ -167,6 +167,8 @@ class EmbeddingTables(FollowsModule):
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
         # Returns when all workers of the host have applied their part of the newest step; set by allreduce mode.
         self.await_steps: Callable[[], None] = _nothing_to_await
+        # Entered while the rows are saved by this worker alone; set where others may train meanwhile.
+        self.while_saved: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.notes_samples = False  # forward passes note which sample each id belongs to
         self.trained_vocabularies: Mapping[str, Mapping[int, str]] = {}  # see `reading.trained_vocabularies.Trained`
         self.trained_scaling: Mapping[str, tuple[str, float, float]] = {}  # see `reading.trained_scaling.Scaling`

@@ -1,4 +1,4 @@
-"""A mode with servers: each worker leases micro-batches and pushes their gradients, and waits for no other worker.
+"""A mode with servers: each worker leases micro-batches and pushes their gradients. Within an epoch it waits for none.
 
     lease -> newest dense values -> rows read in place -> loss.backward -> push
              (the next lease is prefetched beside the computation)
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -245,6 +245,27 @@ class ParameterServerMode:
     def _note_epoch_over(self) -> None:
         for participant in self._engine.participants:
             participant.epoch_over(self.servers)
+
+    @contextlib.contextmanager
+    def while_saved(self) -> Iterator[None]:
+        """`EmbeddingTables.while_saved`: between two epochs others wait, however long it takes; else it is reported."""
+        engine, contact, memory = self._engine, self.servers.contact, self._engine.model.tables.memory
+        assert memory is not None
+        before, contact.saving = memory.step_span(), True
+        try:
+            yield
+        finally:
+            contact.saving = False
+        if (after := memory.step_span()) == before:
+            return
+        text = (
+            f"save_model read rows while others trained, from step {before[0]} to {after[1]}: the saved version has "
+            "rows of several steps, so it is no model that was evaluated. Save between two epochs: there the others "
+            f"wait for save_model, and up to {engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for what the "
+            "script does before"
+        )
+        data = {"first": before[0], "last": after[1]}
+        engine.emit(Event("saved_while_training", engine.progress.step, text, data, level="warning"), only_here=True)
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)

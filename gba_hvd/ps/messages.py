@@ -355,6 +355,7 @@ class HeartbeatMsg(Struct, tag="Beat"):
     # Generation of a mode that the workers of this host continue without: no worker is in it.
     abandoned: int = msgspec.field(name="given_up", default=0)
     host_name: str = ""  # for people
+    saving: bool = False  # the thread that trains is in `save_model`
 
 
 class Evaluate(Struct):

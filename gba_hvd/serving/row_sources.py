@@ -123,6 +123,12 @@ def step_of_rows(tables: Sequence[EmbeddingTables]) -> int:
     return int(max(memory.steps_of(shard)[0] for memory in memories for shard in memory.ready()))
 
 
+def step_span_of(tables: Sequence[EmbeddingTables]) -> tuple[int, int]:
+    """`ShardMemory.step_span` of their memory (`live_rows`)."""
+    spans = [cast(Any, whole_of(one).memory).step_span() for one in tables]
+    return min(first for first, _ in spans), max(last for _, last in spans)
+
+
 def trained_input(opened: OpenCheckpoint) -> tuple[Trained, trained_scaling.Scaling]:
     """The vocabularies and the scaling in the training state of a job; one of an earlier version has none."""
     state = state_codec.decode(opened.state() or state_codec.encode({}))

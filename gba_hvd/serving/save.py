@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gba_hvd.convert import is_converted
 from gba_hvd.embedding.module_placement import evaluating
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import hashed_columns, inputs
 from gba_hvd.serving.builder import Builder
@@ -45,7 +46,7 @@ from gba_hvd.serving.module import (
 )
 from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
-from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, trained_input, whole_of
+from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, step_span_of, trained_input, whole_of
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -106,8 +107,9 @@ def save_model(
         saved = gba_hvd.save_model(model, "s3://bucket/ctr", build="model.py:make_model", arguments={"dim": 16},
                                    input_example=batch)
 
-    Call it on one worker, where you would evaluate: inside the training function, between two epochs. Training is not
-    changed. Rows that a version at this URL has already are not written again.
+    Call it on one worker, where you would evaluate: inside the training function, between two epochs, where the others
+    wait for it. Within an epoch of an asynchronous mode they train on, and the event `saved_while_training` reports a
+    version with rows of several steps. Rows that a version at this URL has already are not written again.
 
     build: what makes the module: "package.module:callable", imported where the model is opened, or "file.py:callable",
     whose file is copied with the model; called with `arguments`, plain JSON. Default: the model's class. It may return
@@ -152,20 +154,20 @@ def save_model(
     example = None if spec is None else inputs.columns_of(spec, input_example)
     made = None if encoder is None else encoder_to_store(encoder, spec, example, assembled, *trained)
     hashed = hashed_columns.checked(hashed, spec, assembled, has_encoder=encoder is not None)
-    if input_example is not None:
-        if len(devices := {value.device for value in dense.values()}) == 1:  # of several, the builder puts them there
-            fresh.to(devices.pop())
-        freeze(fresh, assembled, rows)
-        with evaluating(model):
-            same_outputs(_outputs(model, input_example), _outputs(fresh, input_example), str(builder))
-        if hashed and spec is not None and example is not None:
-            hashed_columns.try_example(lambda value: _outputs(fresh, value), spec, example, hashed)
-    store = open_store(url, **storage_options)
-    writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
-    stored = tuple(writer.table(one) for one in rows.values())
+    with whole_of(own[0]).while_saved():
+        if input_example is not None:
+            if len(devices := {value.device for value in dense.values()}) == 1:
+                fresh.to(devices.pop())  # (of several, the builder puts them there)
+            freeze(fresh, assembled, rows)
+            _compare(model, fresh, input_example, own, str(builder))
+            if hashed and spec is not None and example is not None:
+                hashed_columns.try_example(lambda value: _outputs(fresh, value), spec, example, hashed)
+        store = open_store(url, **storage_options)
+        writer = ShardWriter(store, only_trained=tables == "touched", shard_bytes=shard_bytes, on_bytes=on_bytes)
+        stored, step = tuple(writer.table(one) for one in rows.values()), step_of_rows(own)
     return _commit(
         store, builder, stored, model, dense, converted, spec, example, activation,
-        {"step": step_of_rows(own), **(source or {})}, writer, exported, made, hashed,
+        {"step": step, **(source or {})}, writer, exported, made, hashed,
     )  # fmt: skip
 
 
@@ -263,6 +265,21 @@ def _check(
     if len(dense_names) and input_example is None:
         raise BadInput("dense_names needs input_example, which describes the fields of a request")
     return formats
+
+
+def _compare(model: nn.Module, fresh: nn.Module, example: Any, tables: Sequence[EmbeddingTables], builder: str) -> None:
+    """Raises BadInput where their outputs differ."""
+    before = step_span_of(tables)
+    try:
+        with evaluating(model):
+            same_outputs(_outputs(model, example), _outputs(fresh, example), builder)
+    except BadInput as error:
+        if (after := step_span_of(tables)) == before:
+            raise
+        raise BadInput(
+            f"other workers trained from step {before[0]} to {after[1]} while what {builder} builds was compared with "
+            "the model on input_example, so the outputs differ: save the model between two epochs, where they wait"
+        ) from error
 
 
 def _outputs(model: nn.Module, example: Any) -> Any:

@@ -312,6 +312,11 @@ class ShardMemory:
         finished = int(self._finished[shard])
         return finished, int(self._begun[shard])
 
+    def step_span(self) -> tuple[int, int]:
+        """The oldest finished and the newest begun step of the shards that are here: the same between two steps."""
+        marks, here = self.marks(), self.ready()
+        return int(marks.finished[here].min()), int(marks.begun[here].max())
+
     def reserve(self, shards: list[int], bytes_per_row: int = 0) -> None:
         """Take the space of these shards from the file system now, so that no later write can fail for lack of it.
 

@@ -173,6 +173,7 @@ def start(
     servers = mode.servers
     servers.client.traffic, servers.contact.host_name = engine.traffic, engine.world.host
     servers.source_names.names = engine.progress.source_names
+    model.tables.while_saved = mode.while_saved
     servers.contact.hosts_updated, engine.signals.hosts_updated = engine.signals.hosts_updated, False
     engine.signals.workers_come = False  # training does not pause for them
     if session.rule == "dana_slim":

@@ -136,6 +136,7 @@ class Coordinator:
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
+        self._in_epoch: set[int] = set()  # workers that trained in this epoch, and have not asked for the next one
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
         self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
@@ -167,7 +168,11 @@ class Coordinator:
             if self._is_left or self.requested_mode not in ("", "auto", ledger.discipline.name):
                 self._is_left = True
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
+            if request.epoch > ledger.epoch and self._others_are_between_epochs(request.worker):
+                return None
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
+            if new.epoch > ledger.epoch:
+                self._in_epoch.clear()
             self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
@@ -196,6 +201,7 @@ class Coordinator:
                 "workers must run the same script, with the same seed, on the same data"
             )
         self._take_rates(request.epoch, request)
+        self._in_epoch.add(request.worker)
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
@@ -234,6 +240,20 @@ class Coordinator:
         self._left_early.add(worker)
         alive = {w for w, seen in self.workers.items() if not seen.silent}
         return alive <= self._left_early and self.ledger.decided is None
+
+    def _others_are_between_epochs(self, worker: int) -> bool:
+        """Whether others may be in code of the script that reads the model, as `save_model` or a metric of its own.
+
+        All ask for an epoch before any step of it. Not awaited: workers that are gone or silent, that did not train in
+        the epoch before, or have done nothing for longer than a micro-batch may take.
+        """
+        self._in_epoch.discard(worker)
+        others = {w: self.workers[w] for w in self._in_epoch & self.workers.keys() if not self.workers[w].silent}
+        if not all(map(self._hangs, others.values())):
+            return True
+        for late in others:
+            self.took_too_long(late)
+        return False
 
     def done(self, request: PushDone) -> str:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
@@ -306,6 +326,8 @@ class Coordinator:
         if request.rank == 0:
             self._chief_died_s = None
         self.ledger.join(request.worker)
+        if request.saving and self.ledger.finished:
+            self.works(request.worker)  # between two epochs, where the others wait for it
         if request.hosts_updated and not self._ending:
             self.world += 1
 
@@ -589,6 +611,7 @@ class Coordinator:
         self.account = self.ledger.account
         now = self._clock()
         self.workers = {w: WorkerSeen(rank, host, pid, now, now) for w, rank, host, pid in state["workers"]}
+        self._in_epoch = set(self.workers)  # perhaps: no state says which of them asked for the next one
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
             self._chief_died_s = self._clock()

@@ -66,6 +66,7 @@ class CoordinatorService:
 
     def ask(self, caller: Requester, request: LeaseRequest) -> Answer | None:
         """A lease, or why there is none; None: the caller is answered later."""
+        ledger = self.coordinator.ledger
         answer = self._lease(request)
         if answer is None:
             asked = request.worker, request.request
@@ -73,6 +74,8 @@ class CoordinatorService:
             self._waiters.append(_Waiter(caller, request, time.monotonic()))
         elif isinstance(answer, LeaseReply) and answer.lease is not None:
             self.save_ledger()
+        if self.coordinator.ledger is not ledger:
+            self._answer_waiters()  # of the new epoch, which this worker was the last to ask for
         return answer
 
     def done(self, request: PushDone) -> Ok:

@@ -1,4 +1,4 @@
-"""A worker's part towards the servers: lease, pull, push. It waits for no other worker.
+"""A worker's part towards the servers: lease, pull, push. Within an epoch it waits for no other worker.
 
     lease -> (rows of other hosts are pulled) -> newest dense values -> the user's forward and backward -> push
     lease_prefetch    remote_rows                dense_values                         push_encoder, push_window

@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,43 @@ print("equal")
         timeout=200, check=False,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("equal\n", "")
+
+
+def steps_after_each_pass(model: nn.Module) -> None:
+    """As if other workers trained: a step changes rows whenever the model has predicted."""
+
+    def step(*_: Any) -> None:
+        memory: Any = model.tables.memory
+        shards, number = np.array(memory.ready()), memory.step_span()[1] + 1
+        memory.begin(shards, number)
+        change_rows(model, "user", np.arange(50), seed=number)
+        memory.finish(shards, number)
+
+    model.register_forward_hook(step)
+
+
+def test_rows_that_others_train_meanwhile_are_not_taken_for_another_model(trained: Trained, tmp_path: Path) -> None:
+    model = trained()
+    steps_after_each_pass(model)
+    with pytest.raises(BadInput, match=r"trained from step 0 to 1 while what .* builds was compared.* two epochs"):
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(4))
+    assert not (tmp_path / "m").exists()
+
+
+def test_rows_are_compared_and_read_while_others_wait(trained: Trained, tmp_path: Path) -> None:
+    model, looks = trained(), []
+
+    @contextlib.contextmanager
+    def while_saved() -> Iterator[None]:
+        looks.append("begin")
+        yield
+        looks.append("end")
+
+    model.tables.while_saved, rows = while_saved, model.tables.rows
+    model.tables.rows = lambda *of: looks.append("rows") or rows(*of)
+    model.register_forward_hook(lambda *_: looks.append("predicts"))
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(4))
+    assert looks[0] == "begin" and looks[-1] == "end" and {"rows", "predicts"} <= set(looks)
 
 
 class Converted(nn.Module):

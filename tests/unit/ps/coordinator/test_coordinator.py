@@ -562,6 +562,94 @@ def test_what_a_server_lost_is_counted_lost() -> None:
     assert (account.total, account.applied, account.lost, account.shard_steps_missed) == (16, 8, 8, 3)
 
 
+# --- between two epochs ----------------------------------------------------------------------------------------------
+
+
+def between_epochs(clock: Clock) -> Coordinator:
+    """Two workers have trained epoch 0, and 1 has asked for the next one, which 2 has not."""
+    coordinator = a_coordinator(clock)
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    done(coordinator, 2, lease(coordinator, 2, 1))
+    finish_epoch(coordinator, 0)
+    finish_epoch(coordinator, 0, worker=2)
+    assert not asks(coordinator, 1, 10, epoch=1), "code of worker 2 may read the model"
+    return coordinator
+
+
+def test_an_epoch_begins_when_all_that_trained_in_the_one_before_ask_for_it() -> None:
+    coordinator = between_epochs(Clock())
+    coordinator.beat(beat(3))
+    assert not asks(coordinator, 1, 10, epoch=1)
+    assert asks(coordinator, 2, 10, epoch=1), "one that came since then is not awaited"
+    assert asks(coordinator, 1, 10, epoch=1)
+    assert not coordinator.position().hanging
+
+
+def test_segments_of_an_epoch_wait_for_nobody() -> None:
+    coordinator = a_coordinator(Clock())
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    done(coordinator, 2, lease(coordinator, 2, 1))
+    finish_epoch(coordinator, 0)
+    answer = coordinator.ask(ask(1, 10, segment=1))
+    assert answer is not None and answer.lease is not None
+    done(coordinator, 1, answer.lease)
+    for request in (11, 12, 13):
+        given = coordinator.ask(ask(1, request, segment=1))
+        assert given is not None and given.lease is not None
+        done(coordinator, 1, given.lease)
+    apply_steps(coordinator)
+    assert not asks(coordinator, 1, 14, epoch=1), "worker 2 is still in the epoch before"
+
+
+@pytest.mark.parametrize("what", ["is dead", "is silent", "hangs"])
+def test_an_epoch_does_not_wait_for_a_worker_that(what: str) -> None:
+    clock = Clock()
+    coordinator = between_epochs(clock)
+    if what == "is dead":
+        coordinator.dead(2)
+    elif what == "is silent":
+        clock.now += ALIVE_S + 1
+        coordinator.beat(beat(1))
+        coordinator.fall_silent()
+    else:
+        a_minute_passes(clock, coordinator, 1, 2)
+    assert asks(coordinator, 1, 11, epoch=1)
+    assert coordinator.position().hanging == ([(2, 1002, 62.0)] if what == "hangs" else [])
+
+
+def test_an_epoch_waits_for_a_worker_that_saves_the_model_however_long_it_takes() -> None:
+    clock = Clock()
+    coordinator = between_epochs(clock)
+    for _ in range(5):
+        clock.now += LEASE_S - 1
+        coordinator.beat(beat(1)), coordinator.beat(beat(2, saving=True))
+        assert not asks(coordinator, 1, 11, epoch=1)
+    a_minute_passes(clock, coordinator, 1, 2)
+    assert asks(coordinator, 1, 12, epoch=1), "the save is over, and it hangs"
+
+
+def test_a_worker_that_saves_within_an_epoch_is_no_worker_at_work() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    lease(coordinator, 1, 1)
+    clock.now += LEASE_S + 1
+    coordinator.beat(beat(1, saving=True))
+    coordinator.fall_silent()
+    assert coordinator.position().hanging
+
+
+def test_a_successor_waits_for_all_between_two_epochs() -> None:
+    clock = Clock()
+    coordinator = between_epochs(clock)
+    successor = a_coordinator(clock)
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    assert not asks(successor, 1, 10, epoch=1)
+    assert asks(successor, 2, 10, epoch=1) and asks(successor, 1, 10, epoch=1)
+
+
 # --- replicas that are submitted (mode shadow) -----------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from gba_hvd.ps.messages import (
     Discard,
     Endpoint,
     Enter,
+    HeartbeatMsg,
     JobPosition,
     LeaseReply,
     LeaseRequest,
@@ -413,3 +414,25 @@ def test_a_successor_of_the_coordinator_knows_which_pushes_are_void(make: Callab
     successor = make(2).coordinator
     successor.resume(scene.records.ledger(GENERATION) or {})
     assert successor.void == on_disk[0]
+
+
+def test_who_waits_for_an_epoch_gets_a_lease_as_soon_as_the_last_one_asks_for_it(make: Callable[[int], Scene]) -> None:
+    scene, other = make(1), WORKER + 1
+    scene.part.idle = False
+    coordinator, answers = scene.coordinator, []
+    coordinator.beat(HeartbeatMsg(other, 1, 0, 2, GENERATION))
+    for worker in [WORKER] * 7 + [other]:
+        given = coordinator.ask(LeaseRequest(worker, GENERATION, 100 + len(answers), 0, 64, [0.5, 0.1], 0))
+        assert isinstance(given, LeaseReply) and given.lease is not None
+        coordinator.done(PushDone(worker, GENERATION, given.lease.micro, given.lease.serial))
+        answers.append(given)
+    scene.executor.advance()
+    assert coordinator.ledger.finished
+    service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
+    replies: list[Any] = []
+    waits: Any = SimpleNamespace(reply=replies.append)
+    assert service.ask(waits, LeaseRequest(other, GENERATION, 200, 1, 64, [0.5, 0.1], 0)) is None and not replies
+    last = service.ask(waits, LeaseRequest(WORKER, GENERATION, 200, 1, 64, [0.5, 0.1], 0))
+    assert isinstance(last, LeaseReply) and last.lease is not None
+    (first,) = replies
+    assert first.lease is not None and first.lease.micro != last.lease.micro
