@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class TrainingState:
     # --- given -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """As another worker takes it over."""
         engine, values = self._engine, {}
         for name in self.names:
             value = getattr(self._owner, name)
@@ -87,6 +87,11 @@ class TrainingState:
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
             "pauses": engine.reports.pauses.state_dict(),
         }
+
+    def to_save(self) -> dict[str, Any]:
+        """As a checkpoint has it: without what `resume` takes from the script."""
+        state = self.state_dict()
+        return {**state, "callbacks": _without_modes(state["callbacks"])}
 
     def _parameter_names(self) -> dict[str, str]:
         """What servers call each dense parameter -> its name in the model, where these differ."""
@@ -203,13 +208,11 @@ class TrainingState:
         refuse_foreign_state(where, state)
         engine, first = self._engine, state.get("snapshot", state)
         refuse_other_optimizer(where, first, engine.model.optimizer)
-        # The script says which mode it wants, not the job that was lost.
-        kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         script = rates_of(engine.model.optimizer)
         before = None if "script_rates" not in first else of_wire(first["script_rates"])
         self._script_rates = before or script  # those that the saved ones come from: later launches compare, too
         try:
-            self.load_state_dict({**first, "callbacks": kept})
+            self.load_state_dict({**first, "callbacks": _without_modes(first["callbacks"])})
         except RuntimeError:  # (a model may load what has other names, by hooks of its own)
             refuse_other_tensors(where, first, self._model)
             raise
@@ -234,3 +237,8 @@ class TrainingState:
         """Once, on the rank that resumed: what the script's learning rates were replaced by."""
         restored, self.restored = self.restored, None
         return None if restored is None else restored.rates
+
+
+def _without_modes(callbacks: Sequence[Any]) -> list[Any]:
+    """The script says which mode it wants, not the job that was lost."""
+    return [entry for entry in callbacks if entry[0] != GBACallback.__name__]

@@ -252,7 +252,7 @@ class WorkerSaves:
         engine = self._engine
         residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
         random = {"random": rng_state.gather(engine.world)}
-        return state_codec.encode({**self._state.state_dict(), **residual, **random}) if engine.world.rank == 0 else b""
+        return state_codec.encode({**self._state.to_save(), **residual, **random}) if engine.world.rank == 0 else b""
 
     def _is_as_resumed(self) -> bool:
         """Whether this launch would save what it resumed from. In allreduce mode. A collective."""

@@ -109,6 +109,8 @@ def check_splits(model: nn.Module, example: Any) -> None:
                        "EmbeddingTables can be split")  # fmt: skip
     spec = inputs.spec_of(example, model)
     values = inputs.values_of(spec, example)
+    if weighted := [one["column"] for one in inputs.fields(spec) if "weights" in one]:
+        raise BadInput(f"dense_program: {weighted[0]!r} is a Bag with weights, which a program's lookups do not have")
     n = min(len(one.offsets) if isinstance(one, Bag) else len(one) for one in values.values())
     if n < 2:
         raise BadInput(f"dense_program: input_example has {n} samples, at least 2 are needed to keep their number free")

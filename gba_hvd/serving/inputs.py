@@ -2,8 +2,8 @@
 
 An input is a `Batch`, a tensor, a `Bag`, a mapping of these, or a tuple of positional arguments. Each tensor is a
 field: a column of a request. A tensor [B] is a column of numbers, one of more dimensions a column of lists, or the
-columns `field_0`, `field_1`, ... of a tensor [B, L]. A `Bag` is a column of lists of any length. Columns of
-`Batch.dense` may have names, by which a request gives them.
+columns `field_0`, `field_1`, ... of a tensor [B, L]. A `Bag` is a column of lists of any length, and its weights are
+another one, `field_weights`. Columns of `Batch.dense` may have names, by which a request gives them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from gba_hvd.errors import BadInput
 
 Spec = Mapping[str, Any]
 """Plain JSON. "kind": "field" (column, dtype, shape without B, is_bag, has_nan; of `Batch.dense` also the names of its
-columns, where they are known), "batch" (ids, dense), "mapping" (parts by name), or "arguments" (parts). "order": the
-names of ids or parts, since a model may read them in that order, and the keys of stored JSON are sorted."""
+columns, where they are known; of a `Bag` with weights the field "weights", a bag as well), "batch" (ids, dense),
+"mapping" (parts by name), or "arguments" (parts). "order": the names of ids or parts, since a model may read them in
+that order, and the keys of stored JSON are sorted."""
 
 _DTYPES = {
     str(dtype)[6:]: dtype
@@ -39,14 +40,37 @@ _DTYPES = {
 def spec_of(example: Any, model: nn.Module, dense_names: Sequence[str] = ()) -> Spec:
     """The fields of an input. dense_names: of the columns of `Batch.dense`, in their order.
 
-    Raises BadInput for an input that has other parts, two fields of one name, and names that do not fit.
+    Raises BadInput for an input that has other parts, two fields of one name or other numbers of samples, and names
+    that do not fit.
     """
     names = [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind < 3]
     spec = _spec(example, names[0] if names else "x", names)
     columns = [field["column"] for field in fields(spec)]
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise BadInput(f"input_example has two fields called {twice[0]!r}: rename one")
+    check_samples(spec, example, of_one=True)
     return _with_names(spec, dense_names) if len(dense_names) else spec
+
+
+def check_samples(spec: Spec, example: Any, *, of_one: bool) -> None:
+    """Raises BadInput for fields with other numbers of samples, since each request has one.
+
+    of_one: tensors of a single one may be among others: a model that broadcasts them takes one for each sample as well.
+    """
+    sizes = {field["column"]: _n_samples(one) for field, one in _fields_of(spec, example)}
+    bags = {field["column"] for field in fields(spec) if field["is_bag"]}
+    if len({n for name, n in sizes.items() if n != 1 or name in bags or not of_one}) > 1:
+        raise BadInput(
+            f"input_example: expected one number of samples in all fields, got {sizes}: a request has a value, or a "
+            "list, of each field for each sample. Bags as values and offsets: let forward() take each as one "
+            "gba_hvd.Bag(values, offsets, weights), and give its parts to nn.EmbeddingBag. What all samples share is "
+            "a buffer of the model, or repeated for each. `save_model` without input_example saves the model for "
+            "inputs that your own code makes"
+        )
+
+
+def _n_samples(value: Tensor | Bag) -> int:
+    return len(value.offsets if isinstance(value, Bag) else value)
 
 
 def _with_names(spec: Spec, names: Sequence[str]) -> Spec:
@@ -78,24 +102,29 @@ def _spec(value: Any, name: str, names: Sequence[str] = ()) -> Spec:
     is_bag = isinstance(value, Bag)
     tensor = value.values if isinstance(value, Bag) else value
     dtype = str(tensor.dtype)[6:] if isinstance(tensor, Tensor) else ""
-    if dtype not in _DTYPES or tensor.is_nested or not tensor.ndim or (is_bag and value.weights is not None):
+    if dtype not in _DTYPES or tensor.is_nested or not tensor.ndim:
         what = f"{tensor.dtype} {list(tensor.shape)}" if dtype else type(value).__name__
         raise BadInput(
-            f"input_example: {name} is a {what}; requests can be made for a Batch, tensors [B, ...] of numbers, Bags "
-            "without weights, mappings of these and tuples of arguments. Without input_example the model is saved, and "
-            "predicts for inputs that your own code makes"
+            f"input_example: {name} is a {what}; requests can be made for a Batch, tensors [B, ...] of numbers, Bags, "
+            "mappings of these and tuples of arguments. Without input_example the model is saved, and predicts for "
+            "inputs that your own code makes"
         )
     shape = [] if is_bag else list(tensor.shape[1:])
     has_nan = bool(tensor.isnan().any())
-    return {"kind": "field", "column": name, "dtype": dtype, "shape": shape, "is_bag": is_bag, "has_nan": has_nan}
+    field = {"kind": "field", "column": name, "dtype": dtype, "shape": shape, "is_bag": is_bag, "has_nan": has_nan}
+    if isinstance(value, Bag) and value.weights is not None:
+        field["weights"] = _spec(Bag(value.weights, value.offsets), f"{name}_weights")
+    return field
 
 
 def fields(spec: Spec) -> Iterator[Spec]:
     match spec["kind"]:
         case "field":
             yield spec
+            yield from [spec["weights"]] if "weights" in spec else []
         case "batch":
-            yield from spec["ids"].values()
+            for one in spec["ids"].values():
+                yield from fields(one)
             yield from [] if spec["dense"] is None else [spec["dense"]]
         case "mapping":
             for part in spec["parts"].values():
@@ -209,7 +238,8 @@ def columns_of(spec: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]
 def _fields_of(spec: Spec, value: Any) -> Iterator[tuple[Spec, Any]]:
     match spec["kind"]:
         case "batch":
-            yield from ((one, value.ids[key]) for key, one in spec["ids"].items())
+            for key, one in spec["ids"].items():
+                yield from _fields_of(one, value.ids[key])
             if spec["dense"] is not None:
                 yield spec["dense"], value.dense
         case "mapping":
@@ -220,6 +250,8 @@ def _fields_of(spec: Spec, value: Any) -> Iterator[tuple[Spec, Any]]:
                 yield from _fields_of(part, one)
         case _:
             yield spec, value
+            if "weights" in spec:
+                yield spec["weights"], Bag(value.weights, value.offsets)
 
 
 def _columns_of(field: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any]]]:
@@ -237,10 +269,11 @@ def _columns_of(field: Spec, value: Any) -> dict[str, np.ndarray | list[list[Any
 def input_of(spec: Spec, request: Mapping[str, Any]) -> Any:
     """The input of the model. request: by column, numbers or lists of B samples.
 
-    Raises BadInput naming the field that is missing, has another dtype or shape, or another number of samples.
+    Raises BadInput naming the field that is missing, has another dtype or shape, another number of samples, or of
+    weights.
     """
     read = {field["column"]: _read(field, request) for field in fields(spec)}
-    sizes = {name: len(one.offsets) if isinstance(one, Bag) else len(one) for name, one in read.items()}
+    sizes = {name: _n_samples(one) for name, one in read.items()}
     _check_sizes(sizes)
     return value_from(spec, read, next(iter(sizes.values()), 0))
 
@@ -251,12 +284,30 @@ def value_from(spec: Spec, read: Mapping[str, Tensor | Bag], n: int) -> Any:
         case "batch":
             dense = torch.empty(n, 0) if spec["dense"] is None else read[spec["dense"]["column"]]
             assert isinstance(dense, Tensor)
-            return Batch({key: read[one["column"]] for key, one in _in_order(spec, "ids")}, dense, torch.zeros(n))
+            return Batch({key: _value_of(one, read) for key, one in _in_order(spec, "ids")}, dense, torch.zeros(n))
         case "mapping":
             return {key: value_from(part, read, n) for key, part in _in_order(spec, "parts")}
         case "arguments":
             return tuple(value_from(part, read, n) for part in spec["parts"])
-    return read[spec["column"]]
+    return _value_of(spec, read)
+
+
+def _value_of(field: Spec, read: Mapping[str, Tensor | Bag]) -> Tensor | Bag:
+    """Raises BadInput where a sample has not as many weights as ids."""
+    found = read[field["column"]]
+    if "weights" not in field:
+        return found
+    name = field["weights"]["column"]
+    weights = read[name]
+    assert isinstance(found, Bag) and isinstance(weights, Bag)
+    if len(found.values) != len(weights.values) or not torch.equal(found.offsets, weights.offsets):
+        n_ids, n_weights = (np.diff([*one.offsets.tolist(), len(one.values)]) for one in (found, weights))
+        at = int((n_ids != n_weights).argmax())
+        raise BadInput(
+            f"field {name!r}: sample {at}: expected a weight for each of its {n_ids[at]} ids in {field['column']!r}, "
+            f"got {n_weights[at]}"
+        )
+    return Bag(found.values, found.offsets, weights.values)
 
 
 def _in_order(spec: Spec, of: str) -> Iterator[tuple[str, Spec]]:

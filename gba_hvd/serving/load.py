@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.batch import Batch
+from gba_hvd.batch import Bag, Batch
 from gba_hvd.embedding.features import is_whole
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.serving import inputs
@@ -122,6 +122,8 @@ class OpenModel:
             return tuple(self._moved(one) for one in value)
         if isinstance(value, Mapping):
             return {key: self._moved(one) for key, one in value.items()}
+        if isinstance(value, Bag) and self.manifest.converted:  # its module returns rows where the ids are
+            return Bag(*(self._moved(one) for one in (value.values, value.offsets, value.weights)))
         keeps = not self.manifest.converted and isinstance(value, Tensor) and not value.is_floating_point()
         return value.to(self._device) if isinstance(value, Tensor) and not keeps else value
 

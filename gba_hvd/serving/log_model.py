@@ -96,6 +96,7 @@ class LogModel:
     def check(self, model: nn.Module) -> None:
         """Raises BadInput for what would be refused at the end of the training."""
         spec = inputs.spec_of(self.input_example, model, self.dense_names)
+        inputs.check_samples(spec, self.input_example, of_one=False)  # MLflow's signature is of it as a request
         if self.encoder is not None:
             example = inputs.columns_of(spec, self.input_example)
             encoder = encoder_to_store(self.encoder, spec, example, tables_in(model), {}, {}).encoder

@@ -30,6 +30,7 @@ FORMAT = 1
 _TWO_HASHES = 2  # of a model that has a table with two `shared_hashes`: readers of format 1 know none
 _WITH_ENCODER = 3  # of a model that has an encoder: earlier readers would take its requests for ids and numbers
 _WITH_HASHED = 4  # of a model that has `hashed` columns: the same
+_WITH_WEIGHTS = 5  # of a model that takes bags with weights: earlier readers would leave them out
 ALIGNMENT = 64  # of the rows in a shard that has keys
 _VERSION = re.compile(r"versions/(\d{6})\.json")
 _CLAIM = re.compile(r"versions/(\d{6})-[0-9a-f]{16}")
@@ -295,9 +296,9 @@ def from_json(data: bytes, name: str) -> ModelManifest:
         raise Damaged(f"{name} is cut off or overwritten: it is not the JSON that was written ({error})") from error
     if found != data:
         raise Damaged(f"{name} was altered after it was written: its checksum does not fit")
-    if document["format"] not in (FORMAT, _TWO_HASHES, _WITH_ENCODER, _WITH_HASHED):
+    if document["format"] not in (FORMAT, _TWO_HASHES, _WITH_ENCODER, _WITH_HASHED, _WITH_WEIGHTS):
         raise BadInput(
-            f"{name} is in format {document['format']}, and this program reads formats up to {_WITH_HASHED}: install "
+            f"{name} is in format {document['format']}, and this program reads formats up to {_WITH_WEIGHTS}: install "
             "the version of gba-hvd that saved it, or save the model again with this one"
         )
     try:
@@ -312,6 +313,8 @@ def from_json(data: bytes, name: str) -> ModelManifest:
 
 
 def _format_of(manifest: ModelManifest) -> int:
+    if _has_weights(manifest.input):
+        return _WITH_WEIGHTS
     if manifest.hashed:
         return _WITH_HASHED
     return _format_of_tables(manifest) if manifest.encoder is None else _WITH_ENCODER
@@ -320,6 +323,13 @@ def _format_of(manifest: ModelManifest) -> int:
 def _format_of_tables(manifest: ModelManifest) -> int:
     """Also of models with an encoder that were saved before these had a format."""
     return _TWO_HASHES if any(table.shared_hashes > 1 for table in manifest.tables) else FORMAT
+
+
+def _has_weights(part: Any) -> bool:
+    """Whether a part of `input` is a bag with weights, or has one."""
+    if isinstance(part, Mapping):
+        return (part.get("kind") == "field" and "weights" in part) or any(map(_has_weights, part.values()))
+    return isinstance(part, (list, tuple)) and any(map(_has_weights, part))
 
 
 def versions(store: Store) -> list[int]:

@@ -117,7 +117,8 @@ def save_model(
     tables: "all" rows; or "touched": those that training has changed. Others are then computed from the seed where the
     model is opened, with the same bits on a processor of the same kind.
     input_example: an input as the model takes it (a tuple: positional arguments), of few samples. It describes the
-    fields of a request, and the built module is compared with the model on it, bit for bit.
+    fields of a request, and the built module is compared with the model on it, bit for bit. Bags are `Bag`s: all
+    fields have one number of samples.
     dense_names: of the columns of `Batch.dense`, in their order: a request may give them by name.
     activation: "sigmoid": what `predict` applies to the model's outputs; "none".
     shard_bytes: size of a shard of rows. Default: a 1024th of the table, at least 16 KiB.

@@ -417,6 +417,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(trained: Trained, tm
     refused = (
         ({"build": "nowhere.py:f"}, "cannot be read"), ({"input_example": "text"}, "batch is a str"),
         (one_sample, "at least 2 are needed"), ({"dense_names": ["price"]}, "dense_names has 1 names"),
+        ({"input_example": {"tags": torch.arange(9), "tags_off": torch.arange(3)}}, "{'tags': 9, 'tags_off': 3}"),
     )  # fmt: skip
     for how, words in refused:
         callback = MLflowCallback(log_model=log_model(**how), spool_dir=tmp_path)

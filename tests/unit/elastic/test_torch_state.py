@@ -501,7 +501,7 @@ class LogsTheModel(gba_hvd.Callback):
 def test_a_launch_that_changes_nothing_saves_nothing(training: Any, clicks: Any, tmp_path: Path) -> None:
     def launch(url: Path, change: str) -> list[str]:
         job = training(epoch=0, evaluated=-1, n_shards=4 if change == "shards" else 3)
-        job.state.register_callbacks([CheckpointCallback(str(url))])
+        job.state.register_callbacks([CheckpointCallback(str(url)), gba_hvd.GBACallback(mode="allreduce")])
         if change == "a logged model":
             job.state.register_callbacks([LogsTheModel()])
         diary = with_diary(job)

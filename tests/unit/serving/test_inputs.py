@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,25 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, gba_hvd.Batch):
         return same(a.dense, b.dense) and same(dict(a.ids), dict(b.ids))
     if isinstance(a, gba_hvd.Bag):
-        return same(a.values, b.values) and same(a.offsets, b.offsets)
+        have = [one.weights is not None for one in (a, b)]
+        same_weights = same(a.weights, b.weights) if all(have) else not any(have)
+        return same(a.values, b.values) and same(a.offsets, b.offsets) and same_weights
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return len(a) == len(b) and all(map(same, a, b))
 
 
+def weighted(n: int) -> gba_hvd.Batch:
+    """`batch`, with a weight for each id of the histories."""
+    one = batch(n)
+    history: Any = one.ids["history"]
+    return replace(one, ids={**one.ids, "history": replace(history, weights=torch.rand(len(history.values)))})
+
+
 INPUTS = {
     "batch": batch(5),
+    "weights": weighted(5),
+    "weights of arguments": ({"h": weighted(3).ids["history"], "weights": torch.randn(3)}, weighted(3).ids["history"]),
     "matrix": torch.randn(4, 3),
     "mapping": {"item": torch.arange(3), "shown": torch.arange(6).view(3, 2).int(), "flag": torch.ones(3).bool()},
     "arguments": (torch.randn(3, 2), {"item": torch.arange(3)}),
@@ -220,13 +232,45 @@ def test_names_that_do_not_fit(example: Any, names: Any, words: str) -> None:
     [
         ("text", "x is a str"),
         (torch.tensor(1.0), r"x is a torch.float32 \[\]"),
-        ({"a": gba_hvd.Bag(torch.arange(3), torch.tensor([0]), torch.ones(3))}, "Bags without weights"),
+        (
+            {"a": gba_hvd.Bag(torch.arange(3), torch.tensor([0]), torch.ones(3)), "a_weights": torch.ones(1)},
+            "two fields called 'a_weights'",
+        ),
+        ({"a": gba_hvd.Bag(torch.arange(3), torch.arange(1)), "b": torch.ones(2)}, "got {'a': 1, 'b': 2}"),
+        (
+            ({"user": torch.arange(5), "tags": torch.arange(13), "tags_off": torch.arange(5), "tagw": torch.ones(13)},),
+            "expected one number of samples in all fields, got {'user': 5, 'tags': 13, 'tags_off': 5, 'tagw': 13}: .*"
+            r"let forward\(\) take each as one gba_hvd.Bag\(values, offsets, weights\)",
+        ),
         (({"a": torch.ones(1)}, {"a": torch.ones(1)}), "two fields called 'a'"),
     ],
 )
 def test_an_example_that_no_request_can_be_made_for(example: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         inputs.spec_of(example, Model())
+
+
+def test_a_field_that_is_broadcast_comes_for_each_sample() -> None:
+    spec = inputs.spec_of({"x": torch.randn(4, 3), "scale": torch.ones(1)}, Model())
+    found = inputs.input_of(spec, {"x": [[1.0, 2.0, 3.0]] * 2, "scale": [0.5, 2.0]})
+    assert found["scale"].tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(("weights", "words"), [
+    ([[0.5], [1.0, 2.0]], "'history_weights': sample 1: expected a weight for each of its 0 ids in 'history', got 2"),
+    ([[0.5, 1.0], []], "'history_weights': sample 0: expected a weight for each of its 1 ids in 'history', got 2"),
+    ([[], [0.5]], "'history_weights': sample 0: expected a weight for each of its 1 ids in 'history', got 0"),
+    ([[None], []], "'history_weights': NaN, and the example"),
+    ([[0.5]], "need one number of samples, got"),
+    (None, "'history_weights' is missing: the model needs lists of float32 in column 'history_weights'"),
+])  # fmt: skip
+def test_each_id_of_a_weighted_bag_has_a_weight(weights: Any, words: str) -> None:
+    spec = inputs.spec_of(weighted(3), Model())
+    found = inputs.input_of(spec, {**GOOD, "history_weights": [[2], []]}).ids["history"]
+    assert (found.values.tolist(), found.weights.tolist()) == ([1], [2.0])
+    request = GOOD if weights is None else {**GOOD, "history_weights": weights}
+    with pytest.raises(BadInput, match=words):
+        inputs.input_of(spec, request)
 
 
 def test_outputs_are_columns() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
+from gba_hvd.serving.load import OpenModel
 from gba_hvd.serving.manifest import from_json, read_manifest, to_json
 from gba_hvd.serving.row_sources import live_rows, step_of_rows
 from recovery.errors import Damaged, StoreError
@@ -163,6 +165,74 @@ def test_a_converted_model_is_converted_again(job_memory: Any, tmp_path: Path, d
         {"item": x[0].numpy(), **{k: v.tolist() for k, v in x[1].items()}}
     )
     assert np.array_equal(scores["score"], expected[:, 0].float().numpy())
+
+
+class OfBags(nn.Module):
+    """Bags as `nn.EmbeddingBag` takes them, one with weights, and a dense feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.words = nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0), nn.EmbeddingBag(7, 4, mode="mean")
+
+    def forward(self, x: dict[str, Any]) -> torch.Tensor:
+        tags, words = x["tags"], x["words"]
+        pooled = self.tags(tags.values, tags.offsets, per_sample_weights=tags.weights)
+        return (pooled * self.words(words.values, words.offsets)).sum(1) + x["price"]
+
+
+def test_bags_with_weights_are_requests(job_memory: Any, tmp_path: Path) -> None:
+    model = OfBags()
+    job_memory(gba_hvd.convert(model, gba_hvd.SGD(lr=0.1)))
+    tags = gba_hvd.Bag(torch.tensor([1, 2, 5]), torch.tensor([0, 2, 2]), torch.tensor([0.5, 2.0, -1.0]))
+    words = gba_hvd.Bag(torch.tensor([3, 3, 1, 6]), torch.tensor([0, 1, 3]))
+    x = {"tags": tags, "words": words, "price": torch.ones(3)}
+    gba_hvd.save_model(model, tmp_path / "m", input_example=x)
+    assert json.loads((tmp_path / "m" / "versions" / "000001.json").read_bytes())["format"] == 5
+    opened, expected = gba_hvd.open_model(tmp_path / "m"), evaluated(model, x).numpy()
+    request: dict[str, Any] = {"tags": [[1, 2], [], [5]], "words": [[3], [3, 1], [6]], "price": [1, 1, 1]}
+    request["tags_weights"] = [[0.5, 2], [], [-1]]
+    assert opened.example is not None and {*opened.example} == {*request}
+    for columns in (opened.example, request):
+        assert np.array_equal(opened.predict(columns, batch=3)["score"], expected)
+    assert np.allclose(opened.predict(request, batch=1)["score"], expected, atol=1e-6)
+
+
+def test_bags_of_a_converted_model_come_on_its_device(job_memory: Any, tmp_path: Path) -> None:
+    """As its other ids, since its modules return rows where the ids are."""
+    model, bag = OfBags(), gba_hvd.Bag(torch.tensor([1, 2]), torch.tensor([0, 1]), torch.ones(2))
+    job_memory(gba_hvd.convert(model, gba_hvd.SGD(lr=0.1)))
+    gba_hvd.save_model(model, tmp_path / "m", input_example={"tags": bag, "words": bag, "price": torch.ones(2)})
+    opened, seen = gba_hvd.open_model(tmp_path / "m"), list[gba_hvd.Bag]()
+
+    class Notes(nn.Module):
+        def forward(self, x: dict[str, Any]) -> torch.Tensor:
+            seen.append(x["tags"])
+            return torch.zeros(2)
+
+    elsewhere = OpenModel(Notes(), opened.manifest, None, torch.device("meta"))
+    assert opened.example is not None
+    elsewhere.predict(opened.example)
+    assert {part.device.type for part in vars(seen[0]).values()} == {"meta"}
+
+
+def test_weights_of_a_bag_of_a_batch_are_a_column(trained: Trained, tmp_path: Path) -> None:
+    model, one = trained(), batch(5)
+    history: Any = one.ids["history"]
+    weights = torch.rand(len(history.values), generator=torch.Generator().manual_seed(1))
+    one = replace(one, ids={**one.ids, "history": replace(history, weights=weights)})
+    gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=one)
+    opened = gba_hvd.open_model(tmp_path / "m")
+    assert opened.example is not None and "history_weights" in opened.example
+    assert np.array_equal(opened.predict(opened.example)["score"], evaluated(model, one).numpy())
+    with pytest.raises(BadInput, match="dense_program: 'history' is a Bag with weights"):
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=one, dense_program=True)
+
+
+def test_a_model_that_is_logged_needs_an_example_that_is_a_request(trained: Trained) -> None:
+    for more in (torch.ones(4), torch.ones(1)):  # MLflow's signature is of the example
+        log = gba_hvd.LogModel(name="m", input_example={"x": torch.ones(3), "more": more}, build=CODE)
+        with pytest.raises(BadInput, match=f"got {{'x': 3, 'more': {len(more)}}}"):
+            log.check(trained())
 
 
 def converting(to: torch.dtype = torch.float32) -> nn.Module:
@@ -450,6 +520,7 @@ def test_a_full_disk_leaves_the_version_before(
         ({"build": CODE, "activation": "softmax"}, "activation 'softmax' is not known"),
         ({"build": CODE, "shard_bytes": 1}, "shard_bytes must be at least 4096"),
         ({"build": CODE, "input_example": [1]}, "batch is a list"),
+        ({"build": CODE, "input_example": {"a": torch.arange(3), "a_off": torch.arange(2)}}, "{'a': 3, 'a_off': 2}"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(
@@ -543,9 +614,9 @@ def test_a_single_value_is_no_column_and_columns_that_are_not_needed_may_be_anyt
 
 def test_another_format_version(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 5)
+        patched.setattr("gba_hvd.serving.manifest._format_of", lambda manifest: 6)
         gba_hvd.save_model(trained(), tmp_path / "m", build=CODE)
-    with pytest.raises(BadInput, match="is in format 5, and this program reads formats up to 4: install"):
+    with pytest.raises(BadInput, match="is in format 6, and this program reads formats up to 5: install"):
         gba_hvd.load_for_inference(tmp_path / "m")
 
 
