@@ -223,8 +223,7 @@ class Engine:
 
     def observe(self, position: JobPosition) -> None:
         """Take over what the coordinator of servers says of the job, and report the steps since."""
-        lrs = tuple(self.model.dense_lrs)
-        known, passed = self.progress.step, self.progress.merge(position)
+        known, lrs, passed = self.progress.step, tuple(self.model.dense_lrs), self.progress.merge(position)
         self.reports.count_workers(len(position.rates), self.forming.wait() is not None)
         if self.mode is not None:
             norms = tuple(norm for step, norm in position.grad_norms if known < step <= position.step)
