@@ -64,7 +64,8 @@ class StepRecord:
     # The same of every step since the previous record, as far as they are known: in asynchronous modes a worker
     # receives the news of several steps at once, with the norms of at most 64.
     grad_norms: tuple[float, ...] = ()
-    dense_lrs: tuple[float, ...] = ()  # learning rates of the dense groups now, in the optimizer's order
+    # Learning rates of the dense groups that have parameters, in the optimizer's order, as the step used them.
+    dense_lrs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def convert(
     moves all other rows, by their decaying moments; `gba_hvd.Adam` does not, like `torch.optim.SparseAdam`. `SGD`
     without momentum and `Adagrad` are the same in both.
     optimizers: of some tables, by name, in place of `optimizer`.
-    keep: paths of modules that stay as they are, dense parameters of each worker, each with all below it.
+    keep: paths of modules that stay as they are, dense parameters of each worker, each with all below it. Of modules
+    that share a weight it names all or none.
     n_shards, shard_dir: as `EmbeddingTables` takes them.
 
     Each worker keeps the initial weights in its own memory, as the modules did. A table that is too large for that is
@@ -78,7 +79,7 @@ def convert(
     for path, module in found.items():
         if why := _why_not(module):
             raise BadInput(f"convert: {path}: {why}, or leave it as it is with keep=[{path!r}]")
-    _refuse_other_uses(model, found)
+    _refuse_other_uses(model, found, keep)
     by_weight: dict[int, dict[str, nn.Embedding | nn.EmbeddingBag]] = {}
     for path, module in found.items():
         by_weight.setdefault(id(module.weight), {})[path] = module
@@ -326,13 +327,19 @@ def _why_not(module: nn.Embedding | nn.EmbeddingBag) -> str:
     return ""
 
 
-def _refuse_other_uses(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
+def _refuse_other_uses(model: nn.Module, found: Mapping[str, nn.Module], keep: Sequence[str]) -> None:
     converted = {id(module) for module in found.values()}
     weights = {id(module._parameters["weight"]): path for path, module in found.items()}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if id(module) not in converted and id(parameter) in weights:
                 own = weights[id(parameter)]
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # one that stays
+                    raise BadInput(
+                        f"convert: {own} shares its weight with {path}, which keep={list(keep)} leaves as it is, and "
+                        f"one weight is either a table's or a dense parameter: keep both, with {own!r} in keep, or "
+                        "neither"
+                    )
                 raise BadInput(
                     f"convert: the weight of {own} is also {path}.{name} of {type(module).__name__}, which multiplies "
                     f"by all rows and not by looked-up ones: untie them, or leave it as it is with keep=[{own!r}]"

@@ -239,7 +239,7 @@ class AllreduceMode:
         n_samples = self._cut.samples_of_step(self._step_of_epoch)
         scale = model.micro_batch / n_samples
         fields["hosts_updated"] = float(engine.signals.hosts_updated)
-        rates = sum(float(group["lr"]) for group in model.optimizer.param_groups)
+        rates, lrs = sum(float(group["lr"]) for group in model.optimizer.param_groups), tuple(model.dense_lrs)
         fields["rates"], fields["rows_trained"] = rates, float(model.tables.n_trained)
         if self._not_finite:
             fields["n_bad"], fields["bad_micro"] = 1.0, self._bad_micro
@@ -261,7 +261,7 @@ class AllreduceMode:
                 fields["row_squares"] = exchange.row_squares()
             exchange.commit(dense, fields)
         if TRACE is not None:
-            TRACE.write("commit", **facts, lrs=model.dense_lrs, row_lr=model.row_lr, order=self._step_of_epoch)
+            TRACE.write("commit", **facts, lrs=model.group_lrs, row_lr=model.row_lr, order=self._step_of_epoch)
         agreed = fields.read()
         overflowed = bool(agreed["n_bad"][0]) or not self._is_finite(dense)
         if overflowed and (model.loss_scale is None or model.loss_scale.overflows >= _OVERFLOWS):
@@ -287,7 +287,7 @@ class AllreduceMode:
             dense.zero_()
             dense.clear_total_()
             self._count(n_samples, agreed, overflowed, factors)
-        self._report(n_samples, agreed, factors)
+        self._report(n_samples, agreed, factors, lrs)
 
     def _is_finite(self, dense: DenseGradients) -> bool:
         """Of the step's dense gradient; that of a single micro-batch was looked at when it was computed."""
@@ -340,7 +340,7 @@ class AllreduceMode:
             participant.after_commit(agreed[participant.name])
         self._is_measured = any(one.measures_micro_batches for one in engine.participants)
 
-    def _report(self, n_samples: int, agreed: dict[str, list[float]], factors: Factors) -> None:
+    def _report(self, n_samples: int, agreed: dict[str, list[float]], factors: Factors, lrs: tuple[float, ...]) -> None:
         engine, reports = self._engine, self._engine.reports
         reports.missing_servers()
         reports.compression()
@@ -348,7 +348,7 @@ class AllreduceMode:
         loss = agreed["loss"][0] / weight if weight else None
         seconds = time.perf_counter() - self._began_s
         self._show_times(n_samples, agreed, seconds)
-        reports.step(n_samples, loss, self.name, factors.norm, () if factors.norm is None else (factors.norm,))
+        reports.step(n_samples, loss, self.name, factors.norm, () if factors.norm is None else (factors.norm,), lrs)
         for participant in engine.participants:
             participant.after_step(agreed["micro_batch_s"], seconds, self._cut.n_micro, self.together)
 

@@ -69,7 +69,7 @@ class ParameterServerMode:
 
         def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None] | None]:
             """In a thread of its own. Rows: None where only the training thread can find out which."""
-            lrs = [*engine.model.dense_lrs, engine.model.row_lr]
+            lrs = [*engine.model.group_lrs, engine.model.row_lr]
             given = servers.ask(
                 epoch.epoch, epoch.segment, epoch.order_digest, epoch.n_samples, lrs, engine.progress.step,
                 lambda: ahead.is_closed, self._settings(),
@@ -212,7 +212,7 @@ class ParameterServerMode:
     def _before_push(self) -> bool:
         """Gives the servers this worker's learning rates; planned faults happen here. Returns whether one loses it."""
         engine = self._engine
-        self.servers.rates = engine.progress.step, [*engine.model.dense_lrs, engine.model.row_lr], self._settings()
+        self.servers.rates = engine.progress.step, [*engine.model.group_lrs, engine.model.row_lr], self._settings()
         fault = None if engine.faults is None else engine.faults.push_fault(engine.world.rank, engine.progress.step)
         if fault is None:
             return False

@@ -324,7 +324,7 @@ def _enter(
                 row_average=session.row_average,
                 accesses=session.accesses,
                 row_lr=engine.model.row_lr,
-                lrs=engine.model.dense_lrs,
+                lrs=engine.model.group_lrs,
                 tensors=[(engine.model.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
                 optimizer=spec,
                 workers=workers,

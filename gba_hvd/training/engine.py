@@ -223,11 +223,11 @@ class Engine:
 
     def observe(self, position: JobPosition) -> None:
         """Take over what the coordinator of servers says of the job, and report the steps since."""
-        known, passed = self.progress.step, self.progress.merge(position)
+        known, lrs, passed = self.progress.step, tuple(self.model.dense_lrs), self.progress.merge(position)
         self.reports.count_workers(len(position.rates), self.forming.wait() is not None)
         if self.mode is not None:
             norms = tuple(norm for step, norm in position.grad_norms if known < step <= position.step)
-            self.reports.passed(passed, position.loss, self.mode.name, position.grad_norm, norms)
+            self.reports.passed(passed, position.loss, self.mode.name, position.grad_norm, norms, lrs)
 
     # --- planned faults ----------------------------------------------------------------------------------------------
 

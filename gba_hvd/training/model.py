@@ -64,11 +64,11 @@ class TrainedModel:
                 "row_average='global'"
             )
         self.optimizer, self.tables = optimizer, tables
-        _NEWEST[tables] = weakref.ref(optimizer)
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
         self._given_names, self._compression = names, compression
         self.take_parameters()
+        _NEWEST[tables] = weakref.ref(optimizer)
         self.row_compression = row_compression
         dims = [group.dim for group in tables.layout.groups]
         tables.pools_bags = row_compression.pools
@@ -77,13 +77,27 @@ class TrainedModel:
         self.untrained: list[str] = []
 
     def take_parameters(self) -> None:
-        """Train those that the optimizer's groups have now and that want a gradient. Before the world forms."""
+        """Train those that the optimizer's groups have now and that want a gradient. Before the world forms.
+
+        Raises BadInput for a group that `convert` has left without parameters, unless there are none in any group.
+        """
+        self._refuse_empty_groups()
         parameters = [p for p in self.grouped if p.requires_grad]
         given, compression = self._given_names, self._compression
         self.dense = DenseGradients(parameters, 0)
         self.names = [given.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
         self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
         self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
+
+    def _refuse_empty_groups(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            if self.tables.looks_up_inside and self.grouped and not group["params"]:
+                raise BadInput(
+                    f"parameter group {number} of the optimizer (lr {float(group['lr']):g}) is empty, so nothing would "
+                    "use its settings. Converted modules have no parameters: their rows are trained by the row "
+                    "optimizer. Leave the group out, and give a table its learning rate and weight decay in "
+                    "gba_hvd.convert(..., optimizers={TABLE: gba_hvd.Adam(lr=..., weight_decay=...)})"
+                )
 
     @property
     def grouped(self) -> list[Tensor]:
@@ -107,8 +121,15 @@ class TrainedModel:
         return float(self._tables_group["lr"])
 
     @property
-    def dense_lrs(self) -> list[float]:
+    def group_lrs(self) -> list[float]:
+        """Of each dense group, as servers number them."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if group is not self._tables_group]
+
+    @property
+    def dense_lrs(self) -> list[float]:
+        """Of the dense groups that have parameters."""
+        groups = [group for group in self.optimizer.param_groups if group["params"]]
+        return [float(group["lr"]) for group in groups if group is not self._tables_group]
 
     @property
     def dense_settings(self) -> list[dict[str, Any]]:

@@ -134,11 +134,21 @@ class Reports:
         """The script asks for batches. What came before its first step (a start, an evaluation) is not time of it."""
         if not self._has_stepped:
             self._ended_s = time.perf_counter()
+        self._progress.hooks.loop_begins(self._model.optimizer, self._progress.step)
 
     def step(
-        self, n_samples: int, loss: float | None, mode: str, grad_norm: float | None, norms: tuple[float, ...] = ()
+        self,
+        n_samples: int,
+        loss: float | None,
+        mode: str,
+        grad_norm: float | None,
+        norms: tuple[float, ...] = (),
+        lrs: tuple[float, ...] = (),
     ) -> None:
-        """One step ended, or several that servers made. norms: of each of them, as far as they are known."""
+        """One step ended, or several that servers made.
+
+        norms: of each of them, as far as they are known. lrs: dense learning rates before the functions of `on_step`
+        """
         progress = self._progress
         for name in progress.hooks.too_fast(progress.step):
             text = (
@@ -149,7 +159,6 @@ class Reports:
         now, applied = time.perf_counter(), progress.account.applied
         at = (progress.step, progress.cursor.epoch)
         seconds, workers = now - self._ended_s, self.n_working or self._world().size
-        lrs = tuple(self._model.dense_lrs)
         record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lrs)
         self._ended_s, self._has_stepped = now, True
         if (pause := self.pauses.stepped(progress.step)) is not None:
@@ -265,6 +274,7 @@ class Reports:
         mode: str,
         grad_norm: float | None,
         norms: tuple[float, ...] = (),
+        lrs: tuple[float, ...] = (),
     ) -> None:
         """What servers did since their last report to this worker."""
         if passed is None:
@@ -272,7 +282,7 @@ class Reports:
         if passed.skipped > 0 and passed.scale:
             self.overflow(passed.skipped, passed.scale)
         if passed.steps:
-            self.step(passed.samples, loss, mode, grad_norm, norms)
+            self.step(passed.samples, loss, mode, grad_norm, norms, lrs)
 
     def overflow(self, n_steps: int, before: float) -> None:
         """So many steps up to this one were skipped. before: the scale until then."""

@@ -9,17 +9,24 @@ has not seen, and for no step twice.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
 
 @dataclass
-class _Seen:
-    """What a scheduler had counted at some step."""
+class _Watched:
+    """A scheduler, and what it had counted at some step."""
 
+    name: str
+    scheduler: Any
     count: int
     step: int
+    is_named: bool = False
 
 
 class StepHooks:
@@ -31,8 +38,8 @@ class StepHooks:
     def __init__(self) -> None:
         self.functions: list[Callable[[], Any]] = []
         self.ran_until = 0
-        self._schedulers: dict[str, Any] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._watched: list[_Watched] = []
+        self._has_looked = False
 
     def run(self, n_applied: int) -> None:
         """Catch up to so many steps that were applied."""
@@ -43,14 +50,32 @@ class StepHooks:
 
     def watch(self, values: Mapping[str, Any], step: int) -> None:
         """From here on count how often the learning-rate schedulers among `values` step."""
-        self._schedulers = {n: v for n, v in values.items() if isinstance(getattr(v, "last_epoch", None), int)}
-        self._seen = {name: _Seen(one.last_epoch, step) for name, one in self._schedulers.items()}
+        schedulers = {n: v for n, v in values.items() if isinstance(getattr(v, "last_epoch", None), int)}
+        self._watched = [_Watched(name, one, one.last_epoch, step) for name, one in schedulers.items()]
+        self._has_looked = False
+
+    def loop_begins(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Watch the optimizer's schedulers that are not in the state, too, by their classes; count from here on.
+
+        What steps once per epoch also steps in an epoch that was complete and makes no global step.
+        """
+        if not self._has_looked and "step" in vars(optimizer):  # a scheduler was made for it
+            self._has_looked = True
+            every = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
+            found = [o for o in every if getattr(o, "optimizer", None) is optimizer]
+            known = {id(watched.scheduler) for watched in self._watched}
+            for outer in found:  # of a ChainedScheduler, which does not count, the first one inside counts
+                known.update(map(id, getattr(outer, "_schedulers", ())[not hasattr(outer, "last_epoch") :]))
+            new = [o for o in found if id(o) not in known and hasattr(o, "last_epoch")]
+            self._watched += [_Watched(type(o).__name__, o, o.last_epoch, step) for o in new]
+        for one in self._watched:
+            one.count, one.step = one.scheduler.last_epoch, step
 
     def too_fast(self, step: int) -> list[str]:
         """Schedulers that stepped more often than global steps were made; each is named once."""
-        found = []
-        for name, seen in list(self._seen.items()):
-            if self._schedulers[name].last_epoch - seen.count > step - seen.step:
-                found.append(name)
-                del self._seen[name]
-        return found
+        found = [
+            one for one in self._watched if not one.is_named and one.scheduler.last_epoch - one.count > step - one.step
+        ]
+        for one in found:
+            one.is_named = True
+        return [one.name for one in found]

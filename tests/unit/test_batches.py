@@ -221,7 +221,7 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     progress = SimpleNamespace(step=0, n_steps=0)
     watched = SimpleNamespace(note=lambda: None)
     model = SimpleNamespace(
-        dense_lrs=[], dense_settings=[], row_lr=0.1, tables=SimpleNamespace(**says("drop_gradients"))
+        group_lrs=[], dense_settings=[], row_lr=0.1, tables=SimpleNamespace(**says("drop_gradients"))
     )
     model.parameter_watch, model.dense = watched, SimpleNamespace(**says("zero_"))
     engine: Any = SimpleNamespace(

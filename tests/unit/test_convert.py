@@ -392,6 +392,20 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes(convert: Conver
     assert "Converted" not in repr(model)
 
 
+def test_of_modules_that_share_a_weight_keep_names_all_or_none(convert: Convert) -> None:
+    def model() -> nn.Module:
+        one = nn.ModuleDict({"item": nn.Embedding(9, 4), "hist": nn.EmbeddingBag(9, 4), "user": nn.Embedding(5, 4)})
+        one["hist"].weight = one["item"].weight
+        return one
+
+    text = (
+        r"item shares its weight with hist, which keep=\['hist'\] leaves .* keep both, with 'item' in keep, or neither"
+    )
+    with pytest.raises(BadInput, match=text):
+        convert(model(), keep=["hist"])
+    assert [t.name for t in convert(model(), keep=["hist", "item"]).layout.tables] == ["user"]
+
+
 @pytest.mark.parametrize(("keep", "text"), [("user", "must be a list"), (["users"], "'users', which is no module")])
 def test_a_bad_keep_is_refused(convert: Convert, keep: Any, text: str) -> None:
     with pytest.raises(BadInput, match=text):
@@ -480,6 +494,29 @@ class Clicked(nn.Module):
         rows = [self.user(batch.ids["user"]), self.item(batch.ids["item"]), batch.dense]
         logits: Tensor = self.out(torch.cat(rows, dim=1)).squeeze(1)
         return logits
+
+
+def test_a_group_of_modules_that_were_converted_is_refused(tmp_path: Path) -> None:
+    model = Clicked()
+    tables = gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
+
+    def made(*groups: dict[str, Any]) -> Any:
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        return gba_hvd.DistributedOptimizer(optimizer, tables, global_batch=4, micro_batch=2)
+
+    dense, empty = {"params": list(model.out.parameters())}, {"params": list(model.user.parameters()), "lr": 0.3}
+    text = (
+        r"parameter group 1 of the optimizer \(lr 0.3\) is empty.* rows are trained by the row optimizer.* optimizers="
+    )
+    optimizer = made(dict(dense))
+    with pytest.raises(BadInput, match=text) as refused:
+        made(dict(dense), dict(empty))
+    optimizer.engine.model.refuse_if_replaced()
+    assert refused.tb is not None, "the optimizer that was refused is still there"
+    with pytest.raises(BadInput, match=text):
+        optimizer.add_param_group(dict(empty))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+    assert made(dict(empty)), "a model without dense parameters has no other"
 
 
 class Job:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ import recovery
 from gba_hvd import BadInput, GbaError, NonFiniteGradient
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.training.step_hooks import StepHooks
+from tests.unit.thread_world import EventLog
 
 
 class Reference:
@@ -264,6 +266,88 @@ def test_a_scheduler_stepped_per_micro_batch_is_reported(
         "schedule depends on the number of workers; call state.on_step(scheduler.step) instead of scheduler.step() in "
         "the loop"
     ]
+
+
+OUTSIDE = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=100),  # which changes no rate here
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[100]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_scheduler_outside_the_state_that_steps_per_micro_batch_is_reported_once(
+    training: Any, clicks: Any, name: str
+) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    scheduler = OUTSIDE[name](job.optimizer)
+    for job.state.epoch in range(2):
+        for batch in gba_hvd.batches(clicks(40), job.state):
+            job.micro_step(batch)
+            scheduler.step()
+    (event,) = log.of("scheduler_too_fast")
+    assert (event.level, event.step, event.data) == ("warning", 1, {"scheduler": name})
+    assert f"the scheduler {name!r} stepped more often than global steps were made" in event.message
+
+
+def test_schedulers_outside_the_state_may_step_once_per_epoch(training: Any, clicks: Any) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    schedulers = [BY_EPOCH[name](job.optimizer) for name in ("StepLR", "ReduceLROnPlateau")]
+    for job.state.epoch in range(4):
+        job.optimizer.param_groups[0]["lr"] *= 0.9  # by hand
+        job.epoch(clicks(10))  # one step
+        for scheduler, value in zip(schedulers, ([], [1.0]), strict=True):
+            scheduler.step(*value)
+    assert not log.of("scheduler_too_fast")
+
+
+def test_steps_of_schedulers_count_from_the_begin_of_each_loop_and_those_of_other_optimizers_not_at_all() -> None:
+    one, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(2))
+    mine, theirs, hooks = lr_scheduler.StepLR(one, 1), lr_scheduler.StepLR(other, 1), StepHooks()
+    hooks.watch({}, 5)
+    for optimizer in (one, other):
+        optimizer.step()
+    for _ in range(3):  # epochs that were complete when the job resumed
+        hooks.loop_begins(one, 5)
+        mine.step()
+    hooks.loop_begins(one, 5)
+    for _ in range(3):
+        theirs.step()
+    assert hooks.too_fast(6) == []
+    mine.step()
+    mine.step()
+    assert hooks.too_fast(6) == ["StepLR"]
+    assert hooks.too_fast(6) == []
+
+
+class Rates(gba_hvd.Callback):
+    def __init__(self) -> None:
+        self.of_steps: list[tuple[float, ...]] = []
+
+    def on_step(self, record: gba_hvd.StepRecord) -> None:
+        self.of_steps.append(record.dense_lrs)
+
+
+def test_a_step_is_recorded_with_the_rates_that_it_used(training: Any, clicks: Any) -> None:
+    job, rates = training(), Rates()
+    job.state.register_callbacks([rates])
+    job.state.on_step(lambda: job.optimizer.param_groups[0].update(lr=job.optimizer.param_groups[0]["lr"] / 2))
+    job.epoch(clicks(40))
+    assert rates.of_steps == [(0.5,), (0.25,), (0.125,)]
+    engine = job.state.engine  # servers have made one more step
+    position = msgspec.structs.replace(engine.progress.to_wire(), step=4)
+    engine.observe(position)
+    assert rates.of_steps[3:] == [(0.0625,)] and job.optimizer.param_groups[0]["lr"] == 0.03125
+
+
+def test_a_group_without_parameters_has_no_rate_in_records(training: Any, clicks: Any) -> None:
+    job, rates = training(dense=lambda p: torch.optim.SGD([{"params": []}, {"params": p, "lr": 0.5}], lr=9.0)), Rates()
+    job.state.register_callbacks([rates])
+    job.epoch(clicks(40))
+    assert rates.of_steps == [(0.5,)] * 3
 
 
 def test_a_scheduler_made_too_early_is_refused(training: Any) -> None:

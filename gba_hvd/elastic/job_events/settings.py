@@ -56,9 +56,12 @@ def _checkpoint_settings(callback: CheckpointCallback) -> dict[str, Any]:
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Largest of the groups: the learning rate before schedules, and momentum of SGD, where a schedule moves it the
-    largest of the schedule; of other optimizers the `betas`, of each group where groups differ.
+    largest of the schedule; of other optimizers the `betas`, of each group where groups differ. Of groups that have
+    parameters.
     """
-    groups = [group for group in optimizer.param_groups if group.get("gba_hvd") != "tables"]
+    groups = [group for group in optimizer.param_groups if group.get("gba_hvd") != "tables" and group["params"]]
+    if not groups:
+        return {}
     found: dict[str, Any] = {"dense_lr": max(float(group.get("initial_lr", group["lr"])) for group in groups)}
     if isinstance(optimizer, torch.optim.SGD):
         found["dense_momentum"] = max(float(group.get("max_momentum", group["momentum"])) for group in groups)

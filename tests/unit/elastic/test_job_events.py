@@ -549,6 +549,12 @@ def test_the_settings_have_the_learning_rate_of_the_dense_part_before_schedules_
     assert "dense_betas" not in settings_of(optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.3))
 
 
+def test_the_settings_have_no_learning_rate_of_a_group_without_parameters() -> None:
+    groups = [{"params": []}, {"params": [torch.zeros(1)], "lr": 0.1}]
+    assert settings_of(optimizer=torch.optim.SGD(groups, lr=0.5))["dense_lr"] == 0.1
+    assert "dense_lr" not in settings_of(optimizer=torch.optim.SGD(groups[:1], lr=0.5))
+
+
 def test_the_settings_say_which_mode_was_asked_for_and_what_belongs_to_it() -> None:
     callback = GBACallback(mode="ma", every=5, elasticity=0.25)
     reported = settings_of(switching=callback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,51 @@ def test_the_same_rates_are_no_news_and_rows_follow_their_own(training: Any, cli
     kept, new = third.of("learning_rates_kept", "learning_rates_set")
     assert kept.message.startswith("learning rates are those that were saved: dense 0.5 (script: 0.05). To train")
     assert new.message == "the script has set rows 0.25 (saved: 0.5)"
+
+
+@pytest.mark.slow
+def test_a_schedule_for_each_night_begins_again(training: Any, clicks: Any, tmp_path: Path) -> None:
+    """As docs/NIGHTLY.md has it."""
+    url = tmp_path / "saved"
+
+    def launch(night: int, n_samples: int, leave_at: int = -1) -> list[float]:
+        n_steps = math.ceil(n_samples / 16)
+        job, received, used = training(epoch=0, scheduled=-1, first_step=0), Received(), list[float]()
+        state, optimizer = job.state, job.optimizer
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+
+        def cosine() -> None:
+            done = min(1.0, (state.step - state.first_step) / n_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 + math.cos(math.pi * done)) / 2
+
+        state.on_step(cosine)
+        state.register_callbacks([CheckpointCallback(str(url), every_steps=1), received])
+
+        @gba_hvd.elastic.run
+        def train(state: Any) -> None:
+            for state.epoch in range(max(state.epoch, night), night + 1):
+                if state.scheduled < state.epoch:
+                    state.first_step, state.scheduled = state.step, state.epoch
+                cosine()
+                for batch in gba_hvd.batches(clicks(n_samples), state):
+                    if state.step == leave_at:
+                        return
+                    used.append(optimizer.param_groups[-1]["lr"])
+                    job.micro_step(batch)
+
+        train(state)
+        state.close()
+        assert not received.of("learning_rates_kept", "learning_rates_set")
+        return used[::4]  # of a step's first micro-batch
+
+    def expected(n_steps: int) -> list[float]:
+        return [0.25 * (1 + math.cos(math.pi * k / n_steps)) for k in range(n_steps)]
+
+    assert launch(0, 48) == pytest.approx(expected(3))
+    assert launch(1, 64, leave_at=5) == pytest.approx(expected(4)[:2])
+    assert launch(1, 64) == pytest.approx(expected(4)[2:])
 
 
 def test_the_place_in_a_schedule_is_no_difference() -> None:
