@@ -116,10 +116,13 @@ def world_lost(engine: Engine) -> WorldLost:
 
 
 def _what_to_do(engine: Engine, to_repair: bool = False) -> str:
+    begins = where_it_begins(engine)
+    if kept := kept_in_memory(engine):
+        begins = f"it {kept}, else {begins}"
     if to_repair:
-        return f"When that is repaired, start the job again: {where_it_begins(engine)}"
+        return f"When that is repaired, start the job again: {begins}"
     return (
-        f"Start the job again: {where_it_begins(engine)}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
+        f"Start the job again: {begins}. In an elastic job (`gba-hvd run -np 1:2`, or `horovodrun "
         "--min-np 1` with a discovery script) the others continue without the lost worker"
     )
 
@@ -127,7 +130,7 @@ def _what_to_do(engine: Engine, to_repair: bool = False) -> str:
 def where_it_begins(engine: Engine) -> str:
     """The job that is started again. Only the chief knows what was saved."""
     if why := why_at_step_0(engine):
-        return f"it begins at step 0, since {why}"
+        return f"it begins at step 0, since {why}{may_yet_be_saved(engine)}"
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and checkpoints.schedule.saved_step >= 0:
         return f"it resumes from its newest checkpoint, of step {checkpoints.schedule.saved_step:,}"
@@ -143,6 +146,15 @@ def why_at_step_0(engine: Engine) -> str:
         return "CheckpointCallback(resume=False) reads no checkpoints"
     is_known = engine.world.rank == 0
     return "no checkpoint has been saved yet" if is_known and checkpoints.schedule.saved_step < 0 else ""
+
+
+def may_yet_be_saved(engine: Engine) -> str:
+    """That servers may save a checkpoint where there is none; empty: they do not."""
+    checkpoints = checkpoints_of(engine)
+    if engine.host.server is None or checkpoints is None or not checkpoints.callback.resume:
+        return ""
+    is_possible = checkpoints.callback.final_checkpoint_s > 0
+    return ", unless its servers save a last one when all workers have ended" if is_possible else ""
 
 
 def kept_in_memory(engine: Engine) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.checkpoint.resumed_checkpoint import digest_of
 from gba_hvd.checkpoint.state_check import refuse_foreign_state
 from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import rng_state
@@ -50,13 +51,13 @@ class TrainingState:
 
     owner, names: the object whose attributes of these names are the user's values.
     snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where no worker
-    would ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers. restored:
-    from it, or from memory; None: nothing was, or by another rank.
+    would ask for it. values_in_snapshot: digest of the user's values there. residuals_missing: in the checkpoint that
+    this job resumes from: of so many workers. restored: from it, or from memory; None: nothing was, or by another rank.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, owner: object, names: list[str]) -> None:
         self._engine, self._model, self._owner, self.names = engine, model, owner, names
-        self.snapshot = b""
+        self.snapshot = self.values_in_snapshot = b""
         self.residuals_missing = 0
         self.restored: Restored | None = None
         self._script_rates: Rates = {}
@@ -71,10 +72,7 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """As another worker takes it over."""
-        engine, values = self._engine, {}
-        for name in self.names:
-            value = getattr(self._owner, name)
-            values[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        engine = self._engine
         return {
             "model": dict(self._model.state_dict()),
             "parameter_names": self._parameter_names(),
@@ -82,7 +80,7 @@ class TrainingState:
             "optimizer": engine.model.optimizer.state_dict(),
             "script_rates": to_wire(self._script_rates),
             "optimizer_class": user_class(engine.model.optimizer).__qualname__,
-            "values": values,
+            "values": self._values(),
             "position": engine.progress.state_dict(),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
             "pauses": engine.reports.pauses.state_dict(),
@@ -92,6 +90,14 @@ class TrainingState:
         """As a checkpoint has it: without what `resume` takes from the script."""
         state = self.state_dict()
         return {**state, "callbacks": _without_modes(state["callbacks"])}
+
+    def _values(self) -> dict[str, Any]:
+        found = {name: getattr(self._owner, name) for name in self.names}
+        return {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in found.items()}
+
+    def digest_of_values(self) -> bytes:
+        """Of the user's values, as they are now."""
+        return digest_of(state_codec.encode(self._values()))
 
     def _parameter_names(self) -> dict[str, str]:
         """What servers call each dense parameter -> its name in the model, where these differ."""
@@ -126,11 +132,13 @@ class TrainingState:
         """
         if os.environ.get("HOROVOD_ELASTIC") == "1" or checkpoints_of(self._engine) is not None:
             self.snapshot, self._pauses_in_snapshot = self.encoded(), self._engine.reports.pauses.state_dict()
+            self.values_in_snapshot = self.digest_of_values()
 
     def snapshot_to_save(self) -> bytes:
         """`snapshot`, with the pauses, and the buffers of this worker's model, as they are now.
 
-        Servers have parameters only.
+        Servers have parameters only. The user's values stay as of the start of the epoch: what resumes trains the rest
+        of it, and then comes to what changed them.
         """
         buffers, pauses = dict(self._model.named_buffers()), self._engine.reports.pauses.state_dict()
         if not buffers and pauses == self._pauses_in_snapshot:

@@ -52,6 +52,8 @@ class WorkerSaves:
         self._folder_reported = False
         self._best_patience_s = _BEST_S  # for so long the best model waits for servers
         self._not_kept_reported = set[Absence]()  # after a change of workers it is tried again
+        # Digest of the user's values in the newest checkpoint that this worker asked servers for, if it did.
+        self._values_saved: bytes | None = None
         # Take over the world that formed beside an asynchronous mode, if one did; set by the state.
         self.report_worlds: Callable[[], None] = lambda: None
 
@@ -305,7 +307,7 @@ class WorkerSaves:
         if servers is None:
             self._retainer(1.0).keep(step, 0, self._encoded)
         else:
-            self._retainer(1.0).keep(step, servers.session.generation, lambda: self._state.snapshot)
+            self._retainer(1.0).keep(step, servers.session.generation, self._state.encoded)
 
     def retain_pause(self) -> None:
         """The job was interrupted in a pause: one that resumes from memory counts it. On the chief."""
@@ -349,7 +351,8 @@ class WorkerSaves:
         checkpoints.schedule.look_at_age(lambda: "")
         leaves = checkpoints.schedule.is_due_before_a_leave(servers)
         if leaves or checkpoints.schedule.is_due_at(engine.progress.step):
-            self._save_asynchronously(servers, is_last=leaves)
+            self._values_saved = self._state.values_in_snapshot
+            self._save_asynchronously(servers, self._state.snapshot_to_save(), is_last=leaves)
 
     def _adopt_claim(self, servers: PsWorker) -> None:
         """Where the chief has claimed the location again: this worker may be the next chief."""
@@ -358,14 +361,14 @@ class WorkerSaves:
             checkpoints.adopt_claim(*servers.contact.claim)
             checkpoints.delegate_if_new(self._host_server, *self._part)
 
-    def _save_asynchronously(self, servers: PsWorker, is_last: bool) -> None:
+    def _save_asynchronously(self, servers: PsWorker, state: bytes, is_last: bool) -> None:
         """On the chief."""
         checkpoints = checkpoints_of(self._engine)
         assert checkpoints is not None
         self._adopt_claim(servers)
         checkpoints.claim_again_if_free()
         checkpoints.delegate_if_new(self._host_server, *self._part)
-        checkpoints.save_asynchronously(servers, self._state.snapshot_to_save(), is_last)
+        checkpoints.save_asynchronously(servers, state, is_last)
 
     def leave_asynchronously_if_preempted(self) -> None:
         """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
@@ -387,7 +390,8 @@ class WorkerSaves:
     # --- any mode ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """At the end of training, on all workers: a checkpoint of the last step, if there is none yet. Waits for it.
+        """At the end of training, on all workers: a checkpoint of the last step, with the user's values as they are
+        now, if there is none yet. Waits for it.
 
         Raises LastCheckpointFailed when it was not saved: who asked for checkpoints counts on the last one.
         """
@@ -434,9 +438,14 @@ class WorkerSaves:
             time.sleep(_LOOK_S)
         return ""
 
-    def _save_last(self, timeout_s: float, may_spare: bool = False) -> str:
-        """A checkpoint of this step, if there is none yet. Returns why it was not saved, where this worker knows.
+    def _have_values_changed(self) -> bool:
+        """Whether the user's values are others than in the newest checkpoint that this worker asked servers for."""
+        return self._values_saved not in (None, self._state.digest_of_values())
 
+    def _save_last(self, timeout_s: float, may_spare: bool = False) -> str:
+        """A checkpoint of this step, if there is none yet; where servers make it, also if its values are older.
+
+        Returns why it was not saved, where this worker knows.
         may_spare: none where this launch has changed nothing of what it resumed from
         """
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
@@ -449,8 +458,11 @@ class WorkerSaves:
                     return why
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
-                    if not schedule.has(engine.progress.step):
-                        self._save_asynchronously(servers, is_last=True)
+                    # The training function has returned: the user's values are the last ones. (Several hosts: the
+                    # workers of the others have left, with their servers, where this step is saved already.)
+                    renew = not servers.several_hosts and self._have_values_changed()
+                    if renew or not schedule.has(engine.progress.step):
+                        self._save_asynchronously(servers, self._state.encoded(), is_last=True)
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)

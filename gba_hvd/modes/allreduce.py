@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -277,7 +277,7 @@ class AllreduceMode:
             factors = model.clip.factors(squares([dense.flat.detach().cpu().numpy()]), agreed["row_squares"][0])
             if factors.dense != 1.0:
                 dense.flat.mul_(factors.dense)
-        with uninterrupted():
+        with ExitStack() as at_last, uninterrupted():
             if overflowed:
                 exchange.skip_held()
             else:
@@ -287,7 +287,8 @@ class AllreduceMode:
             dense.zero_()
             dense.clear_total_()
             self._count(n_samples, agreed, overflowed, factors)
-        self._report(n_samples, agreed, factors, lrs)
+            at_last.callback(self._report, n_samples, agreed, factors, lrs)  # also where such a function raises
+            progress.hooks.run(progress.n_applied)
 
     def _is_finite(self, dense: DenseGradients) -> bool:
         """Of the step's dense gradient; that of a single micro-batch was looked at when it was computed."""
@@ -333,7 +334,6 @@ class AllreduceMode:
             loss_scale.step(overflowed)
             if overflowed:
                 engine.reports.overflow(1, before)
-        progress.hooks.run(progress.n_applied)
         signals = engine.signals
         signals.interrupt_due = signals.interrupt_due or agreed["hosts_updated"][0] > 0
         for participant in engine.participants:

@@ -278,7 +278,6 @@ class Progress:
     def load_wire(self, position: JobPosition) -> None:
         """Where servers stand: of a checkpoint of an asynchronous mode, or newer than this worker."""
         self.step, self.account = position.step, SampleAccount(**position.account)
-        self.hooks.run(self.n_applied)
         self.cursor = Cursor(position.epoch, position.steps_done, position.remapped, position.segment, position.n_steps)
         self.staleness, self.dense_ages = position.staleness, position.dense_ages
         self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps

@@ -276,13 +276,16 @@ class Reports:
         norms: tuple[float, ...] = (),
         lrs: tuple[float, ...] = (),
     ) -> None:
-        """What servers did since their last report to this worker."""
+        """What servers did since their last report to this worker: functions of the script run for it first."""
         if passed is None:
             return
-        if passed.skipped > 0 and passed.scale:
-            self.overflow(passed.skipped, passed.scale)
-        if passed.steps:
-            self.step(passed.samples, loss, mode, grad_norm, norms, lrs)
+        try:
+            self._progress.hooks.run(self._progress.n_applied)
+        finally:  # it is counted
+            if passed.skipped > 0 and passed.scale:
+                self.overflow(passed.skipped, passed.scale)
+            if passed.steps:
+                self.step(passed.samples, loss, mode, grad_norm, norms, lrs)
 
     def overflow(self, n_steps: int, before: float) -> None:
         """So many steps up to this one were skipped. before: the scale until then."""

@@ -177,7 +177,7 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
     if endings.is_interactive():
         return f"a further call in this process continues at step {step:,}, with the rows that it has" if step else ""
     if why := endings.why_at_step_0(engine):
-        found = [f"starts at step 0 again, since {why}{_may_yet_be_saved(engine)}"] if step > 0 else []
+        found = [f"starts at step 0 again, since {why}{endings.may_yet_be_saved(engine)}"] if step > 0 else []
     else:
         assert checkpoints is not None
         newest = f"step {checkpoints.schedule.saved_step:,}"
@@ -207,14 +207,6 @@ def _steps_not_saved(engine: Engine) -> str:
         f". {which} in no checkpoint, and computed again from there: "
         "CheckpointCallback(preemption_s=4) saves before workers leave"
     )
-
-
-def _may_yet_be_saved(engine: Engine) -> str:
-    checkpoints = checkpoints_of(engine)
-    if engine.host.server is None or checkpoints is None or not checkpoints.callback.resume:
-        return ""
-    is_possible = checkpoints.callback.final_checkpoint_s > 0
-    return ", unless its servers save a last one when all workers have ended" if is_possible else ""
 
 
 def _obstacle(engine: Engine) -> str:

@@ -33,7 +33,7 @@ class PendingSave:
         return self._request is not None
 
     def ask(self, request: Save, snapshot: bytes) -> None:
-        """Instead of one that still waits. snapshot: what a late joiner would start from.
+        """Instead of one that still waits. snapshot: the chief's training state, see `checkpoint_state`.
 
         The same one again, which its sender repeats until it has the answer, changes nothing.
         """

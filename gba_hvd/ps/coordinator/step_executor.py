@@ -201,7 +201,7 @@ class StepExecutor:
         return self._next_save.is_waiting
 
     def save(self, request: Save, snapshot: bytes) -> None:
-        """At the next moment between two steps. snapshot: what a late joiner would start from."""
+        """At the next moment between two steps. snapshot: the chief's training state."""
         self._next_save.ask(request, snapshot)
         self.save_between()
 

@@ -1,6 +1,7 @@
 """What a checkpoint of an asynchronous mode has beside rows: put together from what all servers add.
 
-Each server adds its dense tensors; the coordinator the user's values and the position to resume from.
+Each server adds its dense tensors; the coordinator the user's values and the position to resume from. The values are
+the chief's, as of the start of the epoch, or as of the end once its training function has returned.
 """
 
 from __future__ import annotations

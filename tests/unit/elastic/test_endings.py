@@ -14,6 +14,7 @@ import pytest
 from gba_hvd import BadInput, GBACallback
 from gba_hvd.elastic import endings
 from gba_hvd.errors import LastCheckpointFailed, NonFiniteGradient, ShardMemoryError, StateMismatch, WorldLost
+from gba_hvd.shm import host_identity
 from gba_hvd.training.job_state import LocalHost
 from gba_hvd.training.left_epoch import LeftEpoch, LeftEpochs
 from recovery.errors import StoreError
@@ -25,14 +26,16 @@ def engine(tmp_path: Path) -> Any:
     memory = SimpleNamespace(folder=tmp_path, is_closed=False, trouble=lambda: "")
     world = SimpleNamespace(size=2, rank=0)
     return SimpleNamespace(
-        model=SimpleNamespace(tables=SimpleNamespace(memory=memory)), host=LocalHost(neighbours={1: os.getpid()}),
+        model=SimpleNamespace(tables=SimpleNamespace(memory=memory, config=SimpleNamespace(job_id="", grace_s=20.0))),
+        host=LocalHost(neighbours={1: os.getpid()}),
         world=world, progress=SimpleNamespace(step=7), folder=tmp_path,
         participant=lambda kind: None,
     )  # fmt: skip
 
 
 def checkpoints(saved_step: int, resume: bool = True) -> Any:
-    return SimpleNamespace(schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=resume))
+    callback = SimpleNamespace(resume=resume, final_checkpoint_s=60.0)
+    return SimpleNamespace(schedule=SimpleNamespace(saved_step=saved_step), callback=callback)
 
 
 @pytest.fixture
@@ -209,6 +212,30 @@ def test_where_a_job_that_lost_a_worker_begins_again(
     found: Any, rank: int, begins: str, engine: Any, dead: int
 ) -> None:
     engine.participant, engine.world.rank, engine.host.neighbours[1] = lambda kind: found, rank, dead
+    for error in (endings.world_lost(engine), endings.cause_elsewhere(engine)):
+        assert f". Start the job again: {begins}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("job_id", "saved_step", "begins"),
+    [
+        ("", -1, "it begins at step 0, since no checkpoint has been saved yet, unless its servers save a last one when "
+         "all workers have ended. In"),
+        ("ctr", -1, "it resumes from step 7 if it comes within 20 s of the end, while that is kept in memory, else it "
+         "begins at step 0, since no checkpoint has been saved yet, unless its servers save a last one when all "
+         "workers have ended. In"),
+        ("", 4, "it resumes from step 7 if it comes within 20 s of the end, while that is kept in memory, else it "
+         "resumes from its newest checkpoint, of step 4. In"),
+    ],
+    ids=["nothing names the memory", "a job of a name", "its checkpoint names the memory"],
+)  # fmt: skip
+def test_a_job_that_lost_a_worker_says_what_is_kept_and_may_yet_be_saved(
+    job_id: str, saved_step: int, begins: str, engine: Any, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_identity, "is_of_a_container", lambda pid: False)
+    (engine.folder / "kept").touch()
+    engine.model.tables.config.job_id, engine.host.server = job_id, object()
+    engine.participant, engine.host.neighbours[1] = lambda kind: checkpoints(saved_step), dead
     for error in (endings.world_lost(engine), endings.cause_elsewhere(engine)):
         assert f". Start the job again: {begins}" in str(error)
 

@@ -30,6 +30,7 @@ from gba_hvd.membership.agreement import RankState
 from gba_hvd.membership.join import _rank_state
 from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.client import ServerLost, ServerRefused
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.switching import leave_ps
@@ -689,6 +690,24 @@ def test_step_records_count_samples(training: Any, clicks: Any) -> None:
         (2, 0, 4, 20, 1),
     ]
     assert all(r.loss is not None and r.seconds > 0 and r.mode == "allreduce" for r in records)
+
+
+@pytest.mark.parametrize("by_servers", [False, True])
+def test_a_step_whose_function_raises_is_reported_as_it_is_counted(
+    training: Any, clicks: Any, by_servers: bool
+) -> None:
+    job, records = training(), list[gba_hvd.StepRecord]()
+    callback = gba_hvd.Callback()
+    callback.on_step = records.append  # type: ignore[method-assign]
+    job.state.register_callbacks([callback])
+    job.state.on_step(lambda: 1 // 0)
+    job.state.sync()
+    learned = JobPosition(step=1, epoch=4, account={"total": 16, "applied": 16})
+    with pytest.raises(ZeroDivisionError):
+        job.state.engine.observe(learned) if by_servers else job.epoch(clicks(20))
+    assert [(one.step, one.samples_applied) for one in records] == [(1, 16)]
+    assert (job.state.step, job.state.samples.applied) == (1, 16)
+    assert job.state.engine.progress.cursor.epoch == (4 if by_servers else 0)
 
 
 @pytest.mark.parametrize(

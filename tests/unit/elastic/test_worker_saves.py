@@ -19,6 +19,7 @@ from gba_hvd.shm.retained_state import Absence, RetentionDecision, StateRetainer
 from recovery import CheckpointCallback
 from tests.unit.thread_world import EventLog
 
+MAY_YET = ", unless its servers save a last one when all workers have ended"
 DONE = SaveStatus(1, 22, "done", SaveFacts(kind="delta", saved_step=22))
 
 
@@ -94,6 +95,27 @@ def test_without_an_elastic_launcher_there_is_no_next_chief(monkeypatch: pytest.
     assert worker.waits() == "" and worker.n_looks == 0
 
 
+@pytest.mark.parametrize(
+    ("has_step", "values_saved", "asked"),
+    [(False, None, [b"of the end"]), (True, b"2", []), (True, b"1", [b"of the end"]), (True, None, [])],
+    ids=["none yet", "same values", "older values", "of a chief before"],
+)
+def test_the_last_checkpoint_that_servers_save_has_the_values_of_the_end(
+    monkeypatch: pytest.MonkeyPatch, has_step: bool, values_saved: bytes | None, asked: list[bytes]
+) -> None:
+    worker, states = Worker(monkeypatch), list[bytes]()
+    worker.world.rank, worker.engine.mode.servers = 0, worker.servers
+    schedule = SimpleNamespace(
+        await_quiet=lambda *_: None, has=lambda step: has_step, await_saved=lambda *_: None, why_not_saved=lambda _: ""
+    )  # fmt: skip
+    worker.engine.participant = lambda kind: SimpleNamespace(schedule=schedule)
+    state: Any = SimpleNamespace(encoded=lambda: b"of the end", digest_of_values=lambda: b"2")
+    saves = WorkerSaves(worker.engine, state)
+    saves._values_saved = values_saved
+    monkeypatch.setattr(saves, "_save_asynchronously", lambda servers, state, is_last: states.append(state))
+    assert saves._save_last(60.0) == "" and states == asked
+
+
 @pytest.mark.slow
 def test_that_the_state_is_not_kept_is_reported_once_in_a_process(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,9 +178,9 @@ def test_where_the_last_checkpoint_fails_the_state_is_kept_whatever_it_costs(
 @pytest.mark.parametrize(
     ("saved_step", "is_kept", "then"),
     [
-        (-1, False, "again: it begins at step 0, since no checkpoint has been saved yet"),
+        (-1, False, f"again: it begins at step 0, since no checkpoint has been saved yet{MAY_YET}"),
         (-1, True, ": it resumes from step 0 if it comes within 20 s of the end, while that is kept in memory, and "
-         "saves it; else it begins at step 0, since no checkpoint has been saved yet"),
+         f"saves it; else it begins at step 0, since no checkpoint has been saved yet{MAY_YET}"),
         (8, True, "and saves it; else it resumes from its newest checkpoint, of step 8"),
     ],
 )  # fmt: skip
