@@ -44,7 +44,7 @@ PURPOSES = {
             "facts", "settings", "session", "key", "open", "bare", "marks", "reserve", "move", "outboxes", "initialise",
             "fill", "filled", "assigned rows", "read the assigned", "place", "make room for messages in", "refilled",
             "read", "job", "have", "left", "look at what was left in", "servers started", "goes on", "clear",
-            "resume from", "state", "snapshot", "clock", "residuals", "group", "group connected",
+            "resume from", "state", "snapshot", "clock", "residuals", "group", "group connected", "start",
         ),
         _SYNC,
     ),

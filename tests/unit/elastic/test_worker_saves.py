@@ -96,15 +96,19 @@ def test_without_an_elastic_launcher_there_is_no_next_chief(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("has_step", "values_saved", "asked"),
-    [(False, None, [b"of the end"]), (True, b"2", []), (True, b"1", [b"of the end"]), (True, None, [])],
-    ids=["none yet", "same values", "older values", "of a chief before"],
-)
+    ("has_step", "values_saved", "several_hosts", "asked"),
+    [
+        (False, None, False, [b"of the end"]), (True, b"2", False, []), (True, b"1", False, [b"of the end"]),
+        (True, b"1", True, []), (True, None, False, []),
+    ],
+    ids=["none yet", "same values", "older values", "older values, whose other hosts have left", "of a chief before"],
+)  # fmt: skip
 def test_the_last_checkpoint_that_servers_save_has_the_values_of_the_end(
-    monkeypatch: pytest.MonkeyPatch, has_step: bool, values_saved: bytes | None, asked: list[bytes]
+    monkeypatch: pytest.MonkeyPatch, has_step: bool, values_saved: bytes | None, several_hosts: bool, asked: list[bytes]
 ) -> None:
     worker, states = Worker(monkeypatch), list[bytes]()
     worker.world.rank, worker.engine.mode.servers = 0, worker.servers
+    worker.servers.several_hosts = several_hosts
     schedule = SimpleNamespace(
         await_quiet=lambda *_: None, has=lambda step: has_step, await_saved=lambda *_: None, why_not_saved=lambda _: ""
     )  # fmt: skip
