@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from gba_hvd.callbacks import Event
-from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of
 from gba_hvd.checkpoint.save_schedule import is_complete
 from gba_hvd.elastic import endings, rng_state
 from gba_hvd.elastic.training_state import TrainingState
@@ -390,8 +390,8 @@ class WorkerSaves:
     # --- any mode ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """At the end of training, on all workers: a checkpoint of the last step, with the user's values as they are
-        now, if there is none yet. Waits for it.
+        """At the end of training, on all workers: a checkpoint of the last step, if there is none yet, or, of servers
+        of one host, none with the user's values as they are now. Waits for it.
 
         Raises LastCheckpointFailed when it was not saved: who asked for checkpoints counts on the last one.
         """
@@ -442,6 +442,25 @@ class WorkerSaves:
         """Whether the user's values are others than in the newest checkpoint that this worker asked servers for."""
         return self._values_saved not in (None, self._state.digest_of_values())
 
+    def _save_values(self, servers: PsWorker, checkpoints: JobCheckpoints, timeout_s: float) -> None:
+        """Save a step that is saved once more, with the user's values as they are now. A failure is reported.
+
+        On the chief, of one host: of several the workers of the others have left, with their servers.
+        """
+        engine, schedule, step = self._engine, checkpoints.schedule, self._engine.progress.step
+        try:
+            self._save_asynchronously(servers, self._state.encoded(), is_last=True)
+            schedule.await_saved(lambda: servers.contact.saved, step, timeout_s)
+            why = schedule.why_not_saved(step)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            text = (
+                f"the checkpoint of step {step:,} has the script's values of the start of the epoch: one with those of "
+                f"the end was not saved: {why}"
+            )
+            engine.emit(Event("checkpoint_failed", step, text, {"why": why}, level="warning"))
+
     def _save_last(self, timeout_s: float, may_spare: bool = False) -> str:
         """A checkpoint of this step, if there is none yet; where servers make it, also if its values are older.
 
@@ -458,11 +477,12 @@ class WorkerSaves:
                     return why
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
-                    # The training function has returned: the user's values are the last ones. (Several hosts: the
-                    # workers of the others have left, with their servers, where this step is saved already.)
-                    renew = not servers.several_hosts and self._have_values_changed()
-                    if renew or not schedule.has(engine.progress.step):
+                    # The training function has returned: the user's values are the last ones.
+                    if not schedule.has(engine.progress.step):
                         self._save_asynchronously(servers, self._state.encoded(), is_last=True)
+                    elif not servers.several_hosts and self._have_values_changed():
+                        self._save_values(servers, checkpoints, timeout_s)
+                        return ""
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)

@@ -2,14 +2,14 @@
 
 A lookup touches rows at random, and a good part of its time is the search for their pages, of which 2 MiB have 512 of
 the usual size. The kernel (Linux 6.1 or newer, MADV_COLLAPSE) makes such pages of a tmpfs for any user, also where the
-mount has huge=never; only "deny" in /sys/kernel/mm/transparent_hugepage/shmem_enabled forbids it. Other file systems
-and kernels, and memory that is in pieces too small, leave pages of 4 KiB: nothing depends on it.
+mount has huge=never, but not where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "deny". Other file systems and
+kernels, and memory that is in pieces too small, leave pages of 4 KiB: nothing depends on it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import time
@@ -21,7 +21,10 @@ import numpy as np
 HUGE = 2 << 20  # bytes of a huge page of x86-64, the only machine that has shard memory
 _COLLAPSE = 25  # MADV_COLLAPSE, which `mmap` does not have
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE: the same
+_AT_ONCE = 16 * HUGE
 _S_PER_BYTE, _LEAST_S = 0.5 / (1 << 30), 0.25  # of processor time to make huge pages in
+_BUSY = 8  # times as long where the processor is shared
+_PASSING = (errno.EAGAIN, errno.EBUSY)  # of some pages, which stay small
 _libc = ctypes.CDLL(None, use_errno=True)  # (lets go of the interpreter's lock)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,8 +39,12 @@ class MappedFile:
     """
 
     def __init__(self, fd: int, n_bytes: int) -> None:
-        self._address = _map(fd, n_bytes)
         self._fd = os.dup(fd)
+        try:
+            self._address = _map(fd, n_bytes)
+        except OSError:
+            os.close(self._fd)
+            raise
         memory = (ctypes.c_uint8 * n_bytes).from_address(self._address)
         weakref.finalize(memory, _unmap, self._address, n_bytes, self._fd).atexit = False  # threads may still read it
         self.bytes = np.frombuffer(memoryview(memory), dtype=np.uint8)
@@ -56,13 +63,19 @@ class MappedFile:
         What is not taken afterwards is for the caller to take. A page that others have written keeps what it has.
         """
         first, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
-        until = time.thread_time() + max(_LEAST_S, (end - first) * _S_PER_BYTE)
-        with contextlib.suppress(OSError):
-            for at in range(first, end, HUGE):
-                if time.thread_time() > until:
+        limit_s = max(_LEAST_S, (end - first) * _S_PER_BYTE)
+        began_s, worked_s = time.monotonic(), time.thread_time()
+        for part in range(first, end, _AT_ONCE):
+            if time.thread_time() - worked_s > limit_s or time.monotonic() - began_s > _BUSY * limit_s:
+                break
+            n_bytes = min(_AT_ONCE, end - part)
+            try:
+                for at in range(part, part + n_bytes, HUGE):  # where there is no page at all, none is made huge
+                    os.posix_fallocate(self._fd, at, mmap.PAGESIZE)
+                _advise(self._address + part, n_bytes, _COLLAPSE)
+            except OSError as error:
+                if error.errno not in _PASSING:
                     break
-                os.posix_fallocate(self._fd, at, mmap.PAGESIZE)  # where there is no page at all, none is made huge
-                _advise(self._address + at, HUGE, _COLLAPSE)
 
 
 def has_huge_pages(folder: Path) -> bool:

@@ -595,11 +595,13 @@ class MLflowCallback(Callback):
     def _put_spool_back(self) -> None:
         """Where it was removed: write it again; another sender sends it from its beginning."""
         assert self._writer is not None
-        if not self._writer.put_back():
+        if not self._writer.is_removed:
             return
         if self._sender is not None:
-            self._sender.end(within_s=1.0)
+            self._sender.end(within_s=1.0)  # before the copy, which has what it appended
         self._sender, self._restarts = None, 0
+        if not self._writer.put_back():
+            return
         _log(f"{self._writer.path} was removed: it is written again, with all of its records")
 
     def _start_sender(self) -> None:

@@ -1,7 +1,7 @@
 """Records on their way to MLflow: one append-only file of JSON lines per process, and how far it was sent.
 
     NAME.jsonl        the records; appended by the worker, and by its sender for what the sender measures
-    NAME.status.json  written by the sender only: the offset delivered so far, the run, the last problem
+    NAME.status.json  written by the sender, once it runs: the offset delivered so far, the run, the last problem
     NAME.log          what the sender had to say
     NAME.model/       a model that is to be logged (`mlflow_model`); written by the worker before its last record
     NAME.room         nothing: the worker removes it where the disk is full, and writes the end of the job in its place
@@ -134,9 +134,13 @@ class SpoolWriter:
         self._flush()
         self._shed(_WAITING_BYTES)
 
+    @property
+    def is_removed(self) -> bool:
+        return self._fd >= 0 and not os.path.exists(self.path)
+
     def put_back(self) -> bool:
         """Write the file again where it was removed, from what is open here; whether that was done."""
-        if self._fd < 0 or os.path.exists(self.path):
+        if not self.is_removed:
             return False
         removed, self._fd, at = self._fd, -1, 0
         try:

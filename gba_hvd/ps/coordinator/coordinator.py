@@ -136,7 +136,7 @@ class Coordinator:
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
-        self._in_epoch: set[int] = set()  # workers that trained in this epoch, and have not asked for the next one
+        self._in_epoch: set[int] = set()  # workers that asked for leases of this epoch, and not for the next one
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
         self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
@@ -201,6 +201,8 @@ class Coordinator:
                 "workers must run the same script, with the same seed, on the same data"
             )
         self._take_rates(request.epoch, request)
+        if request.worker not in self._in_epoch:
+            self.works(request.worker)  # what it did between two epochs is over
         self._in_epoch.add(request.worker)
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import worker_saves
 from gba_hvd.elastic.worker_saves import WorkerSaves
@@ -118,6 +119,26 @@ def test_the_last_checkpoint_that_servers_save_has_the_values_of_the_end(
     saves._values_saved = values_saved
     monkeypatch.setattr(saves, "_save_asynchronously", lambda servers, state, is_last: states.append(state))
     assert saves._save_last(60.0) == "" and states == asked
+
+
+def test_a_step_that_is_saved_stays_so_where_it_cannot_be_saved_with_the_values_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, events = Worker(monkeypatch), list[Event]()
+    worker.world.rank, worker.engine.mode.servers, worker.servers.several_hosts = 0, worker.servers, False
+    schedule = SimpleNamespace(
+        await_quiet=lambda *_: None, has=lambda step: True, await_saved=lambda *_: None,
+        why_not_saved=lambda _: "no space left",
+    )  # fmt: skip
+    worker.engine.participant = lambda kind: SimpleNamespace(schedule=schedule)
+    worker.engine.emit = events.append
+    state: Any = SimpleNamespace(encoded=lambda: b"of the end", digest_of_values=lambda: b"2")
+    saves = WorkerSaves(worker.engine, state)
+    saves._values_saved = b"1"
+    monkeypatch.setattr(saves, "_save_asynchronously", lambda servers, state, is_last: None)
+    assert saves._save_last(60.0) == ""
+    (event,) = events
+    assert event.kind == "checkpoint_failed" and event.message.endswith("was not saved: no space left")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import platform
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gba_hvd.shm import mapped_file
 from gba_hvd.shm.mapped_file import HUGE, MappedFile, has_huge_pages
 
 SHM = Path("/dev/shm")
@@ -62,6 +64,22 @@ def test_space_is_taken_in_huge_pages_within_the_part_that_is_asked_for(fd: int)
     mine.free(HUGE + 4096, HUGE)
     assert blocks(fd) == 2 * HUGE
     assert other.bytes[HUGE : 4 * HUGE].sum() == 5 * 4096
+
+
+@pytest.mark.parametrize(("error", "n_asked"), [(errno.EAGAIN, 3), (errno.EINVAL, 1)])
+def test_pages_that_cannot_be_made_now_do_not_keep_the_others_small(
+    fd: int, monkeypatch: pytest.MonkeyPatch, error: int, n_asked: int
+) -> None:
+    asked = []
+
+    def advise(address: int, n_bytes: int, advice: int) -> None:
+        asked.append(n_bytes)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(mapped_file, "_advise", advise)
+    monkeypatch.setattr(mapped_file, "_AT_ONCE", 2 * HUGE)
+    MappedFile(fd, 6 * HUGE + 4096).take_huge(0, 6 * HUGE)
+    assert asked == n_asked * [2 * HUGE]
 
 
 def test_a_folder_says_which_pages_its_files_have() -> None:

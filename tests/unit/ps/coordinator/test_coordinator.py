@@ -619,6 +619,15 @@ def test_an_epoch_does_not_wait_for_a_worker_that(what: str) -> None:
     assert coordinator.position().hanging == ([(2, 1002, 62.0)] if what == "hangs" else [])
 
 
+def test_a_worker_that_comes_back_after_a_minute_between_epochs_hangs_no_more() -> None:
+    clock = Clock()
+    coordinator = between_epochs(clock)
+    a_minute_passes(clock, coordinator, 1, 2)
+    assert asks(coordinator, 1, 11, epoch=1) and coordinator.position().hanging
+    assert asks(coordinator, 2, 10, epoch=1)
+    assert not coordinator.position().hanging
+
+
 def test_an_epoch_waits_for_a_worker_that_saves_the_model_however_long_it_takes() -> None:
     clock = Clock()
     coordinator = between_epochs(clock)
