@@ -108,9 +108,9 @@ def save_model(
                                    input_example=batch)
 
     Call it on one worker, where you would evaluate: inside the training function, between two epochs, where the others
-    wait for it. Within an epoch of an asynchronous mode they train on, and a version may have rows of several steps: the
-    event `saved_while_training` reports it where a step ended or began meanwhile. Rows that a version at this URL has
-    already are not written again.
+    wait for it. Within an epoch of an asynchronous mode they train on, and a version may have rows of several steps:
+    the event `saved_while_training` reports it where a step ended or began meanwhile. Rows that a version at this URL
+    has already are not written again.
 
     build: what makes the module: "package.module:callable", imported where the model is opened, or "file.py:callable",
     whose file is copied with the model; called with `arguments`, plain JSON. Default: the model's class. It may return
