@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -127,11 +127,15 @@ class SoloWorld:
 class HorovodWorld:
     """The workers Horovod has initialised. Short-lived: a new one after every re-initialisation."""
 
+    # An operation that no other rank has. One for all objects of a world: Horovod refuses a second of that name.
+    _watch: ClassVar[Any] = None
+
     def __init__(self) -> None:
         self._hvd = _horovod()
         self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        self._watch: Any = None
+        if HorovodWorld._watch is not None and self._hvd.poll(HorovodWorld._watch):
+            HorovodWorld._watch = None  # of a world that was left
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
         mine = torch.from_numpy(row.astype(np.int64))[None, :]
@@ -230,9 +234,9 @@ class HorovodWorld:
         """Raise where Horovod has left the world, which ends all of its operations: also one that no other rank has."""
         if waited_s < _WATCHED_S:
             return
-        if self._watch is None:
-            self._watch = self._hvd.allreduce_async_(torch.zeros(1), name=f"gba_hvd.watch.{self.rank}")
-        if self._hvd.poll(self._watch):
+        if HorovodWorld._watch is None:
+            HorovodWorld._watch = self._hvd.allreduce_async_(torch.zeros(1), name=f"gba_hvd.watch.{self.rank}")
+        if self._hvd.poll(HorovodWorld._watch):
             raise worker_lost("Horovod has left the world: a worker died, or does not answer")
 
 

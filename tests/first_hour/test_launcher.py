@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gba_hvd_tools.process_list import others
 
 pytestmark = [pytest.mark.processes]
 BIN = Path(sys.executable).parent
@@ -123,12 +124,7 @@ class Run:
             raise AssertionError(f"still running after {PATIENCE_S:g} s:\n{self.said()}") from None
 
     def processes(self) -> list[int]:
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if self._marker in (entry / "environ").read_bytes().split(b"\0") and (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-        return found
+        return [pid for pid, _, environ in others() if self._marker in environ]
 
     def assert_nothing_left(self) -> None:
         wait_for(lambda: not self.processes(), "the end of all processes")

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gba_hvd_tools.process_list import others
 
 from . import prefork
 
@@ -183,22 +184,17 @@ class Cluster:
 
     def processes(self, only_workers: bool = False) -> list[int]:
         """Live processes of this job: by the plan in their environment, or the folder in their command line."""
-        marker, found = f"TEST_PLAN={self.plan_file}".encode(), []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()
-                environ = (entry / "environ").read_bytes()
-                if command and (marker in environ.split(b"\0") or str(self.shard_dir).encode() in command):
-                    worker = (
-                        b"worker.py" in command
-                        and b"horovod" not in command
-                        and b"prefork_client.py" not in command
-                        and not command.startswith((b"/bin/sh", b"sh\0"))
-                    )
-                    if worker or not only_workers:
-                        found.append(int(entry.name))
+        marker, folder, found = f"TEST_PLAN={self.plan_file}".encode(), str(self.shard_dir).encode(), []
+        for pid, command, environ in others():
+            if marker in environ or folder in command:
+                worker = (
+                    b"worker.py" in command
+                    and b"horovod" not in command
+                    and b"prefork_client.py" not in command
+                    and not command.startswith((b"/bin/sh", b"sh\0"))
+                )
+                if worker or not only_workers:
+                    found.append(pid)
         return found
 
     def processes_of_name(self, name: str) -> list[int]:

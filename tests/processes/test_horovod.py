@@ -58,6 +58,23 @@ except collectives.WorldLeft:
     collectives.HorovodWorld().sum_("cancelled", values)
     print("the next world sums", values.sum().item(), "and keeps", len(mpi_ops._handle_map))
 """
+WATCHES = """
+import torch
+import horovod.torch as hvd
+from gba_hvd.comm import collectives
+from gba_hvd.comm.world_formation import Forming
+collectives._WATCHED_S = 0.0  # all waits are watched
+hvd.init()
+for formed in range(2):
+    for trained in range(2):  # a script that trains twice
+        world = collectives.HorovodWorld()
+        looks = iter((False, False, True))
+        world.wait_until("rows", looks.__next__, lambda seconds: None, range(2))
+    world.sum_("met", torch.ones(1))
+    if not formed:
+        collectives.initialise_again(Forming())
+print("no wait was refused")
+"""
 
 
 @pytest.fixture
@@ -188,6 +205,14 @@ def test_an_operation_that_was_given_up_is_forgotten_in_the_next_world() -> None
         timeout=PATIENCE_S,
     )  # fmt: skip
     assert "the next world sums 4.0 and keeps 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_each_of_a_scripts_trainings_watches_its_waits() -> None:
+    done = subprocess.run(
+        [HOROVODRUN, "-np", "2", "-H", "localhost:2", "--network-interface", "lo", sys.executable, "-c", WATCHES],
+        check=False, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.stdout.count("no wait was refused") == 2, done.stdout + done.stderr
 
 
 HANGS = """

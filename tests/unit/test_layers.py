@@ -78,6 +78,7 @@ LAYERS = {
             "virtual_hosts",
             "picture",
             "build_progress",
+            "process_list",
             "running_jobs",
             "step_time_words",
             "health_words",

@@ -18,6 +18,7 @@ from typing import Any
 
 from recovery.storage.rename import replace_file
 
+from ..process_list import others
 from .data import ChaosClicks, files_of
 from .plan import CHECKPOINT_S, EPOCHS, GLOBAL_BATCH, MICRO_BATCH, SAMPLES, TRACKING, FaultPlan
 
@@ -133,15 +134,8 @@ class ChaosJob:
 
     def processes(self) -> list[int]:
         """Live processes of this job: by the plan in their environment, or the folder in their command line."""
-        marker, folder, found = f"{VARIABLE}={self.plan_file}".encode(), str(self.shard_dir).encode(), []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()  # a zombie has none
-                if command and (folder in command or marker in (entry / "environ").read_bytes().split(b"\0")):
-                    found.append(int(entry.name))
-        return found
+        marker, folder = f"{VARIABLE}={self.plan_file}".encode(), str(self.shard_dir).encode()
+        return [pid for pid, command, environ in others() if folder in command or marker in environ]
 
     def describe(self, pid: int) -> str:
         with contextlib.suppress(OSError):
