@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.bench.harness import auto_by_minute, small_ctr, two_hosts
 from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
-from gba_hvd_tools.bench.harness import small_ctr, two_hosts
 from gba_hvd_tools.bench.ps import command as ps
 from gba_hvd_tools.bench.stragglers import command as gba
 from gba_hvd_tools.bench.switch import command as switch
@@ -155,7 +155,7 @@ def test_auto_is_held_against_the_mode_that_was_better_in_the_minute():
         by_minute("gba", 100, 100, 100, 30, 100),
         by_minute("auto", 50, 100, 99, 72, 100),
     ]
-    assert gba.auto_by_minute(rows) == {
+    assert auto_by_minute.compared(rows) == {
         "slow_link": [{"run": 0, "share": pytest.approx(421 / 440), "better": "allreduce",
                        "worst_minute": 0.9, "minute": 4, "better_in_it": "allreduce"}],
     }  # fmt: skip
@@ -163,14 +163,14 @@ def test_auto_is_held_against_the_mode_that_was_better_in_the_minute():
 
 def test_a_minute_in_which_no_fixed_mode_made_a_step_is_not_compared():
     rows = [by_minute(mode, 90, 90, 0, 80, 90) for mode in ("allreduce", "gba", "auto")]
-    (found,) = gba.auto_by_minute(rows)["slow_link"]
+    (found,) = auto_by_minute.compared(rows)["slow_link"]
     assert (found["worst_minute"], found["minute"]) == (1.0, 4)
-    assert gba.auto_by_minute([by_minute(mode, 90, 90, 0, 0) for mode in ("allreduce", "gba", "auto")]) == {}
+    assert auto_by_minute.compared([by_minute(mode, 90, 90, 0, 0) for mode in ("allreduce", "gba", "auto")]) == {}
 
 
 def test_both_shares_of_auto_are_printed_with_their_goals(capsys: pytest.CaptureFixture[str]):
     rows = [by_minute("allreduce", *[90] * 5), by_minute("gba", *[100] * 5), by_minute("auto", 50, 90, 100, 97, 100)]
-    gba.show({}, {"auto_by_minute": gba.auto_by_minute(rows)})
+    gba.show({}, {"auto_by_minute": auto_by_minute.compared(rows)})
     assert capsys.readouterr().out == (
         "slow_link run 1: auto has 0.874 of gba over the whole run (goal 0.98); "
         "worst minute: 4, 0.970 of gba (goal 0.95)\n"
@@ -179,8 +179,8 @@ def test_both_shares_of_auto_are_printed_with_their_goals(capsys: pytest.Capture
 
 def test_runs_that_are_short_or_without_both_fixed_modes_are_not_compared_by_minute():
     short = [by_minute(mode, 1, 1, 1) for mode in ("allreduce", "gba", "auto")]
-    assert gba.auto_by_minute(short) == {}
-    assert gba.auto_by_minute([by_minute(mode, 1, 1, 1, 1) for mode in ("gba", "auto")]) == {}
+    assert auto_by_minute.compared(short) == {}
+    assert auto_by_minute.compared([by_minute(mode, 1, 1, 1, 1) for mode in ("gba", "auto")]) == {}
 
 
 def test_scenarios_on_two_hosts_say_what_is_missing(

@@ -30,8 +30,8 @@ from typing import Any
 
 from gba_hvd.mode_names import SHARED_MODES
 
+from ..harness import auto_by_minute, measure, noise, resumable, two_hosts
 from ..harness import emulated_accelerators as emulated
-from ..harness import measure, noise, resumable, two_hosts
 from ..harness.measure import Row, Subparsers, Variant
 
 MODES = ("allreduce", "auto", *SHARED_MODES)
@@ -42,9 +42,6 @@ PEERS = {
 SCENARIOS = ("none", "straggler_5x", "throttled", "gamma", "come_and_go")
 TWO_HOST_SCENARIOS = ("slow_host_of_two", "slow_link")
 ONE_HOST = "torch_rpc"  # its launcher knows no other host
-FIXED = ("allreduce", "gba")  # what auto chooses between
-LEAST_MINUTES, FIRST_MINUTES = 4, 2  # of a run that is compared by minute; of it, those that do not count
-GOAL_SHARE, GOAL_MINUTE = 0.98, 0.95
 COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
 KEY = ("scenario", "mode", "run")
 TIMEOUT_S = 300.0  # for one run, beyond its measured time
@@ -126,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def headline(found: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Sequence[Row]) -> dict[str, Any]:
-    by_minute = auto_by_minute(rows)
+    by_minute = auto_by_minute.compared(rows)
     return emulated.headline(found) | ({"auto_by_minute": by_minute} if by_minute else {})
 
 
@@ -193,33 +190,6 @@ class Launches:
         return row
 
 
-def auto_by_minute(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """By scenario, for each run of auto and of both fixed modes that is long enough.
-
-    share: of the samples/s of `better`, the fixed mode that was better over the run; worst_minute: the least share in
-    a minute after the first two (`minute`, from 1), of those of `better_in_it`; of minutes in which either made steps
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for scenario, number in dict.fromkeys((row["scenario"], row["run"]) for row in rows):
-        run = {row["mode"]: row for row in rows if (row["scenario"], row["run"]) == (scenario, number)}
-        if not {"auto", *FIXED} <= run.keys() or len(run["auto"]["by_minute"]) < LEAST_MINUTES:
-            continue
-        better = max(FIXED, key=lambda mode: run[mode]["samples_per_s"])
-        minutes = []
-        for minute, rate in enumerate(run["auto"]["by_minute"][FIRST_MINUTES:], FIRST_MINUTES):
-            in_it = max(FIXED, key=lambda mode: run[mode]["by_minute"][minute])
-            if better_rate := run[in_it]["by_minute"][minute]:
-                minutes.append((rate / better_rate, minute + 1, in_it))
-        if not minutes:
-            continue
-        worst, minute, in_it = min(minutes)
-        found.setdefault(scenario, []).append({
-            "run": number, "share": run["auto"]["samples_per_s"] / run[better]["samples_per_s"], "better": better,
-            "worst_minute": worst, "minute": minute, "better_in_it": in_it,
-        })  # fmt: skip
-    return found
-
-
 def n_samples(scenarios: Sequence[emulated.Scenario]) -> int:
     """Those of the longest epoch."""
     return max(one.n_micro() for one in scenarios) * emulated.MICRO_BATCH
@@ -245,10 +215,4 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mappi
     for name, value in headline.items():
         if name != "auto_by_minute":
             print(f"{name}: {json.dumps(value)}")
-    for scenario, runs in headline.get("auto_by_minute", {}).items():
-        for one in runs:
-            print(
-                f"{scenario} run {one['run'] + 1}: auto has {one['share']:.3f} of {one['better']} over the whole run "
-                f"(goal {GOAL_SHARE}); worst minute: {one['minute']}, {one['worst_minute']:.3f} of "
-                f"{one['better_in_it']} (goal {GOAL_MINUTE})"
-            )
+    auto_by_minute.show(headline.get("auto_by_minute", {}))
