@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
@@ -101,22 +102,20 @@ def test_a_loss_that_is_not_a_number_stops_all_workers_at_the_same_step(tmp_path
 
 
 def test_workers_that_define_different_tables_refuse_each_other(tmp_path: Path) -> None:
-    with cluster(tmp_path, rank_one_differs=1, ends_last=0) as job:
-        job.start_static(2)
-        assert job.wait() != 0
-        assert "have another model or other settings than rank 0" in job.said()
-        assert "tables['user'] [300, 8], here [301, 8]" in job.said()
-        job.assert_nothing_left()
+    assert_refused(tmp_path, "tables['user'] [300, 8], here [301, 8]", rank_one_differs=1)
 
 
 def test_workers_with_different_wires_refuse_each_other(tmp_path: Path) -> None:
-    with cluster(tmp_path, gba={"mode": "gba"}, gba_of_rank_one={"wire": "plain"}, ends_last=0) as job:
+    differs = "GBACallback['wire'] curve, here plain"
+    assert_refused(tmp_path, differs, gba={"mode": "gba"}, gba_of_rank_one={"wire": "plain"})
+
+
+def assert_refused(tmp_path: Path, differs: str, **settings: Any) -> None:
+    """Two workers with these settings refuse each other. differs: the setting as the error has it, with both values"""
+    with cluster(tmp_path, ends_last=0, **settings) as job:
         job.start_static(2)
         assert job.wait() != 0
-        assert (
-            "have another model or other settings than rank 0: rank 0 has GBACallback['wire'] curve, here plain"
-            in job.said()
-        )
+        assert f"have another model or other settings than rank 0: rank 0 has {differs}" in job.said()
         job.assert_nothing_left()
 
 

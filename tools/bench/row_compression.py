@@ -6,9 +6,10 @@ values and their gradients are applied together. `async`: a gradient is applied 
 Quality: a synthetic log, 300,000 samples once, and Frappe, twelve epochs. `of the DLRM`: rows, gradients and keys of
 batches of `bench allreduce`'s DLRM, with values and gradients drawn at random.
 
-A rule is `none`, a value coder, or NAME:KEEP:L of dct_mp, ternary_ef (rows) and dct_dp (dense gradients), each followed
-by int8; L is the number of steps between refreshes. dct_mp never refreshes earlier; nor do the others with `:inf` after
-L. --sweep has all of KEEP .001, .01, .05 and L 100, 1000, 5000, for dct_mp and dct_dp. The result file is written after
+A rule is `none`, a value coder, or NAME:KEEP:L of dct_mp, ternary_ef (rows) and dct_dp (dense gradients); L is the
+number of steps between refreshes. Behind it there may be, in any order: `:inf`, no refresh before L (so it is with
+dct_mp); `:float32`, values as they are, not int8; `:per_table`, of dct_mp, a threshold for each table.
+--sweep has all of KEEP .001, .01, .05 and L 100, 1000, 5000, for dct_mp and dct_dp. The result file is written after
 each run, and runs that it has are not repeated: an interrupted command resumes. Of rules that differ only in an L that
 is longer than the run (in its steps, which the table shows) one is trained, and counts for the others: in all of them
 the first threshold is in force to the end.
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 
 from .harness import measure, resumable
 from .harness.measure import Subparsers
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 HOSTS = 2
 N_SAMPLES, EPOCHS = 300_000, 12
 DLRM_BATCH, DLRM_STEPS = 1024, 8
+OPTIONS = ("inf", "float32", "per_table")
 RULES = ("none", "int8", "ternary_ef:0.02:1000", "dct_mp:0.05:1000")
 KEEPS, REFRESHES = (0.001, 0.01, 0.05), (100, 1000, 5000)
 SWEEP = ("none", *(f"{name}:{keep}:{every}" for name, keep, every in product(("dct_mp", "dct_dp"), KEEPS, REFRESHES)))
@@ -59,7 +61,7 @@ class CompressionRun:
     rule: str
 
     def __str__(self) -> str:
-        return f"{self.dataset:9s} {self.mode:5s} {self.rule:24s} seed {self.seed}"
+        return f"{self.dataset:9s} {self.mode:5s} {self.rule:28s} seed {self.seed}"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -157,11 +159,18 @@ def specs_of(rule: str) -> tuple[Spec, Spec]:
     if not numbers and name not in drifts:
         return Compression.none, Compression.by_name(name)
     try:
-        keep, every, drift = float(numbers[0]), int(numbers[1]), math.inf if numbers[2:] == ["inf"] else drifts[name]
+        settings = {"keep": float(numbers[0]), "refresh_every": int(numbers[1]), "drift": drifts[name]}
     except (ValueError, IndexError, KeyError) as error:
         raise BadInput(f"{rule!r}: expected a value coder or NAME:KEEP:L, such as dct_mp:0.05:1000") from error
-    settings = {"keep": keep, "refresh_every": every, "drift": drift}
-    made = Compression.by_name("dct" if name == "dct_dp" else name, **settings).then(Compression.int8)
+    for option in numbers[2:]:
+        refuse_unknown(f"option of {rule!r}", option, OPTIONS)
+    if "inf" in numbers:
+        settings["drift"] = math.inf
+    if "per_table" in numbers:
+        settings["per_table"] = True  # refused by rules that have none
+    made = Compression.by_name("dct" if name == "dct_dp" else name, **settings)
+    if "float32" not in numbers:
+        made = made.then(Compression.int8)
     return (made, Compression.none) if name == "dct_dp" else (Compression.none, made)
 
 
@@ -171,14 +180,19 @@ def plain_bytes(n: int, dim: int) -> int:
 
 
 class Way:
-    """From one host to the other and back, for the rows of one dimension. is_async: a push repeats its keys."""
+    """From one host to the other and back, for the rows of one dimension. is_async: a push repeats its keys.
 
-    def __init__(self, spec: Spec, dim: int, is_async: bool = False) -> None:
+    sizes: rows of each table; keys number them one table after the other
+    """
+
+    def __init__(self, spec: Spec, sizes: Sequence[int], dim: int, is_async: bool = False) -> None:
         from gba_hvd.compression.activation_codec import ActivationThresholds
         from gba_hvd.compression.row_codec import RowCoder
+        from gba_hvd.shm.layout import Layout
 
         self._spec, self._is_async = spec, is_async
-        self._coder, self._thresholds = RowCoder(spec, [dim]), ActivationThresholds(spec, 1)
+        self._coder, self._thresholds = RowCoder(spec, [dim]), ActivationThresholds(spec, len(sizes))
+        self._layout = Layout.of({f"t{i}": (n, dim) for i, n in enumerate(sizes)}, (), 1, 0, 0.0)
         self._borrowed: Borrowed | None = None
         self.n_bytes = self.n_plain = 0
 
@@ -200,7 +214,7 @@ class Way:
             sent = row_codec.encode_rows(rows, self._spec)
             self.n_bytes += len(row_codec.write_keys(keys)) + len(sent)
             return row_codec.decode_rows(sent, *rows.shape)
-        (indices,) = self._thresholds.masks(0, [rows])
+        (indices,) = self._thresholds.masks_of(self._layout, 0, [(keys, NOTHING)], [rows])
         sent = activation_codec.encode(rows, indices, self._spec)
         self.n_bytes += len(activation_codec.write_request(keys, NOTHING)) + len(sent)
         seen, indices = activation_codec.decode(sent, *rows.shape)
@@ -240,7 +254,7 @@ def _dlrm_ratios(rules: Sequence[str], ratios: dict[str, float], scratch: Path) 
     batches.write(scratch / "dlrm", SHAPES["dlrm"], DLRM_BATCH, DLRM_STEPS, HOSTS)
     prepared = batches.load(scratch / "dlrm", SHAPES["dlrm"], 0)
     for rule in missing:
-        rng, way = np.random.default_rng(0), Way(specs_of(rule)[1], dlrm.DIM)
+        rng, way = np.random.default_rng(0), Way(specs_of(rule)[1], [dlrm.N_ROWS] * dlrm.N_TABLES, dlrm.DIM)
         for step in prepared:
             keys = np.unique(np.concatenate([ids + i * dlrm.N_ROWS for i, ids in enumerate(step.ids.values())]))
             keys = keys[keys % HOSTS == 1]
@@ -257,14 +271,14 @@ class Problem:
     """A data set and how it is trained, with Adagrad.
 
     ids: int64 [fields, n], rows of one table that has those of all fields; dense: float32 [n, d]; label: float32 [n];
-    the last `held_out` samples are for the AUC. batch: samples of each host
+    the last `held_out` samples are for the AUC. sizes: rows of each field; batch: samples of each host
     """
 
     ids: np.ndarray
     dense: np.ndarray
     label: np.ndarray
     held_out: int
-    n_rows: int
+    sizes: tuple[int, ...]
     dim: int
     hidden: tuple[int, ...]
     batch: int
@@ -300,7 +314,7 @@ def problem_of(dataset: str, folder: Path | None, n_samples: int, epochs: int) -
         settings = (made.dim, made.hidden, made.global_batch // HOSTS, epochs, made.lr)
     ends = np.cumsum(sizes)
     numbered = ids.numpy() + (ends - sizes)[:, None]
-    return Problem(numbered, dense.numpy(), label.numpy(), held_out, int(ends[-1]), *settings)
+    return Problem(numbered, dense.numpy(), label.numpy(), held_out, tuple(sizes), *settings)
 
 
 def train(problem: Problem, rule: str, mode: str, seed: int) -> dict[str, float]:
@@ -311,7 +325,7 @@ def train(problem: Problem, rule: str, mode: str, seed: int) -> dict[str, float]
     torch.manual_seed(1 + seed)
     dense_spec, row_spec = specs_of(rule)
     trained = Trained.fresh(problem, seed)
-    ways = [Way(row_spec, problem.dim, mode == "async") for _ in range(HOSTS)]
+    ways = [Way(row_spec, problem.sizes, problem.dim, mode == "async") for _ in range(HOSTS)]
     channels = [DenseChannel(dense_spec, trained.tower) for _ in range(HOSTS)]
     n, rng = len(problem.label) - problem.held_out, np.random.default_rng([seed, 0])
     waiting: list[Gradient] = []
@@ -400,7 +414,7 @@ class Trained:
         n_in = len(problem.ids) * problem.dim + problem.dense.shape[1]
         tower = dlrm.mlp((n_in, *problem.hidden, 1), last_relu=False)
         optimizer = torch.optim.Adagrad(tower.parameters(), lr=problem.lr, eps=1e-8)
-        rows = 0.01 * np.random.default_rng(seed).normal(size=(problem.n_rows, problem.dim)).astype(np.float32)
+        rows = 0.01 * np.random.default_rng(seed).normal(size=(sum(problem.sizes), problem.dim)).astype(np.float32)
         return cls(problem, tower, optimizer, rows.astype(np.float32), np.zeros_like(rows, np.float32))
 
     def gradient(self, chosen: np.ndarray, host: int, way: Way, channel: DenseChannel) -> Gradient:

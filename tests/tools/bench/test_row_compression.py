@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.bench import row_compression
-from gba_hvd_tools.bench.row_compression import Problem, same_run, train
+from gba_hvd_tools.bench.row_compression import Problem, Way, same_run, specs_of, train
 
 from gba_hvd.errors import BadInput
 
@@ -20,7 +21,7 @@ def small(n: int = 400, held_out: int = 80) -> Problem:
     ids = np.stack([rng.integers(0, 30, n), 30 + rng.integers(0, 20, n)])
     label = (rng.random(n) < 0.3 + 0.4 * (ids[0] % 2)).astype(np.float32)
     dense = rng.normal(size=(n, 2)).astype(np.float32)
-    return Problem(ids, dense, label, held_out, 50, 8, (64,), batch=16, epochs=1, lr=0.05)
+    return Problem(ids, dense, label, held_out, (30, 20), 8, (64,), batch=16, epochs=1, lr=0.05)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -47,6 +48,37 @@ def test_runs_that_are_equal_are_found_and_others_are_not() -> None:
         ("synthetic", "sync", "none", 0, 800),
     ):
         assert same_run([row], *other) is None
+
+
+def test_options_of_a_rule() -> None:
+    _, rows = specs_of("dct_mp:0.05:100:float32:per_table")
+    assert (rows.keep, rows.refresh_every, rows.values, rows.per_table) == (0.05, 100, "none", True)
+    dense, _ = specs_of("dct_dp:0.01:100:inf:float32")
+    assert (dense.drift, dense.values) == (math.inf, "none")
+    _, plain = specs_of("dct_mp:0.05:100")
+    assert (plain.values, plain.per_table) == ("int8", False)
+    with pytest.raises(BadInput, match=r"'per_tabel' is not known: did you mean 'per_table'"):
+        specs_of("dct_mp:0.05:100:per_tabel")
+    with pytest.raises(BadInput, match="no setting 'per_table'"):
+        specs_of("ternary_ef:0.02:1000:per_table")
+
+
+def test_per_table_each_table_sends_its_share() -> None:
+    keys = np.arange(50)
+    rows = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    rows[30:] *= 0.001
+    rules = "dct_mp:0.1:9:float32", "dct_mp:0.1:9:float32:per_table"
+    seen = [Way(specs_of(rule)[1], (30, 20), 8).pull(keys, rows) for rule in rules]
+    sent = [(np.count_nonzero(of[:30]), np.count_nonzero(of[30:])) for of in seen]
+    assert sent == [(40, 0), (24, 16)]
+
+
+@pytest.mark.parametrize(("option", "is_exact"), [("", False), (":float32", True)])
+def test_values_are_rounded_unless_they_travel_as_float32(option: str, is_exact: bool) -> None:
+    rows = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    seen = Way(specs_of(f"dct_mp:0.1:9{option}")[1], (50,), 8).pull(np.arange(50), rows)
+    assert np.count_nonzero(seen) == 40
+    assert np.array_equal(seen[seen != 0], rows[seen != 0]) == is_exact
 
 
 @pytest.mark.slow
