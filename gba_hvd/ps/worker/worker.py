@@ -97,6 +97,7 @@ class PsWorker:
 
     def close(self, finished: bool = True) -> None:
         """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
+        self._tables.while_saved = contextlib.nullcontext
         self.client.finished = finished
         self.client.close()
         self._values.close()

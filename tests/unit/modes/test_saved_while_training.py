@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gba_hvd.callbacks import Event
 from gba_hvd.modes.parameter_server import ParameterServerMode
+from gba_hvd.ps.worker.worker import PsWorker
 
 
 def a_mode(spans: list[tuple[int, int]], reported: list[Event]) -> ParameterServerMode:
@@ -45,3 +48,11 @@ def test_a_save_that_fails_is_over_for_the_others() -> None:
     with pytest.raises(TimeoutError), mode.while_saved():
         raise TimeoutError
     assert not mode.servers.contact.saving
+
+
+def test_a_worker_that_has_left_the_mode_tells_servers_nothing_of_what_it_saves() -> None:
+    worker = PsWorker.__new__(PsWorker)
+    worker.client, worker._values = Mock(), Mock()
+    worker._tables = Mock(while_saved=lambda: Mock())
+    worker.close()
+    assert worker._tables.while_saved is contextlib.nullcontext
