@@ -91,7 +91,7 @@ class ParameterServerMode:
         epoch.leases_begin()
         self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
-        self._leases = ahead = LeasePrefetcher(fetch)
+        self._leases = ahead = LeasePrefetcher(fetch, epoch.before_micro_batch)
         try:
             while True:
                 asked_s = time.perf_counter()
