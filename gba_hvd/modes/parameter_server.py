@@ -251,20 +251,23 @@ class ParameterServerMode:
         """`EmbeddingTables.while_saved`: between two epochs others wait, however long it takes; else it is reported."""
         engine, contact, memory = self._engine, self.servers.contact, self._engine.model.tables.memory
         assert memory is not None
-        before, contact.saving = memory.step_span(), True
+        before, (first, _), contact.saving = memory.marks(), memory.step_span(), True
         try:
             yield
         finally:
             contact.saving = False
-        if (after := memory.step_span()) == before:
+        last, dense = memory.step_span()[1], self.servers.model_step
+        is_older = 0 <= dense < last  # the dense part, than rows that others trained since
+        if memory.stood_still_since(before) and not is_older:
             return
+        first = min(first, dense) if is_older else first
         text = (
-            f"save_model read rows while others trained, from step {before[0]} to {after[1]}: the saved version has "
-            "rows of several steps, so it is no model that was evaluated. Save between two epochs: there the others "
+            f"save_model read the model while others trained, from step {first} to {last}: the saved version has "
+            "parts of several steps, so it is no model that was evaluated. Save between two epochs: there the others "
             f"wait for save_model, and up to {engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for what the "
             "script does before"
         )
-        data = {"first": before[0], "last": after[1]}
+        data = {"first": first, "last": last}
         engine.emit(Event("saved_while_training", engine.progress.step, text, data, level="warning"), only_here=True)
 
     def count(self, job: CountRun) -> list[int]:
