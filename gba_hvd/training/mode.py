@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -283,6 +284,9 @@ class Mode(Protocol):
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         """The sums over all queries, see `ranking.query_sums`; the same on all workers."""
+
+    def others_wait(self) -> AbstractContextManager[None]:
+        """See `between_epochs.others_wait`."""
 
     # --- the world ---------------------------------------------------------------------------------------------------
 

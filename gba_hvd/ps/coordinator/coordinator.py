@@ -328,8 +328,8 @@ class Coordinator:
         if request.rank == 0:
             self._chief_died_s = None
         self.ledger.join(request.worker)
-        if request.saving and self.ledger.finished:
-            self.works(request.worker)  # between two epochs, where the others wait for it
+        if request.awaited and self.ledger.finished:
+            self.works(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
 

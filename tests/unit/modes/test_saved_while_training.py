@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator while it saves the model, and what it reports of a save that was not alone."""
+"""What a worker tells the coordinator while others are to wait for it, and what it reports where they trained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+import gba_hvd
 from gba_hvd.callbacks import Event
+from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
+from gba_hvd.ps.worker.heartbeat import Heartbeat
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.shard_memory import Marks, ShardMemory
 
@@ -40,7 +43,7 @@ def a_mode(at: Step, reported: list[Event], model_step: int = 7) -> tuple[Parame
         model=SimpleNamespace(tables=tables), progress=SimpleNamespace(step=7),
         emit=lambda event, only_here: reported.append(event),
     )  # fmt: skip
-    servers: Any = SimpleNamespace(name="gba", contact=SimpleNamespace(saving=False), model_step=model_step)
+    servers: Any = SimpleNamespace(name="gba", contact=Heartbeat(1, 0, 0, 1, 1), model_step=model_step)
     return ParameterServerMode(engine, servers), memory
 
 
@@ -53,8 +56,8 @@ def test_others_learn_that_a_worker_saves_the_model_and_nothing_is_reported_of_r
     reported: list[Event] = []
     mode, _ = a_mode(at, reported, model_step)
     with mode.while_saved():
-        assert mode.servers.contact.saving
-    assert not mode.servers.contact.saving and not reported
+        assert mode.servers.contact.awaited
+    assert not mode.servers.contact.awaited and not reported
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,30 @@ def test_a_save_that_fails_is_over_for_the_others() -> None:
     mode, _ = a_mode(QUIET, [])
     with pytest.raises(TimeoutError), mode.while_saved():
         raise TimeoutError
-    assert not mode.servers.contact.saving
+    assert not mode.servers.contact.awaited
+
+
+def test_others_wait_for_code_of_the_script_and_for_a_save_in_it() -> None:
+    reported: list[Event] = []
+    mode, memory = a_mode(QUIET, reported)
+    state: Any = SimpleNamespace(engine=SimpleNamespace(mode=mode))
+    with gba_hvd.others_wait(state):
+        with mode.while_saved():
+            pass
+        assert mode.servers.contact.message().awaited
+    assert not mode.servers.contact.message().awaited and not reported
+    with gba_hvd.others_wait(state):
+        memory.at = [8, 8], [7, 7]
+    (event,) = reported
+    assert (event.kind, event.level, event.data) == ("others_trained", "warning", {"first": 7, "last": 8})
+    assert event.message.startswith("others trained from step 7 to 8 before others_wait had ended: its code may have")
+
+
+@pytest.mark.parametrize("mode", [None, AllreduceMode.__new__(AllreduceMode)])
+def test_code_of_the_script_runs_as_ever_where_there_are_no_servers(mode: Any) -> None:
+    state: Any = SimpleNamespace(engine=SimpleNamespace(mode=mode))
+    with gba_hvd.others_wait(state):
+        pass
 
 
 def test_a_worker_that_has_left_the_mode_tells_servers_nothing_of_what_it_saves() -> None:

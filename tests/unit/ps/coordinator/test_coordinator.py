@@ -628,24 +628,24 @@ def test_a_worker_that_comes_back_after_a_minute_between_epochs_hangs_no_more() 
     assert not coordinator.position().hanging
 
 
-def test_an_epoch_waits_for_a_worker_that_saves_the_model_however_long_it_takes() -> None:
+def test_an_epoch_waits_for_a_worker_that_asks_for_it_however_long_it_takes() -> None:
     clock = Clock()
     coordinator = between_epochs(clock)
     for _ in range(5):
         clock.now += LEASE_S - 1
-        coordinator.beat(beat(1)), coordinator.beat(beat(2, saving=True))
+        coordinator.beat(beat(1)), coordinator.beat(beat(2, awaited=True))
         assert not asks(coordinator, 1, 11, epoch=1)
     a_minute_passes(clock, coordinator, 1, 2)
-    assert asks(coordinator, 1, 12, epoch=1), "the save is over, and it hangs"
+    assert asks(coordinator, 1, 12, epoch=1), "that is over, and it hangs"
 
 
-def test_a_worker_that_saves_within_an_epoch_is_no_worker_at_work() -> None:
+def test_a_worker_that_asks_for_it_within_an_epoch_is_no_worker_at_work() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)
     coordinator.beat(beat(1))
     lease(coordinator, 1, 1)
     clock.now += LEASE_S + 1
-    coordinator.beat(beat(1, saving=True))
+    coordinator.beat(beat(1, awaited=True))
     coordinator.fall_silent()
     assert coordinator.position().hanging
 
