@@ -603,6 +603,18 @@ def test_segments_of_an_epoch_wait_for_nobody() -> None:
     assert not asks(coordinator, 1, 14, epoch=1), "worker 2 is still in the epoch before"
 
 
+def test_a_worker_that_is_back_in_what_it_had_left_early_has_not_left_it() -> None:
+    coordinator = a_coordinator(Clock())
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    lease(coordinator, 2, 1)
+    assert coordinator.ask(ask(1, 10, segment=1)) is None
+    lease(coordinator, 1, 11)
+    assert coordinator.ask(ask(2, 10, segment=1)) is None, "the rest of segment 0 would be skipped"
+    answer = coordinator.ask(ask(1, 12, segment=1))
+    assert answer is not None and answer.lease is not None, "now both have left it"
+
+
 @pytest.mark.parametrize("what", ["is dead", "is silent", "hangs"])
 def test_an_epoch_does_not_wait_for_a_worker_that(what: str) -> None:
     clock = Clock()
