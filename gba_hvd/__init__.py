@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gba_hvd import elastic
     from gba_hvd.batch import Bag, Batch
     from gba_hvd.batches import batches
+    from gba_hvd.between_epochs import others_wait
     from gba_hvd.callbacks import Callback, Event, Job, StepRecord
     from gba_hvd.compression import Compression
     from gba_hvd.convert import convert
@@ -81,6 +82,7 @@ __all__ = [
     "in_batch_softmax",
     "load_for_inference",
     "open_model",
+    "others_wait",
     "register_optimizer",
     "sampled_softmax",
     "save_model",
@@ -90,6 +92,7 @@ __all__ = [
 _IN = {
     "batch": ("Bag", "Batch"),
     "batches": ("batches",),
+    "between_epochs": ("others_wait",),
     "callbacks": ("Callback", "Event", "Job", "StepRecord"),
     "compression": ("Compression",),
     "convert": ("convert",),

@@ -337,7 +337,7 @@ class WorkerSaves:
         return None if self._engine.mode is None else self._engine.mode.servers
 
     def save_asynchronously_if_due(self) -> None:
-        """Before each micro-batch. Saves are of the chief."""
+        """Before each micro-batch, and while its lease is awaited. Saves are of the chief."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._report_lost_folder()
         self._report_restarts()
@@ -371,7 +371,7 @@ class WorkerSaves:
         checkpoints.save_asynchronously(servers, state, is_last)
 
     def leave_asynchronously_if_preempted(self) -> None:
-        """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
+        """As above: the others continue; this worker waits for a checkpoint."""
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if engine.signals.preempt_deadline_s is None or checkpoints is None or servers is None:
             return

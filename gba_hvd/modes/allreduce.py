@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -205,6 +205,9 @@ class AllreduceMode:
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         self._engine.reports.reported_by_some()
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
+
+    def others_wait(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they do at the next collective
 
     def count(self, job: CountRun) -> list[int]:
         world = self._engine.world

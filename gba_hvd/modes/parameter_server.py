@@ -91,7 +91,7 @@ class ParameterServerMode:
         epoch.leases_begin()
         self._note_pause()
         engine.progress.n_steps = epoch.cut.n_steps
-        self._leases = ahead = LeasePrefetcher(fetch)
+        self._leases = ahead = LeasePrefetcher(fetch, epoch.before_micro_batch)
         try:
             while True:
                 asked_s = time.perf_counter()
@@ -246,26 +246,37 @@ class ParameterServerMode:
         for participant in self._engine.participants:
             participant.epoch_over(self.servers)
 
-    @contextlib.contextmanager
-    def while_saved(self) -> Iterator[None]:
-        """`EmbeddingTables.while_saved`: between two epochs others wait, however long it takes; else it is reported."""
-        engine, contact, memory = self._engine, self.servers.contact, self._engine.model.tables.memory
-        assert memory is not None
-        before, contact.saving = memory.step_span(), True
-        try:
-            yield
-        finally:
-            contact.saving = False
-        if (after := memory.step_span()) == before:
-            return
-        text = (
-            f"save_model read rows while others trained, from step {before[0]} to {after[1]}: the saved version has "
-            "rows of several steps, so it is no model that was evaluated. Save between two epochs: there the others "
-            f"wait for save_model, and up to {engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for what the "
-            "script does before"
+    def while_saved(self) -> contextlib.AbstractContextManager[None]:
+        """`EmbeddingTables.while_saved`."""
+        what = "the saved version has parts of several steps, so it is no model that was evaluated. Save"
+        return self._others_wait("saved_while_training", "save_model", what)
+
+    def others_wait(self) -> contextlib.AbstractContextManager[None]:
+        """See `between_epochs.others_wait`."""
+        return self._others_wait(
+            "others_trained", "others_wait", "its code may have seen parts of several steps. Use it"
         )
-        data = {"first": before[0], "last": after[1]}
-        engine.emit(Event("saved_while_training", engine.progress.step, text, data, level="warning"), only_here=True)
+
+    @contextlib.contextmanager
+    def _others_wait(self, kind: str, name: str, outcome: str) -> Iterator[None]:
+        """Between two epochs others wait, however long it takes; where they trained, it is reported."""
+        engine, memory = self._engine, self._engine.model.tables.memory
+        assert memory is not None
+        before, (first, _) = memory.marks(), memory.step_span()
+        with self.servers.contact.others_wait():
+            yield
+        last, dense = memory.step_span()[1], self.servers.model_step
+        is_older = 0 <= dense < last  # the dense part, than rows that others trained since
+        if memory.stood_still_since(before) and not is_older:
+            return
+        first = min(first, dense) if is_older else first
+        text = (
+            f"others trained from step {first} to {last} before {name} had ended: {outcome} between two epochs: there "
+            f"the others wait for {name}, and up to {engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for "
+            "what the script does before; for longer code, `with gba_hvd.others_wait(state):`"
+        )
+        data = {"first": first, "last": last}
+        engine.emit(Event(kind, engine.progress.step, text, data, level="warning"), only_here=True)
 
     def count(self, job: CountRun) -> list[int]:
         run = run_number(job.epoch, job.segment)

@@ -355,7 +355,7 @@ class HeartbeatMsg(Struct, tag="Beat"):
     # Generation of a mode that the workers of this host continue without: no worker is in it.
     abandoned: int = msgspec.field(name="given_up", default=0)
     host_name: str = ""  # for people
-    saving: bool = False  # the thread that trains is in `save_model`
+    awaited: bool = False  # between two epochs the others wait for the thread that trains, however long it takes
 
 
 class Evaluate(Struct):

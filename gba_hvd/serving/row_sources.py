@@ -14,7 +14,7 @@ from gba_hvd.reading import trained_scaling
 from gba_hvd.reading.trained_vocabularies import Trained, of_state
 from gba_hvd.serving.manifest import Initial
 from gba_hvd.shm.layout import Group, table_seed
-from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.shard_memory import Marks, ShardMemory
 from recovery import state_codec
 from recovery.hashed_ids import ids_of, keys_of_ids
 from recovery.restore.open_checkpoint import OpenCheckpoint
@@ -127,6 +127,18 @@ def step_span_of(tables: Sequence[EmbeddingTables]) -> tuple[int, int]:
     """`ShardMemory.step_span` of their memory (`live_rows`)."""
     spans = [cast(Any, whole_of(one).memory).step_span() for one in tables]
     return min(first for first, _ in spans), max(last for _, last in spans)
+
+
+def marks_of(tables: Sequence[EmbeddingTables]) -> list[Marks]:
+    """`ShardMemory.marks` of their memory (`live_rows`)."""
+    return [cast(Any, whole_of(one).memory).marks() for one in tables]
+
+
+def stood_still_since(tables: Sequence[EmbeddingTables], before: Sequence[Marks]) -> bool:
+    """`ShardMemory.stood_still_since` of their memory. before: `marks_of`"""
+    return all(
+        cast(Any, whole_of(one).memory).stood_still_since(marks) for one, marks in zip(tables, before, strict=True)
+    )
 
 
 def trained_input(opened: OpenCheckpoint) -> tuple[Trained, trained_scaling.Scaling]:

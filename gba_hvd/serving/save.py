@@ -46,7 +46,16 @@ from gba_hvd.serving.module import (
 )
 from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
-from gba_hvd.serving.row_sources import CheckpointRows, live_rows, step_of_rows, step_span_of, trained_input, whole_of
+from gba_hvd.serving.row_sources import (
+    CheckpointRows,
+    live_rows,
+    marks_of,
+    step_of_rows,
+    step_span_of,
+    stood_still_since,
+    trained_input,
+    whole_of,
+)
 from gba_hvd.serving.stored_bytes import put_file
 from gba_hvd.serving.stored_encoder import EncoderToStore, encoder_to_store, put_encoder
 from gba_hvd.serving.tensor_file import encode_tensors
@@ -108,9 +117,8 @@ def save_model(
                                    input_example=batch)
 
     Call it on one worker, where you would evaluate: inside the training function, between two epochs, where the others
-    wait for it. Within an epoch of an asynchronous mode they train on, and a version may have rows of several steps:
-    the event `saved_while_training` reports it where a step ended or began meanwhile. Rows that a version at this URL
-    has already are not written again.
+    wait for it. Within an epoch of an asynchronous mode they train on, and a version may have parts of several steps:
+    the event `saved_while_training` reports it. Rows that a version at this URL has already are not written again.
 
     build: what makes the module: "package.module:callable", imported where the model is opened, or "file.py:callable",
     whose file is copied with the model; called with `arguments`, plain JSON. Default: the model's class. It may return
@@ -271,16 +279,17 @@ def _check(
 
 def _compare(model: nn.Module, fresh: nn.Module, example: Any, tables: Sequence[EmbeddingTables], builder: str) -> None:
     """Raises BadInput where their outputs differ."""
-    before = step_span_of(tables)
+    before, (first, _) = marks_of(tables), step_span_of(tables)
     try:
         with evaluating(model):
             same_outputs(_outputs(model, example), _outputs(fresh, example), builder)
     except BadInput as error:
-        if (after := step_span_of(tables)) == before:
+        if stood_still_since(tables, before):
             raise
+        last = step_span_of(tables)[1]
         raise BadInput(
-            f"other workers trained from step {before[0]} to {after[1]} while what {builder} builds was compared with "
-            "the model on input_example, so the outputs differ: save the model between two epochs, where they wait"
+            f"other workers trained from step {first} to {last} while what {builder} builds was compared with the "
+            "model on input_example, so the outputs differ: save the model between two epochs, where they wait"
         ) from error
 
 

@@ -317,6 +317,12 @@ class ShardMemory:
         marks, here = self.marks(), self.ready()
         return int(marks.finished[here].min()), int(marks.begun[here].max())
 
+    def stood_still_since(self, before: Marks) -> bool:
+        """Whether rows read since `before` (`marks`) are of one step: none was in flight then, and none has begun."""
+        now, here = self.marks(), self.ready()
+        moved = (before.begun > before.finished) | (now.begun != before.begun) | (now.finished != before.finished)
+        return not moved[here].any()
+
     def reserve(self, shards: list[int], bytes_per_row: int = 0) -> None:
         """Take the space of these shards from the file system now, so that no later write can fail for lack of it.
 

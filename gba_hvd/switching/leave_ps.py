@@ -42,6 +42,8 @@ def leave(engine: Engine, position: JobPosition) -> None:
     servers, idle, signals = mode.servers, mode.idle, engine.signals
     mode.take_dense_state(leaving=True)
     engine.observe(position)
+    for participant in engine.participants:
+        participant.epoch_over(servers)
     cursor = engine.progress.cursor
     cursor.epoch, cursor.segment, cursor.steps_done = position.epoch, position.segment, position.steps_done
     cursor.n_steps = position.n_steps

@@ -199,7 +199,7 @@ class ModeRequests(StepParticipant):
         self._forget_drops()
 
     def epoch_over(self, servers: PsWorker) -> None:
-        """The window that is open ends with the epoch, which may be the job's last."""
+        """The window that is open ends with the epoch, which may be the job's last, and with the mode."""
         if self._engine.world.rank == 0 and servers.name == "gba":
             self._report_drops(servers)
 
@@ -278,7 +278,7 @@ class ModeRequests(StepParticipant):
         return {f"{mode}_samples_per_s": round(rate * micro_batch, 1) for mode, rate in of_mode.items()}
 
     def _report_drops(self, servers: PsWorker) -> None:
-        """On the chief, every few seconds in mode gba, and at the end of an epoch."""
+        """On the chief, every few seconds in mode gba, and at the end of an epoch or of the mode."""
         step, progress = self._engine.progress.step, self._engine.progress
         events = self._drops_by_worker.look(step, servers.position.drops)
         if (of_all := self._drops.look(step, progress.staleness, progress.dense_ages)) is not None:

@@ -66,7 +66,7 @@ class StepParticipant(ABC):
         """In an asynchronous mode: this worker does not train between two epochs, nor did it while it evaluated."""
 
     def epoch_over(self, servers: PsWorker) -> None:
-        """In an asynchronous mode: this worker has left the loop over an epoch, at its end or before."""
+        """In an asynchronous mode: this worker has left the loop over an epoch, at its end or before, or the mode."""
 
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -138,7 +139,7 @@ class EpochRun(Protocol):
 
     def before_micro_batch(self) -> None:
         """The memory, a checkpoint, and leaving after one. Before the micro-batch begins: a worker that waits here for
-        a checkpoint takes part in the rounds of the others.
+        a checkpoint takes part in the rounds of the others. Also while a lease is awaited, as between two epochs.
         """
 
     def leases_end(self) -> None:
@@ -283,6 +284,9 @@ class Mode(Protocol):
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         """The sums over all queries, see `ranking.query_sums`; the same on all workers."""
+
+    def others_wait(self) -> AbstractContextManager[None]:
+        """See `between_epochs.others_wait`."""
 
     # --- the world ---------------------------------------------------------------------------------------------------
 

@@ -273,6 +273,40 @@ def test_samples_that_wait_for_a_step_when_the_job_ends_are_reported(tmp_path: P
     )
 
 
+def is_moved(engine: Any) -> bool:
+    return engine.model.tables.memory.step_span()[1] > engine.mode.servers.model_step
+
+
+@pytest.mark.parametrize("mode", ["gba", "shadow"])
+def test_code_between_two_epochs_sees_parts_of_one_step_and_code_within_one_does_not(tmp_path: Path, mode: str) -> None:
+    """Rows and the dense part are of the step that the coordinator is at."""
+    found: list[str] = []
+    with job_alone(tmp_path / mode, {}, mode=mode) as (training, _):
+
+        class Reads(gba_hvd.Callback):
+            def on_event(self, event: gba_hvd.Event) -> None:
+                found.extend([event.kind] * (event.kind == "others_trained"))
+
+        training.state.register_callbacks([Reads()])
+
+        @gba_hvd.elastic.run
+        def train(state: gba_hvd.elastic.TorchState) -> None:
+            for state.epoch in range(2):
+                for number, batch in enumerate(gba_hvd.batches(training.dataset, state, seed=1)):
+                    training.optimizer.zero_grad()
+                    loss = training.loss(batch)
+                    training.backward(loss)
+                    training.step(loss)
+                    if state.epoch and number == 4 * 6 - 1:
+                        with gba_hvd.others_wait(state):
+                            wait_for(lambda: is_moved(state.engine), "the step of this micro-batch", PATIENCE_S)
+                with gba_hvd.others_wait(state):
+                    found.append(f"epoch {state.epoch}")
+
+        train(training.state)
+    assert found == ["epoch 0", "others_trained", "epoch 1"]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "place", ["in the loop", "in the loop, which a traceback keeps", "in a push", "while a lease is awaited"]

@@ -457,6 +457,15 @@ def test_a_worker_that_dies_while_its_job_waits_for_slots_in_vain_is_not_awaited
     assert not dies.is_alive()
 
 
+def test_workers_that_end_after_one_whose_end_could_not_be_dealt_with_are_not_kept_waiting() -> None:
+    run = Registry()
+    run.driver.stop.side_effect = RuntimeError("cannot stop")
+    run.registry.reset(1)
+    with pytest.raises(RuntimeError, match="cannot stop"):
+        run.registry.record_failure("a", 0)
+    assert run.registry._action_event.is_set()
+
+
 def test_an_elastic_job_says_what_it_waits_for(tmp_path: Path) -> None:
     elastic = ["-np", "2", "--min-np", "2", "--host-discovery-script", "echo localhost:1", "--elastic-timeout", "12"]
     command = [str(HOROVODRUN), *elastic, "true"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,15 +209,17 @@ def test_a_number_of_threads_that_is_none_is_refused(training: Any, clicks: Any,
         gba_hvd.hogwild(clicks(50), training().state, lambda model, batch: None, n_threads=n_threads)
 
 
-def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+SAVES = ("save_asynchronously_if_due", "leave_asynchronously_if_preempted")
+
+
+def loop_with_servers(monkeypatch: pytest.MonkeyPatch, said: list[str], ask: Callable[..., LeaseReply]) -> Any:
+    """The batches of an epoch in a mode with servers, that leases come for from `ask`. said: what was called."""
 
     def says(*names: str) -> dict[str, Any]:
         return {name: lambda *_, name=name: said.append(name) for name in names}
 
-    answers = [LeaseReply(JobPosition(), LeaseGrant(0, 1, 0, 4)), LeaseReply(JobPosition(), None, "finished")]
     servers: Any = SimpleNamespace(
-        name="gba", ask=lambda *_: answers.pop(0), several_hosts=False, position=JobPosition(), refresh_dense_=lambda: 0
+        name="gba", ask=ask, several_hosts=False, position=JobPosition(), refresh_dense_=lambda: 0
     )
     progress = SimpleNamespace(step=0, n_steps=0)
     watched = SimpleNamespace(note=lambda: None)
@@ -234,19 +237,46 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     engine.begin_micro_batch = lambda *_, **__: said.append("begin_micro_batch")
     mode = ParameterServerMode(engine, servers)
     monkeypatch.setattr(mode, "take_dense_state", lambda **_: None)
-    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_preempted")
     state: Any = SimpleNamespace(
-        engine=engine, check_memory=lambda: None, saving=SimpleNamespace(**says("epoch_begins", *saves)),
+        engine=engine, check_memory=lambda: None, saving=SimpleNamespace(**says("epoch_begins", *SAVES)),
         late_joiners=SimpleNamespace(**says("start_rejoin", "report", "report_wait")),
     )  # fmt: skip
     run = _Epoch.__new__(_Epoch)
     run.cut, run.epoch, run.segment, run.order_digest = EpochPlan(4, 4, 4), 0, 0, 1
     run.n_samples, run._state = 4, state
     monkeypatch.setattr(run, "read", lambda index: "batch")
-    assert list(mode.micro_batches(run)) == ["batch"]
-    at = [said.index(name) for name in ("zero_", "paused", "observe", *saves, "begin_micro_batch")]
+    return mode.micro_batches(run)
+
+
+def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    answers = [LeaseReply(JobPosition(), LeaseGrant(0, 1, 0, 4)), LeaseReply(JobPosition(), None, "finished")]
+    assert list(loop_with_servers(monkeypatch, said, lambda *_: answers.pop(0))) == ["batch"]
+    at = [said.index(name) for name in ("zero_", "paused", "observe", *SAVES, "begin_micro_batch")]
     assert at == sorted(at)
     assert said[-1] == "epoch_over"
+
+
+def test_a_worker_that_awaits_the_next_epoch_saves_and_leaves_if_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gba_hvd.ps.worker.lease_prefetch._LOOK_S", 0.0)
+    has_looked = threading.Event()
+
+    class Said(list[str]):
+        def append(self, name: str) -> None:
+            super().append(name)
+            if name == SAVES[1]:
+                has_looked.set()
+
+    def ask(*_: Any) -> LeaseReply:
+        """The others begin no epoch before."""
+        assert has_looked.wait(20.0)
+        return LeaseReply(JobPosition(), None, "finished")
+
+    said = Said()
+    assert list(loop_with_servers(monkeypatch, said, ask)) == []
+    assert [name for name in said if name in SAVES][:2] == [*SAVES]
 
 
 def test_an_evaluation_beside_servers_is_a_pause_for_those_that_measure(monkeypatch: pytest.MonkeyPatch) -> None:

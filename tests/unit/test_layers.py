@@ -35,6 +35,7 @@ LAYERS = {
             "optimizer",
             "batch_keys",
             "batches",
+            "between_epochs",
             "evaluation",
             "evaluation_reader",
             "retrieval",

@@ -135,8 +135,7 @@ class Coordinator:
         self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
-        self._left_early: set[int] = set()  # workers that ask for the next epoch already
-        self._in_epoch: set[int] = set()  # workers that asked for leases of this epoch, and not for the next one
+        self._asked: dict[int, tuple[int, int]] = {}  # by worker: the epoch, and its segment, that it asked for last
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
         self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
@@ -162,17 +161,17 @@ class Coordinator:
         if request.run < ledger.run:
             n_steps = self._cut(request.n_samples).n_steps
             return LeaseReply(self.position(at, n_steps, n_steps), None, "finished")
+        is_first = self._asked_for(request.worker)[0] != request.epoch
+        self._asked[request.worker] = at
         if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self._is_left or self.requested_mode not in ("", "auto", ledger.discipline.name):
                 self._is_left = True
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
-            if request.epoch > ledger.epoch and self._others_are_between_epochs(request.worker):
+            if request.epoch > ledger.epoch and self._others_are_between_epochs():
                 return None
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            if new.epoch > ledger.epoch:
-                self._in_epoch.clear()
             self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
@@ -187,7 +186,6 @@ class Coordinator:
             self._losses.clear()
             self.moved.clear()
             self._given.clear()
-            self._left_early.clear()
         if request.n_samples != ledger.cut.n_samples:
             raise Mismatch(
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
@@ -201,9 +199,8 @@ class Coordinator:
                 "workers must run the same script, with the same seed, on the same data"
             )
         self._take_rates(request.epoch, request)
-        if request.worker not in self._in_epoch:
+        if is_first:
             self.works(request.worker)  # what it did between two epochs is over
-        self._in_epoch.add(request.worker)
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
@@ -238,19 +235,23 @@ class Coordinator:
 
     def _all_left_early(self, worker: int) -> bool:
         """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
-        self.ledger.leave(worker)
-        self._left_early.add(worker)
-        alive = {w for w, seen in self.workers.items() if not seen.silent}
-        return alive <= self._left_early and self.ledger.decided is None
+        ledger = self.ledger
+        ledger.leave(worker)
+        asked = [self._asked_for(w) for w, seen in self.workers.items() if not seen.silent]
+        return all(at > (ledger.epoch, ledger.segment) for at in asked) and ledger.decided is None
 
-    def _others_are_between_epochs(self, worker: int) -> bool:
+    def _asked_for(self, worker: int) -> tuple[int, int]:
+        """Of a worker that asked for none yet: one before all others."""
+        return self._asked.get(worker, (-1, 0))
+
+    def _others_are_between_epochs(self) -> bool:
         """Whether others may be in code of the script that reads the model, as `save_model` or a metric of its own.
 
         All ask for an epoch before any step of it. Not awaited: workers that are gone or silent, that did not train in
         the epoch before, or have done nothing for longer than a micro-batch may take.
         """
-        self._in_epoch.discard(worker)
-        others = {w: self.workers[w] for w in self._in_epoch & self.workers.keys() if not self.workers[w].silent}
+        epoch = self.ledger.epoch
+        others = {w: s for w, s in self.workers.items() if not s.silent and self._asked_for(w)[0] == epoch}
         if not all(map(self._hangs, others.values())):
             return True
         for late in others:
@@ -328,8 +329,8 @@ class Coordinator:
         if request.rank == 0:
             self._chief_died_s = None
         self.ledger.join(request.worker)
-        if request.saving and self.ledger.finished:
-            self.works(request.worker)  # between two epochs, where the others wait for it
+        if request.awaited and self.ledger.finished:
+            self.works(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
 
@@ -613,7 +614,8 @@ class Coordinator:
         self.account = self.ledger.account
         now = self._clock()
         self.workers = {w: WorkerSeen(rank, host, pid, now, now) for w, rank, host, pid in state["workers"]}
-        self._in_epoch = set(self.workers)  # perhaps: no state says which of them asked for the next one
+        # Perhaps: no state says which of them asked for the next one.
+        self._asked = dict.fromkeys(self.workers, (self.ledger.epoch, self.ledger.segment))
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
             self._chief_died_s = self._clock()

@@ -21,11 +21,12 @@ from recovery import state_codec
 _TRIES = 3
 
 
-def export_dense(client: Client, request: Export, parts: DenseParts) -> dict[int, DenseState]:
-    """Every dense tensor by its number in the model. Raises as `replies.wait_reply`."""
+def export_dense(client: Client, request: Export, parts: DenseParts) -> tuple[int, dict[int, DenseState]]:
+    """The oldest step of them, and every dense tensor by its number in the model. Raises as `replies.wait_reply`."""
     futures = [client.send(s, request) for s in range(len(parts))]
     replies = [wait_reply(future) for future in futures]
-    return {t: state for s, reply in enumerate(replies) for t, state in unpacked(parts, s, reply)}
+    step = min(reply.body.step for reply in replies if isinstance(reply.body, Exported))
+    return step, {t: state for s, reply in enumerate(replies) for t, state in unpacked(parts, s, reply)}
 
 
 def export_from_reachable(

@@ -5,7 +5,9 @@ No socket and no clock here: the client sends what `message` returns periodicall
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +22,7 @@ class Heartbeat:
     rank: of the worker, in the world it is in now. host_name: for people
     position: the newest that was received. saved: status of the newest checkpoint.
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
-    the chief is to have a checkpoint made first. saving: this worker is in `save_model`.
+    the chief is to have a checkpoint made first. awaited: see `others_wait`.
     report: from the chief, what `gba-hvd status` shows beside what the coordinator knows
     claim: on the checkpoint location, and the job's first epoch there, as the coordinator's server knows them
     acknowledged_membership: the change of membership that this worker knew of when it last formed a world
@@ -31,7 +33,7 @@ class Heartbeat:
         self.rank, self.host_name = rank, ""
         self.position = JobPosition()
         self.saved: SaveStatus | None = None
-        self.hosts_updated = self.worker_leaves = self.leaving = self.saving = False
+        self.hosts_updated = self.worker_leaves = self.leaving = self.awaited = False
         self.acknowledged_membership = 0
         self.claim: tuple[Claim, int] | None = None
         self.report: dict[str, Any] = {}
@@ -48,8 +50,17 @@ class Heartbeat:
             self.hosts_updated, self._reported_epoch = False, None
         return HeartbeatMsg(
             self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated,
-            leaving=self.leaving, report=self.report, host_name=self.host_name, saving=self.saving,
+            leaving=self.leaving, report=self.report, host_name=self.host_name, awaited=self.awaited,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def others_wait(self) -> Iterator[None]:
+        """Between two epochs the others wait for this worker as long as the body takes."""
+        before, self.awaited = self.awaited, True
+        try:
+            yield
+        finally:
+            self.awaited = before
 
     def question(self) -> HeartbeatMsg:
         """To a server that is not the coordinator's, of no mode: its answer reports its part of a save."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
+_LOOK_S = 0.2
 
 
 class LeasePrefetcher(Generic[_Item]):
@@ -15,10 +16,15 @@ class LeasePrefetcher(Generic[_Item]):
 
     A lease that waits in a worker's hands grows stale, most of all in a slow worker's. So the next one is asked for
     when the current one should soon be done, going by how long the last ones took.
+
+    meanwhile: called by who waits for an item, every 0.2 s; may raise
     """
 
-    def __init__(self, fetch: Callable[[], _Item], clock: Callable[[], float] = time.monotonic) -> None:
-        self._fetch, self._clock = fetch, clock
+    def __init__(
+        self, fetch: Callable[[], _Item], meanwhile: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._fetch, self._meanwhile, self._clock = fetch, meanwhile, clock
         self._changed = threading.Condition()
         self._due_s: float | None = None
         self._item: _Item | None = None
@@ -29,7 +35,7 @@ class LeasePrefetcher(Generic[_Item]):
         self._thread: threading.Thread | None = None
 
     def next(self) -> _Item:
-        """The next item; waits for it. Raises what fetching it raised."""
+        """The next item; waits for it. Raises what fetching it raised, and what is raised meanwhile."""
         now = self._clock()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gba-hvd leases", daemon=True)
@@ -40,7 +46,9 @@ class LeasePrefetcher(Generic[_Item]):
                 self._computing_s = took if not self._computing_s else 0.7 * self._computing_s + 0.3 * took
             self._due_s = now
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._item is not None or self._error is not None)
+        while not self._has_come():
+            self._meanwhile()
+        with self._changed:
             if self._error is not None:
                 raise self._error
             item, self._item = self._item, None
@@ -50,6 +58,10 @@ class LeasePrefetcher(Generic[_Item]):
             self._due_s = self._handed_s + max(0.0, self._computing_s - margin) if self._computing_s else None
             self._changed.notify_all()
             return item
+
+    def _has_come(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._item is not None or self._error is not None, _LOOK_S)
 
     def fail(self, error: BaseException) -> None:
         """From another thread: nothing more is fetched, and `next` raises this, also if it waits already."""

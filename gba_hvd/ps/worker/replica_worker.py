@@ -123,7 +123,8 @@ class ReplicaWorker(PsWorker):
             self.rounds.begin_with(values)
             self.replica.open(2 * self._run, values)
         self.rounds.begin_micro()
-        return self.position.step
+        self.model_step = self.position.step
+        return self.model_step
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,

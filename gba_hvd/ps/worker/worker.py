@@ -46,6 +46,8 @@ class PsWorker:
     """One worker's asynchronous mode. Start with `start()`; `close()` may be called twice.
 
     Owns the client and what goes through it; uses, but does not own, the tables and the dense gradients.
+
+    model_step: the oldest step among the dense values in the model; -1: none came from servers yet
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class PsWorker:
         self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         # For pushes: a step, and this worker's learning rates and changed settings since.
         self.rates: tuple[int, list[float], list[dict[str, messages.GroupSetting]]] = (-1, [], [])
-        self._request = 0
+        self._request, self.model_step = 0, -1
         if not any(session.remote_servers(host)):
             compression = None
         self._parts = DenseParts(len(session.servers), session.dense_servers, dense.sizes)
@@ -97,6 +99,7 @@ class PsWorker:
 
     def close(self, finished: bool = True) -> None:
         """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
+        self._tables.while_saved = contextlib.nullcontext
         self.client.finished = finished
         self.client.close()
         self._values.close()
@@ -180,7 +183,8 @@ class PsWorker:
 
     def refresh_dense_(self) -> int:
         """Bring the model's dense parameters to the newest values; returns the oldest step among them."""
-        return self._values.refresh_()
+        self.model_step = self._values.refresh_()
+        return self.model_step
 
     @property
     def dense_steps(self) -> list[int]:
@@ -352,7 +356,8 @@ class PsWorker:
 
     def _exported(self, request: messages.Export) -> dict[int, DenseState]:
         self._values.forget()  # what workers compute with may be other values than the model's
-        return dense_export.export_dense(self.client, request, self._parts)
+        self.model_step, found = dense_export.export_dense(self.client, request, self._parts)
+        return found
 
     def rescue(self, timeout_s: float) -> dict[int, DenseState]:
         """As `export`, what the servers that still answer have, and what those of this host have published before they

@@ -111,6 +111,18 @@ def test_rows_that_others_train_meanwhile_are_not_taken_for_another_model(traine
     assert not (tmp_path / "m").exists()
 
 
+def test_rows_of_a_step_that_is_in_flight_all_the_while_are_not_taken_for_another_model(
+    trained: Trained, tmp_path: Path
+) -> None:
+    model = trained()
+    memory: Any = model.tables.memory
+    memory.begin(np.array(memory.ready()), 1)
+    seeds = iter(range(9))
+    model.register_forward_hook(lambda *_: change_rows(model, "user", np.arange(50), seed=next(seeds)))
+    with pytest.raises(BadInput, match=r"trained from step 0 to 1 while what .* builds was compared"):
+        gba_hvd.save_model(model, tmp_path / "m", build=CODE, input_example=batch(4))
+
+
 def test_rows_are_compared_and_read_while_others_wait(trained: Trained, tmp_path: Path) -> None:
     model, looks = trained(), []
 

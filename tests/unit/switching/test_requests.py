@@ -113,6 +113,21 @@ def test_a_worker_that_leaves_a_mode_has_the_setting_of_the_chief(is_pinned: boo
     assert callback.mode == setting
 
 
+def test_what_gba_dropped_until_it_is_left_within_an_epoch_counts() -> None:
+    chief = Chief(GBACallback(mode="gba", tolerance=2))
+    chief.participant.mode_entered()
+    idle: Any = SimpleNamespace(name="allreduce", exchange=SimpleNamespace(resume=lambda: None))
+    mode = MagicMock(spec=ParameterServerMode, rejoin=None, idle=idle, servers=MagicMock())
+    mode.name = mode.servers.name = "gba"
+    engine = MagicMock(mode=mode, progress=chief.progress, participants=[chief.participant])
+    engine.participant.return_value, mode.servers.position.drops = chief.participant, []
+    engine.observe = lambda _: setattr(chief.progress, "staleness", {0: 33, 5: 27})
+    engine.emit = chief.events.append
+    leave_ps.leave(engine, JobPosition(step=9, requested_mode="allreduce"))
+    assert [event.kind for event in chief.events] == ["many_dropped", "switch"]
+    assert chief.events[0].data["share"] == 0.45
+
+
 def test_a_hold_is_noted_once_and_ends_what_measurements_decide() -> None:
     callback = GBACallback(mode="auto")
     chief = Chief(callback)

@@ -603,6 +603,18 @@ def test_segments_of_an_epoch_wait_for_nobody() -> None:
     assert not asks(coordinator, 1, 14, epoch=1), "worker 2 is still in the epoch before"
 
 
+def test_a_worker_that_is_back_in_what_it_had_left_early_has_not_left_it() -> None:
+    coordinator = a_coordinator(Clock())
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    lease(coordinator, 2, 1)
+    assert coordinator.ask(ask(1, 10, segment=1)) is None
+    lease(coordinator, 1, 11)
+    assert coordinator.ask(ask(2, 10, segment=1)) is None, "the rest of segment 0 would be skipped"
+    answer = coordinator.ask(ask(1, 12, segment=1))
+    assert answer is not None and answer.lease is not None, "now both have left it"
+
+
 @pytest.mark.parametrize("what", ["is dead", "is silent", "hangs"])
 def test_an_epoch_does_not_wait_for_a_worker_that(what: str) -> None:
     clock = Clock()
@@ -628,24 +640,24 @@ def test_a_worker_that_comes_back_after_a_minute_between_epochs_hangs_no_more() 
     assert not coordinator.position().hanging
 
 
-def test_an_epoch_waits_for_a_worker_that_saves_the_model_however_long_it_takes() -> None:
+def test_an_epoch_waits_for_a_worker_that_asks_for_it_however_long_it_takes() -> None:
     clock = Clock()
     coordinator = between_epochs(clock)
     for _ in range(5):
         clock.now += LEASE_S - 1
-        coordinator.beat(beat(1)), coordinator.beat(beat(2, saving=True))
+        coordinator.beat(beat(1)), coordinator.beat(beat(2, awaited=True))
         assert not asks(coordinator, 1, 11, epoch=1)
     a_minute_passes(clock, coordinator, 1, 2)
-    assert asks(coordinator, 1, 12, epoch=1), "the save is over, and it hangs"
+    assert asks(coordinator, 1, 12, epoch=1), "that is over, and it hangs"
 
 
-def test_a_worker_that_saves_within_an_epoch_is_no_worker_at_work() -> None:
+def test_a_worker_that_asks_for_it_within_an_epoch_is_no_worker_at_work() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)
     coordinator.beat(beat(1))
     lease(coordinator, 1, 1)
     clock.now += LEASE_S + 1
-    coordinator.beat(beat(1, saving=True))
+    coordinator.beat(beat(1, awaited=True))
     coordinator.fall_silent()
     assert coordinator.position().hanging
 

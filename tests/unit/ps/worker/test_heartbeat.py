@@ -18,8 +18,8 @@ def contact() -> Heartbeat:
 
 def test_a_heartbeat_says_who_and_where() -> None:
     ours = contact()
-    ours.rank, ours.leaving, ours.saving = 0, True, True
-    assert ours.message() == HeartbeatMsg(7, 0, 2, 3, 4, False, leaving=True, saving=True)
+    ours.rank, ours.leaving, ours.awaited = 0, True, True
+    assert ours.message() == HeartbeatMsg(7, 0, 2, 3, 4, False, leaving=True, awaited=True)
     assert ours.question() == HeartbeatMsg(7, 0, 2, 3, 0)
 
 
