@@ -126,6 +126,18 @@ def test_a_worker_that_hangs_within_an_evaluation_does_not_hold_it_up(tmp_path: 
         assert len(aucs) == 4 and len(set(aucs)) == 2, "one result of each evaluation, for both"
 
 
+def test_the_model_stands_still_while_others_wait(tmp_path: Path) -> None:
+    """For code of one worker that takes longer than others wait by themselves."""
+    plan = {"gba": {"mode": "gba"}, "epochs": 2, "others_wait_s": 5.0}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "1", "GBA_HVD_ALIVE_S": "120"}, **plan) as job:
+        job.start_static(2)
+        assert job.wait() == 0, job.log()
+        job.assert_every_sample_once(epochs=2)
+        seen = [line["between_epochs"] for line in job.notes("between_epochs")]
+        assert len(seen) == 2 and all(before == after for before, after in seen)
+        assert "others_trained" not in [line["event"] for line in job.notes("event")]
+
+
 def test_a_switch_that_waits_for_a_worker_that_hangs_names_it_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

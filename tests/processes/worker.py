@@ -548,6 +548,11 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         note(auc=scores.auc)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=PLAN["scores"][state.epoch] if "scores" in PLAN else scores.auc)
+        if "others_wait_s" in PLAN and state.world.rank == 1:
+            with gba_hvd.others_wait(state):
+                before = shards_here()
+                time.sleep(PLAN["others_wait_s"])
+                note(between_epochs=[before, shards_here()])
         if PLAN.get("evaluates_more"):
             note(
                 evaluation=evaluated(training, **PLAN.get("evaluation_reading", {})),
