@@ -229,7 +229,7 @@ def export_model(
         if not _are_of_part(tensors, [*dense, *names, *(f"{name}.weight" for name in names)]):
             raise
         raise BadInput(
-            f"{error}. If {builder} builds a part of the checkpoint's model, such as one tower, let it build the "
+            f"{error}. If {build} builds a part of the checkpoint's model, such as one tower, let it build the "
             "complete model, with a `forward` of that part"
         ) from error
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has

@@ -186,5 +186,7 @@ def test_a_checkpoint_is_exported_as_the_complete_model_with_the_forward_of_a_to
 def test_a_tower_alone_does_not_follow_a_checkpoint(job: dict[str, Any]) -> None:
     exec(blocks()[1], job)
     checkpoint(job["model"], job["tables"], Path("job").absolute())
-    with pytest.raises(BadInput, match=r"built module has user\.items, user\.country: .* or the complete model, with a"):
+    with pytest.raises(
+        BadInput, match=r"built module has user\.items, user\.country: .* or the complete model, with a"
+    ):
         gba_hvd.Follower(gba_hvd.load_for_inference("models/user"), "job").poll()
