@@ -713,7 +713,8 @@ class EmbeddingTables(FollowsModule):
                 raise GbaError(
                     f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the "
                     "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere), or be "
-                    "looked up by its `forward` each time it gets this batch"
+                    "looked up by its `forward` each time it gets this batch (ids that it draws from a generator of "
+                    "one's own differ the second time: draw them where the batch is made, as in collate_fn)"
                     + (", and bags unchanged: with row_compression=dct_mp they are pooled there" * self.pools_bags)
                     + ". Outside gba_hvd.batches, as for predictions after the loop, rows of other hosts are not here: "
                     "use gba_hvd.evaluate, or export the model (gba_hvd.save_model)"

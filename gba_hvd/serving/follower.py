@@ -124,6 +124,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._died_of: BaseException | None = None
+        self._own_forward = self._module.__dict__.get("forward")  # that a builder has replaced
         self._module.forward = self._guarded(self._module.forward)
 
     # --- what it reports ---------------------------------------------------------------------------------------------
@@ -290,6 +291,8 @@ class Follower:
             self._thread.join()
             self._thread = None
         self._module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self._module.forward = self._own_forward
         if self._died_of is not None:
             error, self._died_of = self._died_of, None
             raise error

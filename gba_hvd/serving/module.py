@@ -153,7 +153,11 @@ def check_tables(tables: list[EmbeddingTables], stored: Mapping[str, StoredTable
     """Raises BadInput where a built module has other tables than those that were saved."""
     mine = {name: (one, table) for one in tables for name, table in one.tables.items()}
     if more := sorted(stored.keys() - mine.keys()):
-        raise BadInput(f"the saved model has a table {more[0]!r}, the built module has {', '.join(mine) or 'none'}")
+        raise BadInput(
+            f"the saved model has a table {more[0]!r}, the built module has {', '.join(mine) or 'none'}: build "
+            "EmbeddingTables with all tables, also with those that the module does not look up, or the complete model, "
+            "with a `forward` of one part"
+        )
     for name, (_, table) in mine.items():
         if name not in stored:
             raise BadInput(f"table {name!r} is missing in the saved model, which has {', '.join(stored) or 'none'}")

@@ -48,6 +48,7 @@ from gba_hvd.serving.outputs import same_outputs
 from gba_hvd.serving.row_shards import ShardWriter, TableRows
 from gba_hvd.serving.row_sources import (
     CheckpointRows,
+    LiveRows,
     live_rows,
     marks_of,
     step_of_rows,
@@ -120,6 +121,8 @@ def save_model(
     wait for it. Within an epoch of an asynchronous mode they train on, and a version may have parts of several steps:
     the event `saved_while_training` reports it. Rows that a version at this URL has already are not written again.
 
+    model: the one that is trained, or a part of it, such as one tower. Of a converted model a part is saved with the
+    tables that its modules look up; `EmbeddingTables` among its modules are saved with all of theirs.
     build: what makes the module: "package.module:callable", imported where the model is opened, or "file.py:callable",
     whose file is copied with the model; called with `arguments`, plain JSON. Default: the model's class. It may return
     the model before or after `gba_hvd.convert`.
@@ -142,23 +145,24 @@ def save_model(
     source: plain JSON that is kept with the version, as is the step of the rows ("step").
     storage_options: see `recovery.open_store`.
 
-    Raises BadInput where the builder builds another model, or this process has not all rows (several hosts: export
-    from a checkpoint); StoreError where the store fails. The versions before stay as they are.
+    Raises BadInput where the builder builds another model, a part of a converted model has no input_example, or this
+    process has not all rows (several hosts: export from a checkpoint); StoreError where the store fails. The versions
+    before stay as they are.
     """
     formats = _check(tables, activation, dense_program, input_example, dense_names)
-    own = tables_in(model)
+    own, converted = tables_in(model), converted_in(model)
     rows = live_rows(own)
     if not rows:
         raise BadInput(
             f"{type(model).__name__} has no EmbeddingTables among its modules, and no converted module: make the "
             "tables an attribute of the model (self.tables = tables) and look up in its forward()"
         )
+    rows = _looked_up(model, rows, converted, input_example)
     builder = Builder.of(build, arguments, model)
     spec = None if input_example is None else inputs.spec_of(input_example, model, dense_names)
     exported = exported_dense_part(model, input_example, formats) if formats else None
     trained = whole_of(own[0]).trained_vocabularies, whole_of(own[0]).trained_scaling
-    dense, converted = dense_of(model), converted_in(model)
-    fresh = builder.build()
+    dense, fresh = dense_of(model), builder.build()
     stored_as = stand_ins(list(rows.values()))
     assembled = assemble(fresh, stored_as, converted, dense, padding_rows_of(dense), lookup_dtypes_of(model))
     example = None if spec is None else inputs.columns_of(spec, input_example)
@@ -201,6 +205,7 @@ def export_model(
 ) -> SavedModel:
     """As `save_model`, from a checkpoint: `build` makes the model whose job saved it.
 
+    The model is complete; for a part of it, such as one tower, `build` makes it with a `forward` of that part.
     checkpoint: its URL, or what `recovery.open_checkpoint` returned, which takes options for its store and the step;
     step: of a URL, see there. storage_options: of the model's store. A table of a converted model has
     the path of its module, so `gba_hvd.convert` is recognised; with `prefix`, let `build` convert.
@@ -215,10 +220,18 @@ def export_model(
         opened = open_checkpoint(opened, step)
     builder = Builder.of(build, arguments, None)
     fresh, dense = builder.build(), opened.dense()
-    converted = _converted_by(fresh, opened)
+    converted, tensors = _converted_by(fresh, opened), list(fresh.state_dict())
     names = list(opened.tables)
     stored_as = stand_ins([CheckpointRows(opened, name, None) for name in names])
-    assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
+    try:
+        assembled = assemble(fresh, stored_as, converted, dense, padding_rows_in(opened), {})
+    except BadInput as error:
+        if not _are_of_part(tensors, [*dense, *names, *(f"{name}.weight" for name in names)]):
+            raise
+        raise BadInput(
+            f"{error}. If {build} builds a part of the checkpoint's model, such as one tower, let it build the "
+            "complete model, with a `forward` of that part"
+        ) from error
     dense = dense_of(fresh)  # with padding rows, which no checkpoint has
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     example = None if spec is None else inputs.columns_of(spec, input_example)
@@ -295,6 +308,28 @@ def _compare(model: nn.Module, fresh: nn.Module, example: Any, tables: Sequence[
 
 def _outputs(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def _looked_up(
+    model: nn.Module, rows: Mapping[str, LiveRows], converted: Sequence[ConvertedModule], example: Any
+) -> dict[str, LiveRows]:
+    """Those of tables that a model, or a part of one, can look up."""
+    wanted = {one.table for one in converted}
+    for module in model.modules():
+        if isinstance(module, EmbeddingTables):  # which looks up what its caller names
+            wanted |= module.tables.keys()
+    others = rows.keys() - wanted
+    if others and example is None:
+        raise BadInput(
+            f"{type(model).__name__} is a part of the converted model: no module of it looks up table {min(others)!r}. "
+            "Give input_example, by which it is checked that the part works without, or save the complete model"
+        )
+    return {name: one for name, one in rows.items() if name in wanted}
+
+
+def _are_of_part(names: Sequence[str], known: Sequence[str]) -> bool:
+    """Whether these are names of tensors or tables of a model, less the path of a part of it."""
+    return bool(names) and all(any(one.endswith(f".{name}") for one in known) for name in names)
 
 
 def stand_ins(rows: Sequence[TableRows]) -> dict[str, StoredTable]:

@@ -397,7 +397,11 @@ def test_a_row_of_another_host_that_was_not_fetched_says_what_to_do_after_the_lo
     job.epoch(clicks())
     job.tables.local = np.zeros(job.tables.layout.n_shards, bool)
     group, out = job.tables.layout.groups[0], np.empty((1, job.tables.layout.groups[0].dim), np.float32)
-    with pytest.raises(GbaError, match=r"lives on another host .* Outside gba_hvd\.batches.* use gba_hvd\.evaluate"):
+    with pytest.raises(
+        GbaError,
+        match=r"lives on another host .* a generator of one's own .*collate_fn.* Outside gba_hvd\.batches.* use "
+        r"gba_hvd\.evaluate",
+    ):
         job.tables._read_rows(group, 0, np.array([0]), out)
 
 
