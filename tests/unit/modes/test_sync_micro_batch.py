@@ -30,7 +30,7 @@ def test_neighbours_go_together_and_an_epoch_may_end_with_fewer() -> None:
 
 @pytest.mark.parametrize("size", [3, 6, 24, 0, -8, True, 8.5, 8.0])
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(size: Any) -> None:
-    with pytest.raises(BadInput, match=r"no multiple of micro_batch that divides global_batch; choose one of 4, 8, 16,"):
+    with pytest.raises(BadInput, match="no multiple of micro_batch that divides global_batch; choose one of 4, 8, 16"):
         micro_batches_together(size, 16, 4)
 
 
