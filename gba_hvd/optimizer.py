@@ -204,8 +204,8 @@ def DistributedOptimizer(
     specs = dense_spec_of(compression), row_spec_of(row_compression)
     if is_of_rows and not specs[0].is_none:
         raise BadInput(
-            f"compression={specs[0].exactly} is for dense gradients, and DistributedOptimizer(None, ...) has none: leave "
-            "it out; row_compression is for those of rows"
+            f"compression={specs[0].exactly} is for dense gradients, and DistributedOptimizer(None, ...) has none: "
+            "leave it out; row_compression is for those of rows"
         )
     clip = Clip(max_norm, max_row_norm)
     loss_scale = scale_of(grad_scaler)
