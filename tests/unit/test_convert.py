@@ -617,6 +617,10 @@ def test_a_model_without_a_dense_part_trains_as_in_plain_torch(
         expected = plain.get_submodule(name).weight.detach().numpy()
         np.testing.assert_allclose(np.nanmax(found, axis=0), expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert scores[0] == scores[1] and [*jobs[0].model.parameters()] == []
+    if hosts == "aa":
+        gba_hvd.save_model(jobs[0].model, tmp_path / "saved")
+        served = gba_hvd.load_for_inference(tmp_path / "saved")
+        torch.testing.assert_close(served(data.take(np.arange(5))), plain(data.take(np.arange(5))).detach())
     for job in jobs:
         job.state.close()
 
