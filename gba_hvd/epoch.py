@@ -163,18 +163,16 @@ def shares(n_micro: int, n_workers: int, together: int = 1) -> list[int]:
 def micro_batches_together(sync_micro_batch: int | None, global_batch: int, micro_batch: int) -> int:
     """How many micro-batches a worker computes as one batch in an allreduce step: `sync_micro_batch` / B, 1 for None.
 
-    Raises BadInput for a size that is no multiple of B, does not divide G, or changes nothing.
+    Raises BadInput for a size that is no multiple of B or does not divide G.
     """
     if sync_micro_batch is None:
         return 1
     n_micro = global_batch // micro_batch
-    sizes = [micro_batch * n for n in range(2, n_micro + 1) if n_micro % n == 0]
+    sizes = [micro_batch * n for n in range(1, n_micro + 1) if n_micro % n == 0]
     if sync_micro_batch not in sizes or isinstance(sync_micro_batch, bool | float):
-        is_own = sync_micro_batch == micro_batch
-        why = "that is micro_batch already" if is_own else "it is no multiple of micro_batch that divides global_batch"
-        choice = f"choose one of {', '.join(map(str, sizes))}, or leave it out" if sizes else "leave it out"
         raise BadInput(
             f"sync_micro_batch={sync_micro_batch!r} with global_batch={global_batch} and micro_batch={micro_batch}: "
-            f"{why}; {choice}"
+            "it is no multiple of micro_batch that divides global_batch; choose one of "
+            f"{', '.join(map(str, sizes))}, or leave it out"
         )
     return sync_micro_batch // micro_batch

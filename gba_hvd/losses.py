@@ -46,7 +46,7 @@ def in_batch_softmax(
     *,
     item_ids: Tensor | None = None,
     log_q: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     negatives: Literal["micro_batch", "global"] = "micro_batch",
     state: TorchState | None = None,
 ) -> Tensor:
@@ -59,7 +59,8 @@ def in_batch_softmax(
     item_ids: int64 [B]. Samples with the same item are no negatives of each other: they are left out of the sum over j.
     log_q: float [B], finite: logarithm of the probability that a sample has the item, such as its share of the training
     samples. Without it all items count alike.
-    temperature: more than 0.
+    temperature: more than 0, a number, or a float tensor of one element, such as a parameter that is trained. The value
+    of a tensor on a GPU is not checked.
     negatives: "micro_batch", the items of this batch. "global", in allreduce mode, those of all workers' batches of the
     step: the loss and its gradient are those of one process with the global batch.
     state: the job's, for negatives="global" only.
@@ -79,7 +80,7 @@ def in_batch_softmax(
     """
     refuse_unknown("negatives", negatives, ("micro_batch", "global"))
     _check_pair(users, items)
-    _check_temperature(temperature)
+    temperature = _temperature(temperature)
     ids = None if item_ids is None else _shaped(item_ids, [[len(items)]], "item_ids", whole=True).to(items.device)
     correction = None if log_q is None else _log_q(log_q, [[len(items)]], "log_q").to(items.device)
     if negatives == "micro_batch" and state is not None:
@@ -102,7 +103,7 @@ def sampled_softmax(
     negative_ids: Tensor | None = None,
     log_q: Tensor | None = None,
     negative_log_q: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """Mean cross-entropy of each user's own item among it and sampled negatives, a scalar.
 
@@ -115,7 +116,7 @@ def sampled_softmax(
     item_ids, negative_ids: int64 [B], and [S] or [B, S]: a negative that is the user's own item is left out of the sum.
     log_q, negative_log_q: float [B], and [S] or [B, S]: logarithm of the probability with which the sampler draws the
     item, or of how often it is expected among the negatives; finite. Without both, the sampler is taken to be uniform.
-    temperature: more than 0.
+    temperature: more than 0, as that of `in_batch_softmax`.
 
     Ids and log_q may be on the CPU beside vectors on a GPU. Logits and loss are float32, of vectors in half precision
     and under autocast, too; float64 of float64.
@@ -124,7 +125,7 @@ def sampled_softmax(
     not finite.
     """
     _check_pair(users, items)
-    _check_temperature(temperature)
+    temperature = _temperature(temperature)
     n, width = users.shape
     if not _is_float(negatives) or negatives.ndim not in (2, 3) or negatives.shape[-1] != width:
         raise BadInput(
@@ -158,7 +159,7 @@ def sampled_softmax(
 # --- the loss of a matrix of logits ----------------------------------------------------------------------------------
 
 
-def _logits(users: Tensor, items: Tensor, log_q: Tensor | None, temperature: float) -> Tensor:
+def _logits(users: Tensor, items: Tensor, log_q: Tensor | None, temperature: float | Tensor) -> Tensor:
     """[n users, n items]"""
     logits = users @ items.T / temperature
     return logits if log_q is None else logits - log_q.to(logits.dtype)[None, :]
@@ -191,7 +192,7 @@ class _Part:
     log_q: Tensor | None
 
 
-def _global_softmax(engine: Engine, own: _Part, temperature: float) -> Tensor:
+def _global_softmax(engine: Engine, own: _Part, temperature: float | Tensor) -> Tensor:
     """This worker's mean loss; the mean over workers, weighted by samples, is that of the global batch, and so is the
     gradient. A collective.
     """
@@ -214,7 +215,9 @@ def _global_softmax(engine: Engine, own: _Part, temperature: float) -> Tensor:
     if not others:
         return loss
     rows = torch.cat([parts[rank].users for rank in others])
-    columns = _logits(rows, own.items, own.log_q, temperature)
+    # The rows' own workers have their part of the temperature's gradient.
+    constant = temperature.detach() if isinstance(temperature, Tensor) else temperature
+    columns = _logits(rows, own.items, own.log_q, constant)
     if own.ids is not None:
         their_ids = torch.cat([_given(parts[rank].ids) for rank in others])
         columns = columns.masked_fill(their_ids[:, None] == own.ids[None, :], -torch.inf)
@@ -348,10 +351,21 @@ def _check_pair(users: Any, items: Any) -> None:
         )
 
 
-def _check_temperature(temperature: Any) -> None:
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not 0 < temperature < float("inf"):
-        raise BadInput(f"temperature must be a finite number, more than 0, got {temperature!r}")
+def _temperature(value: Any) -> float | Tensor:
+    """As a number, or a tensor without dimensions."""
+    is_tensor = _is_float(value) and value.numel() == 1
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # To read a value on a GPU would wait for all that is queued there.
+    known = value.item() if is_tensor and value.device.type == "cpu" else value
+    is_known = known is not value or is_number
+    if not (is_tensor or is_number) or (is_known and not 0 < known < float("inf")):
+        got = _described(value) if isinstance(value, Tensor) and not is_tensor else repr(known)
+        raise BadInput(
+            f"temperature must be a finite number, more than 0, or a float tensor of one element, got {got}. The "
+            "exponential of a parameter stays above 0 while it is trained"
+        )
+    found: float | Tensor = value.reshape(()) if is_tensor else value
+    return found
 
 
 def _widened(vectors: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ Each call of `step()` takes in one micro-batch; the engine and its mode make glo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import TypeVar
 
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
@@ -27,7 +28,7 @@ from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.settings_watch import own_settings
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer, default=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -122,7 +123,7 @@ class _Distributed(torch.optim.Optimizer):
 
 
 def DistributedOptimizer(
-    optimizer: AnyOptimizer,
+    optimizer: AnyOptimizer | None,
     tables: EmbeddingTables | Sequence[EmbeddingTables],
     *,
     global_batch: int,
@@ -138,9 +139,10 @@ def DistributedOptimizer(
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
-    The same object comes back, with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers
-    made for the optimizer from here on drive it like any other. Tables with an optimizer of their own
-    (`Table(optimizer=)`) follow it in proportion: lr of the table x `lr` of the group / lr of the row optimizer.
+    The same object comes back (for None, of a model that has tables only, an SGD without parameters), with one more
+    parameter group, the last: its `lr` is the row optimizer's, and schedulers made for the optimizer from here on drive
+    it like any other. Tables with an optimizer of their own (`Table(optimizer=)`) follow it in proportion: lr of the
+    table x `lr` of the group / lr of the row optimizer.
 
     tables: one, or a list of several, which then share one memory; the first one's optimizer is that of the group.
 
@@ -182,6 +184,8 @@ def DistributedOptimizer(
     Raises BadInput when G is no multiple of B, `sync_micro_batch` does not fit, the optimizer is of a kind that needs a
     closure, or a norm is not a positive, finite number, or the scaler is of another type or another optimizer's.
     """
+    if is_of_rows := optimizer is None:
+        optimizer = cast(AnyOptimizer, torch.optim.SGD([{"params": []}]))
     if isinstance(optimizer, _Distributed):
         raise BadInput("this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -198,6 +202,11 @@ def DistributedOptimizer(
     refuse_unused_hot_rows(tables)
     names = {id(p): name for name, p in named_parameters}
     specs = dense_spec_of(compression), row_spec_of(row_compression)
+    if is_of_rows and not specs[0].is_none:
+        raise BadInput(
+            f"compression={specs[0].exactly} is for dense gradients, and DistributedOptimizer(None, ...) has none: "
+            "leave it out; row_compression is for those of rows"
+        )
     clip = Clip(max_norm, max_row_norm)
     loss_scale = scale_of(grad_scaler)
     kernels.load()

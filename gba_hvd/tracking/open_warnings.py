@@ -32,6 +32,8 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
         return by == "checkpoint" and is_later and by_data.get("best_unsaved_step") is None
     if kind == "backups_too_many":  # reported again if it is so in the next world
         return by in ("switch", "membership", "resumed")
+    if kind == "negatives_local":  # the same
+        return by in ("membership", "resumed")
     if kind == "many_dropped":  # reported again if it is so with other workers, too
         return by in ("many_dropped_over", "switch", "membership", "resumed")
     if kind == "worker_dropped":

@@ -51,7 +51,7 @@ def train(name: str, mode: str) -> None:
         spread_weights(model)
     tables = gba_hvd.convert(model, gba_hvd.Adagrad(lr=0.05, eps=1e-2), n_shards=3)
     optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1) if [*model.parameters()] else None,
         tables,
         global_batch=PLAN["global_batch"],
         micro_batch=PLAN["micro_batch"],

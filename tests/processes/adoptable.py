@@ -108,6 +108,18 @@ class OneTable(nn.Module):
         return logits.sigmoid()
 
 
+class Factors(nn.Module):
+    """Matrix factorisation: rows only, no dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(N_USERS, 4), nn.Embedding(N_ITEMS, 4)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = (self.user(x["user"]) * self.item(x["item"])).sum(1)
+        return logits.sigmoid()
+
+
 class Adoptable:
     """As the scripts of `examples/adopt`."""
 
@@ -122,4 +134,4 @@ class Adoptable:
         return nn.functional.binary_cross_entropy(self.outputs(model, batch), batch[1])
 
 
-HISTORY, BAGS, ONE_TABLE = Adoptable(History), Adoptable(Bags), Adoptable(OneTable)
+HISTORY, BAGS, ONE_TABLE, FACTORS = Adoptable(History), Adoptable(Bags), Adoptable(OneTable), Adoptable(Factors)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 PLAN = {"samples": 8 * 48, "global_batch": 48, "micro_batch": 16, "seed": 3}  # eight steps of three micro-batches
-SMALL = ["adoptable:HISTORY", "adoptable:BAGS", "adoptable:ONE_TABLE"]
+SMALL = ["adoptable:HISTORY", "adoptable:BAGS", "adoptable:ONE_TABLE", "adoptable:FACTORS"]
 PUBLIC = ["deepfm", "dcn", "din", "dien", "youtube_dnn", "dssm", "mmoe", "esmm", "dlrm"]
 WORLDS: dict[str, Callable[[Cluster], None]] = {
     "one worker": lambda job: job.start_alone(),

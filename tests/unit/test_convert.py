@@ -562,6 +562,74 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., list[Job]]]:
         job.state.close()
 
 
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(20, 3), nn.Embedding(7, 3)
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        logits: Tensor = (self.user(batch.ids["user"]) * self.item(batch.ids["item"])).sum(1)
+        return logits
+
+
+class FactorsJob(Job):
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        torch.manual_seed(1)
+        self.model = Factors()
+        folder.mkdir(exist_ok=True)
+        self.tables = gba_hvd.convert(self.model, gba_hvd.SGD(lr=4.0), n_shards=5, shard_dir=folder)
+        self.optimizer = gba_hvd.DistributedOptimizer(None, self.tables, global_batch=16, micro_batch=4, **settings)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.state = gba_hvd.elastic.TorchState(self.model, self.optimizer, epoch=0, schedule=schedule)
+        self.state.on_step(schedule.step)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_model_without_a_dense_part_trains_as_in_plain_torch(
+    tmp_path: Path, workers: Any, clicks: Any, hosts: str, max_norm: float | None
+) -> None:
+    torch.manual_seed(1)
+    plain, data = Factors(), clicks(48)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=4.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = data.take(np.arange(16) + 16 * step)
+        nn.functional.binary_cross_entropy_with_logits(plain(batch), batch.label).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), max_norm or 1e9)
+        optimizer.step()
+        schedule.step()
+    jobs = [FactorsJob(tmp_path / host, max_norm=max_norm) for host in hosts]
+    scores: list[Any] = []
+
+    def train(job: FactorsJob) -> None:
+        for batch in gba_hvd.batches(clicks(48), job.state, shuffle=False, forward=job.model):
+            job.optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(job.model(batch), batch.label)
+            loss.backward()
+            job.optimizer.step(loss=loss)
+        scores.append(gba_hvd.evaluate(job.model, clicks(48), job.state, forward=job.model).auc)
+
+    workers.together(jobs, train)
+    for name in ("user", "item"):
+        found = np.array([job.rows()[name] for job in jobs])
+        expected = plain.get_submodule(name).weight.detach().numpy()
+        np.testing.assert_allclose(np.nanmax(found, axis=0), expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert scores[0] == scores[1] and [*jobs[0].model.parameters()] == []
+    if hosts == "aa":
+        gba_hvd.save_model(jobs[0].model, tmp_path / "saved")
+        served = gba_hvd.load_for_inference(tmp_path / "saved")
+        torch.testing.assert_close(served(data.take(np.arange(5))), plain(data.take(np.arange(5))).detach())
+    for job in jobs:
+        job.state.close()
+
+
+def test_compression_of_dense_gradients_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"has none: leave it out; row_compression is for those of rows"):
+        FactorsJob(tmp_path, compression=gba_hvd.Compression.fp16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aab", "abc"])
 def test_hosts_fill_their_shards_from_the_model_and_train_as_one(

@@ -119,6 +119,23 @@ def test_the_sampled_loss_is_the_formula_s(each_its_own: bool) -> None:
     assert loss.item() == pytest.approx(total / 4, rel=1e-12)
 
 
+@pytest.mark.parametrize("shape", [[], [1], [1, 1, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_temperature_may_be_trained(shape: list[int], dtype: torch.dtype) -> None:
+    users, items, negatives = vectors(6), vectors(6, 2), vectors(5, 3)
+    given = torch.nn.Parameter(torch.full(shape, 0.25, dtype=dtype))
+    plain = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    logits = torch.cat([(users * items).sum(1, keepdim=True), users @ negatives.T], dim=1) / plain
+    sampled = torch.nn.functional.cross_entropy(logits, torch.zeros(6, dtype=torch.int64))
+    for loss, expected in (
+        (gba_hvd.in_batch_softmax(users, items, temperature=given), by_formula(users, items, temperature=plain)),
+        (gba_hvd.sampled_softmax(users, items, negatives, temperature=given), sampled),
+    ):
+        assert loss.shape == () and loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        (ours,), (theirs,) = torch.autograd.grad(loss, [given]), torch.autograd.grad(expected, [plain])
+        assert ours.shape == given.shape and ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
 B4, WRONG = torch.zeros(3, 4), torch.zeros(3, 5)
 
 
@@ -133,6 +150,11 @@ def sampled_with_q(negative_log_q: Tensor) -> Tensor:
         (lambda: gba_hvd.in_batch_softmax(B4.long(), B4.long()), "float tensors"),
         (lambda: gba_hvd.in_batch_softmax(B4[:0], B4[:0]), "float tensors"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=0.0), "temperature must be a finite number, more than 0"),
+        (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=torch.tensor([0.0])), r"of one element, got 0\.0"),
+        (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=torch.tensor(torch.nan)), "of one element, got nan"),
+        (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=torch.tensor([1, 2.0])), r"got float32 \[2\]"),
+        (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=torch.tensor(1)), r"got int64 \[\]"),
+        (lambda: gba_hvd.sampled_softmax(B4, B4, B4, temperature=torch.tensor(-1.0)), r"of one element, got -1\.0"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, item_ids=torch.zeros(3)), r"item_ids must be an int64 tensor \[3\]"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, log_q=torch.zeros(2)), r"log_q must be a float tensor \[3\], got"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, log_q=torch.tensor([1.0, 0.0, 1.0]).log()), r"got -inf at .* \[1\]"),
@@ -164,7 +186,7 @@ def test_negatives_come_from_all_workers_where_each_has_one_batch_in_the_step() 
 
 
 def learn(job: Any, dataset: Any, epochs: int = 1, **how: Any) -> list[float]:
-    """Learn which item a user takes, with vectors of the model's tables and a dense layer."""
+    """Learn which item a user takes, with vectors of the model's tables and a dense layer, and the temperature."""
     losses = []
     for job.state.epoch in range(epochs):
         for batch in gba_hvd.batches(dataset, job.state):
@@ -173,7 +195,8 @@ def learn(job: Any, dataset: Any, epochs: int = 1, **how: Any) -> list[float]:
             hidden = torch.tanh(job.model.mlp[0](torch.cat([rows["user"], rows["item"], batch.dense], dim=1)))
             item = hidden[:, :3] + rows["item"]
             log_q = -torch.arange(1.0, 8.0)[batch.ids["item"]]
-            given = {"item_ids": batch.ids["item"], "log_q": log_q, "temperature": 0.5, **how}
+            temperature = torch.exp(job.model.mlp[0].bias[:1] - 0.7)
+            given = {"item_ids": batch.ids["item"], "log_q": log_q, "temperature": temperature, **how}
             loss = gba_hvd.in_batch_softmax(hidden[:, 3:] + rows["user"][:, :3], item, **given)
             loss.backward()
             job.optimizer.step(loss=loss)
