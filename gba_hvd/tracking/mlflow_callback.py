@@ -172,6 +172,7 @@ class MLflowCallback(Callback):
         self._reach = Reach()
         self._logged_step = -1
         self._mode: str | None = None
+        self._workers: int | None = None  # of the newest step
         self._seen_step: int | None = None
         self._newest_ms = self._resumed_ms = 0  # of points and resumes; of the newest resume
         self._since = _Interval()
@@ -300,15 +301,23 @@ class MLflowCallback(Callback):
     def on_step(self, record: StepRecord) -> None:
         self._epoch, self._step = record.epoch, record.step
         before = self._since.last
-        if before is not None and before.mode != record.mode:  # no point is the mean of two modes
-            self._write_point(before)
+        if before is not None and (before.mode, before.workers) != (record.mode, record.workers):
+            self._write_point(before)  # no point is the mean of two modes, or of what other workers did
         self._since.add(record)
         # In asynchronous modes a worker may receive several steps at once.
         due = record.step - record.step % self._log_every_steps
         seen = record.step - 1 if self._seen_step is None else self._seen_step
         if seen < due:
             self._write_point(record)
+        self._write_change_of_workers(record)
         self._seen_step = record.step
+
+    def _write_change_of_workers(self, record: StepRecord) -> None:
+        """A point of the number alone, at the first step of others: they may be gone before the next one is due."""
+        before, self._workers = self._workers, record.workers
+        is_chief = self._job is not None and self._job.is_chief
+        if is_chief and before not in (None, record.workers) and record.step > self._logged_step:
+            self._write(*metrics_records(record.step, self._point_ms(), {WORKERS: record.workers}))
 
     def _write_point(self, record: StepRecord) -> None:
         since, self._since = self._since, _Interval()
