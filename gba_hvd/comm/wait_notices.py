@@ -35,7 +35,8 @@ class Patience:
         waited_s = now_s - self.since_s
         if waited_s < self.next_s:
             return None
-        self.next_s = self.again_s if self.next_s < self.again_s else 2 * self.next_s
+        while self.next_s <= waited_s:  # several are due at once where this process was suspended
+            self.next_s = self.again_s if self.next_s < self.again_s else 2 * self.next_s
         return waited_s
 
 

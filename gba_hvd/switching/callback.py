@@ -618,14 +618,20 @@ class GBACallback(Callback):
         is_carried_out = last.is_switch and last.mode == self._switched_to
         return last if is_carried_out or self.decided_at_step > self._switched_at else None
 
-    def why_never_switched(self) -> str:
-        """Why this launch has kept the mode that it began in; empty where it has switched, or is not in mode "auto"."""
+    def why_never_switched(self, obstacle: str = "") -> str:
+        """Why this launch has kept the mode that it began in; empty where it has switched, or is not in mode "auto".
+
+        obstacle: why a mode that is requested is not on at the end; empty: nothing is known to be in its way
+        """
         if self.mode != "auto" or self._has_switched:
             return ""
         if self.last is None:
             return "no decision was made, since the speed of every worker is measured first"
         if self.last.is_switch:
-            return f"the last decision was not carried out before the end: {self.last.reason}"
+            if self.decided_at_step < self._not_before:
+                obstacle = f"it was tried before ({self.asked.obstacle}), and again from step {self._not_before:,} on"
+            why = obstacle or "the job ended first"
+            return f"the last decision was not carried out before the end: {self.last.reason}; not carried out: {why}"
         return self.last.reason.removeprefix(f"stay in {self.last.mode}: ")
 
     def _forget_times(self) -> None:

@@ -236,16 +236,16 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
         words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
         return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
     finding = f"{_slowest(rates, other)}{_prediction(other, gain, rates, options)}{_correction(now, other)}"
-    rest, unit = _rest(other, gain, rates), _unit(rates)
+    rest, unit, lately = _rest(other, gain, rates), _unit(rates), _unit(rates, is_newest=True)
     if now.in_favour < options.patience:
-        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} {unit}{rest}")
+        return stay("patience", f"{finding}, for {now.in_favour} of {options.patience} {lately}{rest}")
     if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
         return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far{rest}")
     if stayed < options.min_stay and not is_broken:
         return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} {unit} in {here}")
     if other == "gba" and step < options.warm_up_steps:
         return stay("warm_up", f"{finding}, but the warm-up takes {options.warm_up_steps} steps, this is {step}")
-    return switch("switch", f": {finding}, for {now.in_favour} {unit}{rest}{_broken(stance, rate)}")
+    return switch("switch", f": {finding}, for {now.in_favour} {lately}{rest}{_broken(stance, rate)}")
 
 
 def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, float], options: Options) -> float | None:
@@ -319,9 +319,9 @@ def _rates_of_both(stance: Stance, rates: Rates) -> dict[str, float]:
     return rate if useful is None else {**rate, stance.mode: useful}
 
 
-def _unit(rates: Rates) -> str:
-    """Of what is counted, a measurement each."""
-    return "steps" if rates.steps < 1.5 else f"measurements of {rates.steps:.0f} steps"
+def _unit(rates: Rates, is_newest: bool = False) -> str:
+    """Of what is counted, a measurement each. is_newest: those before the newest may have been of other numbers."""
+    return "steps" if rates.steps < 1.5 else f"measurements{', the newest' * is_newest} of {rates.steps:.0f} steps"
 
 
 def _stayed(stance: Stance, step: int, steps: float) -> int:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,6 +165,7 @@ class MLflowCallback(Callback):
         self._stamp = ""
         self._writer: SpoolWriter | None = None
         self._sender: SenderProcess | None = None
+        self._sender_ended = False  # at the end, before all was sent
         self._restarts = 0
         self._next_look_s = 0.0
         self._reported_problem: str | None = None
@@ -172,6 +173,7 @@ class MLflowCallback(Callback):
         self._reach = Reach()
         self._logged_step = -1
         self._mode: str | None = None
+        self._workers: int | None = None  # of the newest step
         self._seen_step: int | None = None
         self._newest_ms = self._resumed_ms = 0  # of points and resumes; of the newest resume
         self._since = _Interval()
@@ -300,15 +302,23 @@ class MLflowCallback(Callback):
     def on_step(self, record: StepRecord) -> None:
         self._epoch, self._step = record.epoch, record.step
         before = self._since.last
-        if before is not None and before.mode != record.mode:  # no point is the mean of two modes
-            self._write_point(before)
+        if before is not None and (before.mode, before.workers) != (record.mode, record.workers):
+            self._write_point(before)  # no point is the mean of two modes, or of what other workers did
         self._since.add(record)
         # In asynchronous modes a worker may receive several steps at once.
         due = record.step - record.step % self._log_every_steps
         seen = record.step - 1 if self._seen_step is None else self._seen_step
         if seen < due:
             self._write_point(record)
+        self._write_change_of_workers(record)
         self._seen_step = record.step
+
+    def _write_change_of_workers(self, record: StepRecord) -> None:
+        """A point of the number alone, at the first step of others: they may be gone before the next one is due."""
+        before, self._workers = self._workers, record.workers
+        is_chief = self._job is not None and self._job.is_chief
+        if is_chief and before not in (None, record.workers) and record.step > self._logged_step:
+            self._write(*metrics_records(record.step, self._point_ms(), {WORKERS: record.workers}))
 
     def _write_point(self, record: StepRecord) -> None:
         since, self._since = self._since, _Interval()
@@ -630,18 +640,30 @@ class MLflowCallback(Callback):
             now = read_status(path)
             return now.done or now.stopped
 
-        is_sent = quiet_s > 0 and self._sender.wait(is_over, quiet_s)
+        is_sent = quiet_s > 0 and self._await(is_over, quiet_s)
         rest_s, self._waited_s = self._flush_timeout_s - quiet_s, self._flush_timeout_s
         if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
             self._report_wait(rest_s, may_be_killed=False)
-        is_sent = is_sent or self._sender.wait(is_over, rest_s)
+        is_sent = is_sent or self._await(is_over, rest_s)
         if not is_sent and self._model_s and not _is_in_trouble(path):
             _log(f"MLflow is logging the model, for {self._model_s:.0f} s more at most; nothing need be done")
             self._waited_s += self._model_s
-            self._sender.wait(lambda: is_over() or _is_in_trouble(path), self._model_s)
+            self._await(lambda: is_over() or _is_in_trouble(path), self._model_s)
             is_sent = is_over()
+        self._sender_ended = not is_over() and not self._sender.alive()
         if not is_sent and not read_status(path).recorded:
             self._sender.end(within_s=5.0)
+
+    def _await(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """As `SenderProcess.wait`. One that ended before was killed, perhaps: another one takes its place."""
+        assert self._sender is not None
+        deadline_s = time.monotonic() + timeout_s
+        is_over = self._sender.wait(until, timeout_s)
+        while is_over and not until() and not self._sender.alive() and self._restarts < _RESTARTS:
+            self._restarts += 1
+            self._start_sender()
+            is_over = self._sender.wait(until, max(0.0, deadline_s - time.monotonic()))
+        return is_over
 
     def _report_wait(self, at_most_s: float, may_be_killed: bool) -> None:
         assert self._writer is not None
@@ -684,7 +706,11 @@ class MLflowCallback(Callback):
             _log(f"what MLflow did not get is lost: {path} is not there{_because(self._writer.obstacle)}")
             return
         n_unsent = unsent(path)
-        why = delivered.problem or f"no answer within {self._waited_s:.0f} s; see {log_path(path)}"
+        silent = f"no answer within {self._waited_s:.0f} s"
+        if self._sender_ended:
+            silent = "the process that sends records has ended (killed, or out of memory?)"
+            silent += f", as have {self._restarts} that were started in its place" * bool(self._restarts)
+        why = delivered.problem or f"{silent}; see {log_path(path)}"
         _log(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
         _log(f"they are kept in {path}; {how_to_send(path)}")
 

@@ -269,7 +269,8 @@ class RunHistory:
     @property
     def n_workers_lost(self) -> int:
         """At least so many. Survivors report a loss when they notice it, and what a worker failed with in the next
-        world: these are two events of one worker.
+        world: these are two events of one worker. Where the next world has the same workers, none was lost: they were
+        stopped, or out of reach, for a while.
         """
         changes = [_Change()]
         for event in self.events:
@@ -281,6 +282,7 @@ class RunHistory:
                 now.is_loss, now.before = True, max(now.before, int(data.get("workers", 0)))
             elif kind == "membership":
                 now.has_formed, now.after = True, data.get("workers")
+                now.is_loss = now.is_loss and not _has_same_workers(event)
             elif kind == "worker_failed":
                 now.failed.add((data.get("host"), data.get("pid")))
         return sum(change.n_lost for change in changes)
@@ -313,11 +315,14 @@ def changes_of_workers(events: Iterable[Record]) -> int:
     for event in events:
         kind = event.get("event")
         if kind in ("membership", "started"):  # of a loss before it the new world is the change
-            is_same = bool(event.get("data", {}).get("same_workers"))
-            n += (kind == "membership" and not is_same) or (kind == "started" and is_open)
+            n += (kind == "membership" and not _has_same_workers(event)) or (kind == "started" and is_open)
             is_open = False
         is_open = is_open or kind == "worker_lost"
     return n + is_open
+
+
+def _has_same_workers(membership: Record) -> bool:
+    return bool(membership.get("data", {}).get("same_workers"))
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Engine:
     """
 
     def __init__(self, model: TrainedModel) -> None:
-        self.model, self.step_hooks = model, StepHooks()
+        self.model, self.step_hooks = model, StepHooks(model.optimizer)
         self.job = JobIdentity(name=model.tables.config.job_name)
         self.progress = Progress(model.loss_scale, self.step_hooks)
         self.signals, self.host, self.rollback = Signals(), LocalHost(), Rollback()

@@ -10,7 +10,8 @@ has not seen, and for no step twice.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,11 @@ class _Watched:
 class StepHooks:
     """One worker's. Belongs to the training thread.
 
-    ran_until: so many times the functions have run, in the whole job.
+    optimizer: that which makes the steps. ran_until: so many times the functions have run, in the whole job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._optimizer = optimizer
         self.functions: list[Callable[[], Any]] = []
         self.ran_until = 0
         self._watched: list[_Watched] = []
@@ -43,10 +45,24 @@ class StepHooks:
 
     def run(self, n_applied: int) -> None:
         """Catch up to so many steps that were applied."""
-        while self.ran_until < n_applied:
-            self.ran_until += 1
-            for function in self.functions:
-                function()
+        with self._has_stepped():
+            while self.ran_until < n_applied:
+                self.ran_until += 1
+                for function in self.functions:
+                    function()
+
+    @contextmanager
+    def _has_stepped(self) -> Iterator[None]:
+        """For the schedulers of torch, which warn where the optimizer has made no step in this process: those that
+        they run for here were made, perhaps before this worker joined."""
+        if self._optimizer is None or getattr(self._optimizer, "_opt_called", False):
+            yield
+            return
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:  # what the script runs too early is warned of as ever
+            del self._optimizer._opt_called  # type: ignore[attr-defined]
 
     def watch(self, values: Mapping[str, Any], step: int) -> None:
         """From here on count how often the learning-rate schedulers among `values` step."""

@@ -13,7 +13,7 @@ import pytest
 from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking import gauges as g
-from gba_hvd.tracking.plots import MODE, THROUGHPUT
+from gba_hvd.tracking.plots import MODE, THROUGHPUT, WORKERS
 from gba_hvd.tracking.recovery_records import events_in_force, superseded_words
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from tests.tracking.conftest import event, job, step
@@ -178,6 +178,23 @@ def test_readings_come_with_the_points(quiet: MLflowCallback):
     assert [p.value for p in story.history[g.DROPPED]] == [10, 20]
     assert [p.value for p in story.history[g.STALENESS_MAX]] == [9, 19]
     assert story.events == ()  # they would drown the others
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_change_of_the_workers_has_a_point(quiet: MLflowCallback, in_place: bool):
+    """in_place: in an asynchronous mode, without another world."""
+    n, now = {**dict.fromkeys(range(1, 14), 2), **dict.fromkeys(range(14, 19), 1)}, 2
+    quiet.on_job(job("j", size=2))
+    for k in range(1, 31):
+        if n.get(k, 2) != now and not in_place:
+            quiet.on_job(job("j", size=n.get(k, 2)))
+        now = n.get(k, 2)
+        quiet.on_step(step(k, workers=now))
+    history = history_of(quiet).history
+    found = [(point.step, point.value) for point in history[WORKERS]]
+    assert [one for one in found if one[0] not in (13, 18)] == [(10, 2), (14, 1), (19, 2), (20, 2), (30, 2)]
+    assert [one for one in found if one[0] in (13, 18)] == in_place * [(13, 2), (18, 1)]
+    assert steps_of(quiet, THROUGHPUT) == [10, *in_place * (13, 18), 20, 30]
 
 
 def test_readings_of_the_end_of_an_epoch_are_a_point_of_their_own(quiet: MLflowCallback):

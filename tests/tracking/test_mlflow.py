@@ -554,6 +554,35 @@ def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
     assert is_kept == (status != "FINISHED")
 
 
+@pytest.mark.parametrize(("n_killed", "n_started"), [(1, 2), (2, 3), (9, 4)])
+def test_a_sender_that_is_killed_while_the_end_waits_has_a_successor(
+    n_killed: int, n_started: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    started: list[Any] = []
+
+    def start(spool: Path) -> Any:
+        is_killed = len(started) < n_killed
+
+        def wait(is_over: Callable[[], bool], timeout_s: float) -> bool:
+            if not is_killed:
+                write_status(spool, SpoolStatus(run_id="r", experiment_id="1", recorded=True, done=True))
+            return True
+
+        started.append(SimpleNamespace(alive=lambda: not is_killed, wait=wait, end=None))
+        return started[-1]
+
+    monkeypatch.setattr(mlflow_callback, "SenderProcess", start)
+    callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path)
+    callback.on_job(job("killed-sender"))
+    started[0].alive = iter([True, *[False] * 9]).__next__  # it dies while it is waited for
+    callback.on_end("FINISHED", None)
+    out, err = capsys.readouterr()
+    assert len(started) == n_started
+    assert ("run r is FINISHED" in out) == (n_killed < 9) == ("NOT everything" not in err)
+    words = "the process that sends records has ended (killed, or out of memory?), as have 3 that were started in"
+    assert (words in err) == (n_killed == 9) and "no answer" not in err
+
+
 @pytest.mark.parametrize(
     ("problem", "flush_s", "waits"),
     [(None, 30.0, [2.0, 29.0, 120.0]), ("connection refused", 30.0, [2.0, 29.0]), (None, 0.0, [1.0, 0.0])],

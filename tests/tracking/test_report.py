@@ -1040,6 +1040,8 @@ def test_pauses_are_a_fact_with_what_they_were_for() -> None:
         ([lost(3), told("started"), lost(3), formed(2)], 2),
         ([lost(3)], 1),
         ([{"event": "worker_lost"}, {"event": "membership"}], 1),
+        ([lost(2), told("membership", workers=2, same_workers=True)], 0),
+        ([lost(2), told("membership", workers=2, same_workers=True), lost(2), formed(1)], 1),
     ],
 )
 def test_workers_that_were_lost_are_counted_once(events: list[Record], n: int) -> None:

@@ -154,7 +154,7 @@ def _never_switched(engine: Engine) -> Event | None:
     switching, step = switching_of(engine), engine.progress.step
     if switching is None or engine.progress.launched_at == step or not _has_begun(engine):
         return None
-    if not (why := switching.why_never_switched()):
+    if not (why := switching.why_never_switched(_obstacle(engine))):
         return None
     return Event("auto_stayed", step, f'mode "auto" never left {mode_of(engine)}: {why}', {"mode": mode_of(engine)})
 
@@ -210,7 +210,7 @@ def _steps_not_saved(engine: Engine) -> str:
 
 
 def _obstacle(engine: Engine) -> str:
-    """Why an asynchronous mode that waits for servers is not on."""
+    """Why an asynchronous mode that waits for servers is not on; empty where none waits."""
     requests = engine.participant(ModeRequests)
     if requests is None or not requests.waiting:
         return ""

@@ -20,6 +20,12 @@ def test_a_wait_that_is_over_is_forgotten() -> None:
     assert reported_at(patience, from_s=5, until_s=12) == [10]
 
 
+def test_a_process_that_was_suspended_says_once_how_long_it_has_waited() -> None:
+    patience = Patience(again_s=20.0)
+    assert reported_at(patience, until_s=6) == [5]
+    assert [s for s in (106.0, 106.5, 107.1, 159.0, 160.0) if patience.word(True, s) is not None] == [106.0, 160.0]
+
+
 def test_the_word_says_what_waits_for_which_hosts_and_why() -> None:
     event = missing(7, ["mode gba", "the checkpoint that is due"], 61.2, "server 0 of this host: no room")
     assert (event.kind, event.level, event.step) == ("server_missing", "warning", 7)

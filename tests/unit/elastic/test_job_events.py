@@ -726,3 +726,17 @@ def test_partial_recovery_of_a_job_on_one_host_is_reported_as_idle() -> None:
     found = [event for event in reported(STARTED, checkpoints=checkpoints)[1] if event.kind == "recovery_idle"]
     assert [event.level for event in found] == ["warning"] and "when a second host joins" in found[0].message
     assert "recovery_idle" not in reported(replace(STARTED, n_hosts=2), checkpoints=checkpoints)[0]
+
+
+def test_mode_auto_names_the_servers_that_a_standing_decision_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end, "switching_of", lambda engine: engine.switching)
+    engine: Any = SimpleNamespace(
+        progress=SimpleNamespace(launched_at=0, step=94), mode=None,
+        switching=SimpleNamespace(why_never_switched=lambda obstacle: f"to gba; not carried out: {obstacle}"),
+        participant=lambda kind: SimpleNamespace(waiting=["mode gba"]),
+        host=SimpleNamespace(server=SimpleNamespace(why_not_ready=lambda to_enter: "server 0 has not answered yet")),
+    )  # fmt: skip
+    stayed = end._never_switched(engine)
+    assert stayed is not None and stayed.message.endswith(
+        "to gba; not carried out: the companion servers were not up at the end; server 0 has not answered yet"
+    )

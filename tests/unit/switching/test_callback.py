@@ -653,6 +653,11 @@ def test_a_job_in_auto_that_never_switched_knows_why() -> None:
     assert re.fullmatch(r"gba predicted 0\.\d+x as fast, enter at [\d.]+x", callback.why_never_switched())
     measured(callback, SLOW, 12, 12)
     assert callback.why_never_switched().startswith("the last decision was not carried out before the end: to gba: ")
+    assert callback.why_never_switched().endswith("; not carried out: the job ended first")
+    assert callback.why_never_switched("the servers were not up").endswith("; not carried out: the servers were not up")
+    callback.failed(23, "no room")
+    tried = "; not carried out: it was tried before (no room), and again from step 43 on"
+    assert callback.why_never_switched("the servers were not up").endswith(tried)
     callback.switched("gba", 24)
     assert callback.why_never_switched() == ""
     assert GBACallback(mode="gba").why_never_switched() == ""

@@ -167,7 +167,7 @@ def in_allreduce(callback: GBACallback, steps: Iterator[Steps]) -> float | None:
         request = callback.mode_request(number, "allreduce")
         if request is not None:
             assert request[0] == "gba" and "worker 2 is stopped" in request[1]
-            assert re.search(r"for \d+ measurements of \d+ steps", request[1])
+            assert re.search(r"for \d+ measurements, the newest of \d+ steps", request[1])
             return at_s
     return None
 
