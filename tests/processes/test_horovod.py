@@ -755,21 +755,6 @@ def test_a_hangup_ends_the_launcher_unless_it_is_ignored(tmp_path: Path, ignored
     assert said.endswith("ended\nhorovodrun: interrupted\n") is not ignored, said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.variant)])
-def test_a_slow_discovery_script_does_not_delay_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """Nor one that comes before there is a worker."""
-    asked = tmp_path / "asked"
-    command = [str(HOROVODRUN), "-np", "1", "--min-np", "1", "--host-discovery-script", f"touch {asked}; sleep 50"]
-    with subprocess.Popen([*command, "true"], text=True, stderr=subprocess.PIPE) as launcher:
-        try:
-            wait_for(asked.exists, "the discovery script", PATIENCE_S)
-            launcher.send_signal(number)
-            _, said = launcher.communicate(timeout=25)
-        finally:
-            launcher.kill()
-    assert (launcher.returncode, said) == (128 + number, "horovodrun: interrupted\n")
-
-
 def test_a_driver_that_is_interrupted_does_not_wait_for_its_discovery_script() -> None:
     from horovod.runner.elastic.driver import ElasticDriver
 
@@ -784,12 +769,10 @@ def test_a_driver_that_is_interrupted_does_not_wait_for_its_discovery_script() -
     slow = Slow()
     driver = ElasticDriver(Mock(), slow, min_num_proc=1, max_num_proc=1)
 
-    def end() -> None:
-        driver.interrupt()
-        driver.stop()
-
     assert slow.begun.wait(PATIENCE_S)
-    ends = threading.Thread(target=end, daemon=True)
+    threading.Thread(target=driver.interrupt, daemon=True).start()
+    wait_for(lambda: driver.interrupted, "the interruption", PATIENCE_S)
+    ends = threading.Thread(target=driver.stop, daemon=True)
     ends.start()
     ends.join(PATIENCE_S / 2)
     assert not ends.is_alive()
