@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """The job starts also without a reader of this, or with a full disk: the launcher reports that of its own output."""
+    """The job starts also without a reader of this, or with a full disk: the launcher reports it for its own output."""
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)
 
