@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import io
+import multiprocessing
 import os
 import pickle
 import re
@@ -636,6 +638,163 @@ def test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed(tmp_pat
         assert done.stderr.strip().splitlines()[-1] == "Exit code: 3", done.stderr
         assert "stop running" not in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "localhost.0" / "stdout").read_text().count("here") == 2
+
+
+PRINTS_MUCH = """
+i=0
+while [ $i -lt 4000 ]; do
+  echo "line $i of many, more of them than a pipe without a reader holds"
+  i=$((i+1))
+done
+touch "$1.$HOROVOD_RANK"
+"""
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_job_outlives_the_reader_of_its_output(tmp_path: Path, elastic: bool) -> None:
+    script, done = tmp_path / "work.sh", tmp_path / "done"
+    script.write_text(PRINTS_MUCH)
+    how = ["--min-np", "2", "--host-discovery-script", "echo localhost:2"] if elastic else ["--output-filename", "logs"]
+    command = [str(HOROVODRUN), "-np", "2", *how, "--network-interface", "lo", "sh", str(script), str(done)]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as launcher:
+        limit = threading.Timer(PATIENCE_S, launcher.kill)  # its workers end with it
+        limit.start()
+        try:
+            assert launcher.stdout is not None and launcher.stderr is not None
+            assert " of many" in launcher.stdout.readline()
+            launcher.stdout.close()
+            said = launcher.stderr.read()
+            status = launcher.wait()
+        finally:
+            limit.cancel()
+            launcher.kill()
+    assert status == 0 and done.with_name("done.0").exists() and done.with_name("done.1").exists(), said
+    reason = "cannot write to stdout (Broken pipe), which nobody reads any more: the job continues"
+    assert said.splitlines() == [f"horovodrun: {reason}, its further output there is lost"]
+    if not elastic:
+        assert (tmp_path / "logs" / "rank.1" / "stdout").read_text().count(" of many") == 4000
+
+
+def forwarded(text: bytes, stream: Any) -> None:
+    """Have the launcher's thread read a worker's output to the end and write it to a stream."""
+    from horovod.runner.common.util.safe_shell_exec import prefix_connection
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    os.write(writer.fileno(), text)
+    writer.close()
+    prefix_connection(reader, stream, "stdout", 0, False)
+
+
+def test_what_a_full_disk_does_not_take_is_counted_and_the_rest_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    class Disk(io.RawIOBase):
+        name, n_writes, content = "<stdout>", 0, b""
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.n_writes += 1
+            if 2 <= self.n_writes <= 4:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.content += bytes(data)
+            return len(data)
+
+    disk = Disk()
+    forwarded(b"a\nb\nc\nd\ne\n", io.TextIOWrapper(io.BufferedWriter(disk)))
+    assert disk.content == b"[0]<stdout>:a\n[0]<stdout>:b\n[0]<stdout>:e\n"  # b: the stream has kept it
+    assert capsys.readouterr().err.splitlines() == [
+        "horovodrun: cannot write to stdout (No space left on device): the job continues, its output there is lost "
+        "until a write succeeds; each line tries again",
+        "horovodrun: stdout can be written again; lines lost: 2",
+    ]
+
+
+def test_output_that_cannot_be_decoded_or_encoded_is_no_error() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    forwarded("ä".encode() + b"\xff\n", stream)
+    assert stream.buffer.getvalue() == b"[0]<stdout>:\\xe4\\ufffd\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("output", ["stdout", "stderr"])
+def test_a_launcher_whose_output_nobody_reads_ends_without_an_error(output: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    other = "stderr" if output == "stdout" else "stdout"
+    command = [str(HOROVODRUN), "-np", "1", "sh", "-c", "echo here; echo here >&2; exit 3"]
+    try:
+        ended = subprocess.run(
+            command, check=False, text=True, timeout=PATIENCE_S, **{output: writer, other: subprocess.PIPE}
+        )
+    finally:
+        os.close(writer)
+    said = getattr(ended, other)
+    assert ended.returncode == 1 and "here" in said and "Exception" not in said and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hangup_ends_the_launcher_unless_it_is_ignored(tmp_path: Path, ignored: bool) -> None:
+    """As SIGTERM does, and with its worker."""
+    (ready := tmp_path / "ready").touch()
+    script = 'trap "echo ended; exit 5" TERM; rm "$1"; while [ ! -e "$1" ]; do sleep 0.05; done'
+    command = [str(HOROVODRUN), "-np", "1", "sh", "-c", script, "sh", str(ready)]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        launcher = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with launcher:
+        try:
+            wait_for(lambda: not ready.exists(), "the worker", PATIENCE_S)
+            launcher.send_signal(signal.SIGHUP)
+            if ignored:
+                ready.touch()
+            said, _ = launcher.communicate(timeout=PATIENCE_S)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == (0 if ignored else 128 + signal.SIGHUP), said
+    assert said.endswith("ended\nhorovodrun: interrupted\n") is not ignored, said
+
+
+def test_a_driver_that_is_interrupted_does_not_wait_for_its_discovery_script() -> None:
+    from horovod.runner.elastic.driver import ElasticDriver
+
+    class Slow:
+        begun, end = threading.Event(), threading.Event()
+
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            self.begun.set()
+            self.end.wait(PATIENCE_S)
+            return {"localhost": 1}
+
+    slow = Slow()
+    driver = ElasticDriver(Mock(), slow, min_num_proc=1, max_num_proc=1)
+
+    assert slow.begun.wait(PATIENCE_S)
+    threading.Thread(target=driver.interrupt, daemon=True).start()
+    wait_for(lambda: driver.interrupted, "the interruption", PATIENCE_S)
+    ends = threading.Thread(target=driver.stop, daemon=True)
+    ends.start()
+    ends.join(PATIENCE_S / 2)
+    assert not ends.is_alive()
+    slow.end.set()
+    driver._discovery_thread.join()
+
+
+def test_workers_start_on_other_hosts_although_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from horovod.runner import gloo_run
+
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(gloo_run.network, "resolve_host_address", lambda host: "192.0.2.1")
+    run = Mock(return_value=0)
+    monkeypatch.setattr(gloo_run.safe_shell_exec, "execute", run)
+    settings = Mock(elastic=True, output_filename=None, verbose=0, ssh_port=None, ssh_identity_file=None)
+    start = gloo_run._exec_command_fn(settings, {})
+    gone.rmdir()
+    assert start("work", Mock(rank=0, hostname="elsewhere"), [])[0] == 0
+    assert f"cd {gone} " in run.call_args.args[0]
 
 
 class RunsCode:

@@ -7,11 +7,13 @@ the start. This process becomes the job's launcher (exec), so signals and the ex
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from gba_hvd import kernel_cache
 from gba_hvd.errors import BadInput
@@ -76,14 +78,20 @@ def run(args: argparse.Namespace) -> int:
     hosts = list(asked.hosts) or ["localhost"]
     launch = plan(asked, here(hosts), slots_now)
     for note in launch.notes:
-        print(f"gba-hvd: {note}", file=sys.stderr)
-    print(launch.words, flush=True)
+        _print(f"gba-hvd: {note}", sys.stderr)
+    _print(launch.words, sys.stdout)
     if args.dry_run:
         return 0
     if shutil.which(launch.argv[0]) is None:
         raise BadInput(f"cannot start {launch.argv[0]}: there is no such program; `make setup` installs horovodrun")
     _start(launch, asked)
     raise AssertionError("exec does not return")
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """The job starts also without a reader of this, or with a full disk: the launcher reports it for its own output."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 def here(hosts: Iterable[str]) -> Here:
@@ -130,8 +138,6 @@ def _start(launch: Launch, asked: Asked) -> None:
             file.write(os.urandom(32).hex() + "\n")
     is_alone = not asked.discovery and all(is_local(host) for host in asked.hosts)
     home = _home() if is_alone else {}  # (other hosts would get this host's)
-    sys.stdout.flush()
-    sys.stderr.flush()
     is_here = not asked.discovery and (not asked.hosts or any(is_local(host) for host in asked.hosts))
     watched = start_watch.watch() if is_here else {}
     os.execvpe(launch.argv[0], list(launch.argv), {**os.environ, **home, **launch.variables, **watched})
@@ -147,5 +153,5 @@ def _home() -> dict[str, str]:
         made = kernel_cache.make_private("home")
     except OSError as error:
         raise BadInput(f"no home: {why}, nor can one be made ({error}); set HOME to a folder that can be") from error
-    print(f"gba-hvd: HOME={made}: {why}", file=sys.stderr)
+    _print(f"gba-hvd: HOME={made}: {why}", sys.stderr)
     return {"HOME": str(made)}

@@ -6,6 +6,7 @@ the launcher has ended, and says after `FIRST_S` what is waited for. A start tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -42,7 +43,8 @@ def _report(file: Path, launcher: int) -> None:
             "import what the script needs, and Horovod connects them, which takes long where the machine is busy. The "
             "line [started] follows"
         )
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
     file.unlink(missing_ok=True)
 
 

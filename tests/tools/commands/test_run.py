@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from gba_hvd_tools import cli
@@ -153,6 +155,21 @@ def test_one_worker_is_as_python_with_its_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 3
     assert done.stdout.splitlines()[-1].endswith("['--epochs', '3']")
+
+
+@pytest.mark.parametrize(("output", "error"), [("stdout", errno.EPIPE), ("stderr", errno.ENOSPC)])
+def test_a_job_starts_although_the_command_cannot_be_printed(
+    output: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    started: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execvpe", lambda file, argv, variables: started.append(argv[-1]))
+    monkeypatch.setattr(start_watch, "watch", lambda: {})
+    monkeypatch.setattr(sys, output, stream := Mock(**{"write.side_effect": OSError(error, os.strerror(error))}))
+    with pytest.raises(AssertionError, match="exec does not return"):
+        cli.main(["run", "-np", "2", "train.py"])
+    assert started == ["train.py"] and stream.write.called
 
 
 @pytest.mark.parametrize("home", ["/proc/none", "~"])

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from gba_hvd_tools.launch import start_watch
 from gba_hvd_tools.launch.start_watch import outcome
 
 from gba_hvd.elastic import launch_file
@@ -22,6 +24,13 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_start_that_takes_longer_than_the_limit_waits(file: Path) -> None:
     assert outcome(file, os.getpid(), 0.0) == "waits"
+
+
+def test_a_start_that_cannot_be_reported_leaves_no_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_watch, "FIRST_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", stream := Mock(**{"write.side_effect": BrokenPipeError}))
+    start_watch._report(file, os.getpid())
+    assert stream.write.called and not file.exists()
 
 
 def test_a_worker_that_has_started_ends_the_wait(file: Path) -> None:
