@@ -1,7 +1,7 @@
 """The SQLite file in which MLflow keeps its runs: a new one appears whole, and one that is there is looked at first.
 
-MLflow makes missing tables for whoever opens a file, readers included, statement by statement: killed meanwhile, it
-leaves a file that it never opens again. Nothing here needs MLflow.
+MLflow makes missing tables whenever it opens a file, also to read, statement by statement: killed meanwhile, it leaves
+a file that it never opens again. Nothing here needs MLflow.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def make(file: Path, make_tables: Callable[[str], object]) -> None:
 
     Call it within `one_at_a_time`.
     """
-    for left_over in file.parent.glob(f".{escape(file.name)}.*.making*"):  # a journal as well
-        left_over.unlink(missing_ok=True)
+    left_over = file.parent.glob(f".{escape(file.name)}.*.making*")  # of makers that were killed
+    for path in (*left_over, file.with_name(f"{file.name}-journal")):  # SQLite would take it for one of the new file
+        path.unlink(missing_ok=True)
     # A new name each time: MLflow keeps connections, by name.
     half = file.with_name(f".{file.name}.{time.time_ns()}.making")
     make_tables(f"{_PREFIX}{half}")

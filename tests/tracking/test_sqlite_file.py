@@ -76,6 +76,7 @@ def test_a_maker_that_dies_leaves_no_database_and_the_next_one_begins_anew(file:
         with pytest.raises(Killed):
             sqlite_file.make(file, die)
         assert not file.exists()
+    file.with_name("mlflow.db-journal").write_text("of a database that was removed")
     sqlite_file.make(file, fill)
     assert [one.name for one in file.parent.iterdir()] == ["mlflow.db"]
     assert file.read_text() == "all tables"
