@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gba_hvd.errors import BadInput
 from gba_hvd.extras import extra
+from recovery.redaction import redacted
 
 
 def is_address(url: str | Path) -> bool:
@@ -20,13 +21,14 @@ def is_alias(url: str | Path) -> bool:
 
 
 def version_of_alias(address: str, tracking_uri: str | None = None) -> str:
-    """`models:/NAME/VERSION` of `models:/NAME@ALIAS`. Raises MissingPackage; MlflowException."""
+    """`models:/NAME/VERSION` of `models:/NAME@ALIAS`. Raises BadInput; MissingPackage; MlflowException."""
     with extra("mlflow", "mlflow", f"{address} needs"):
         from mlflow import MlflowClient
     from gba_hvd.tracking.mlflow_run import ask, resolved_uri
 
     uri = resolved_uri(tracking_uri)
-    ask(uri)
+    if not ask(uri):
+        raise BadInput(f"{address} is not there: {redacted(uri)} has no runs and no models")
     name, _, alias = address.removeprefix("models:/").rpartition("@")
     return f"models:/{name}/{MlflowClient(tracking_uri=uri).get_model_version_by_alias(name, alias).version}"
 
@@ -35,14 +37,15 @@ def version_of_alias(address: str, tracking_uri: str | None = None) -> str:
 def downloaded(address: str, tracking_uri: str | None = None) -> Iterator[Path]:
     """The folder of the saved model, as `log_saved_model` and `LogModel` log it; it is gone after the context.
 
-    Raises BadInput for a model that neither has logged; MissingPackage; MlflowException.
+    Raises BadInput for a model that neither has logged, or where there is none; MissingPackage; MlflowException.
     """
     with extra("mlflow", "mlflow", f"{address} needs"):
         import mlflow
     from gba_hvd.tracking.mlflow_run import ask, resolved_uri
 
     uri = resolved_uri(tracking_uri)
-    ask(uri)
+    if not ask(uri):
+        raise BadInput(f"{address} is not there: {redacted(uri)} has no runs and no models")
     mlflow.set_tracking_uri(uri)  # where MLflow looks for versions and aliases, which it takes no argument for
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as made:
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=address, dst_path=made, tracking_uri=uri))

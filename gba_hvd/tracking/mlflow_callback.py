@@ -48,6 +48,7 @@ from gba_hvd.tracking.spool import (
     SpoolStatus,
     SpoolWriter,
     check_folder,
+    default_folder,
     left_behind,
     log_path,
     model_path,
@@ -146,7 +147,7 @@ class MLflowCallback(Callback):
         self._artifacts = {"config.json": config, "data.json": data}
         self._log_every_steps = log_every_steps
         self._system_every_s = system_every_s if system_metrics else 0.0
-        self._spool_dir = Path(spool_dir or os.environ.get("GBA_HVD_SPOOL_DIR") or "gba-hvd-spool").absolute()
+        self._spool_dir = Path(spool_dir or default_folder()).absolute()
         self._spool_limit_bytes = spool_limit_bytes
         self._flush_timeout_s = flush_timeout_s
         self._model_s = 0.0  # how long the end waits for a model beyond that

@@ -6,22 +6,19 @@ All calls may raise; `delivery.decide` says what that means. Nothing here is imp
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking import mlflow_model
+from gba_hvd.tracking import mlflow_model, sqlite_file
 from gba_hvd.tracking.delivery import may_report
 from gba_hvd.tracking.epochs import EPOCH
 from gba_hvd.tracking.experiment import DEFAULT, AskedExperiment
@@ -313,10 +310,10 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
     """Find the job's run by its id, else by the job's id, else create it.
 
     A run of another job, whose checkpoint this one resumes from, is not written to: its id is a tag of the new run.
-    Raises RunNotThere when there is none and `may_create()` says no, ExperimentDeleted where the experiment was.
+    Raises RunNotThere when there is none and `may_create()` says no, ExperimentDeleted where the experiment was,
+    UnusableDatabase.
     """
-    with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
-        client = MlflowClient(tracking_uri=uri)
+    with _writer(uri, may_make=may_create()) as client:
         known, other = _known_run(client, job), None
         if known is not None and known.data.tags.get(JOB_TAG, job["job_id"]) != job["job_id"]:
             known, other = None, known
@@ -363,9 +360,12 @@ def run_ids_called(uri: str, name: str) -> list[str]:
     return [str(one.info.run_id) for one in client.search_runs(_experiments(client), search, order_by=order)]
 
 
-def ask(uri: str) -> None:
-    """Raises MlflowException where MLflow does not answer."""
-    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+def ask(uri: str) -> bool:
+    """Whether there is a store; it may be a file that is made later. Raises MlflowException where MLflow does not
+    answer, BadInput."""
+    if (client := _reader(uri)) is not None:
+        client.search_experiments(max_results=1)
+    return client is not None
 
 
 @contextlib.contextmanager
@@ -374,10 +374,10 @@ def run_of_its_own(uri: str, experiment: str, name: str, run_id: str | None) -> 
     if run_id is not None:
         yield run_id
         return
-    client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(experiment)
-    experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
-    run_id = client.create_run(experiment_id, run_name=name).info.run_id
+    with _writer(uri) as client:
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+        run_id = client.create_run(experiment_id, run_name=name).info.run_id
     try:
         yield run_id
     except BaseException:
@@ -397,12 +397,6 @@ def newest_runs(uri: str, at_most: int = 10) -> list[str]:
 
 def _experiments(client: MlflowClient) -> list[str]:
     return [experiment.experiment_id for experiment in client.search_experiments()]
-
-
-def _reader(uri: str) -> MlflowClient | None:
-    """A client that makes no database: None where there is none."""
-    database = _database_file(uri)
-    return None if database is not None and not database.exists() else MlflowClient(tracking_uri=uri)
 
 
 def _run_called(client: MlflowClient, name: str) -> Run | None:
@@ -452,8 +446,8 @@ def experiment_name(uri: str, experiment_id: str) -> str | None:
 def resolved_uri(uri: str | None) -> str:
     """The tracking URI as MLflow understands it here, with an absolute path when it is a local file."""
     uri = uri or get_tracking_uri()
-    file = _database_file(uri)
-    return f"sqlite:///{file.resolve()}" if file is not None else uri
+    file, (_, mark, query) = sqlite_file.file_of(uri), uri.partition("?")
+    return f"sqlite:///{file.resolve()}{mark}{query}" if file is not None else uri
 
 
 def runs_of(client: MlflowClient, experiment_id: str, job_id: str) -> list[Run]:
@@ -510,27 +504,40 @@ def _active(experiment: Experiment) -> str:
     return str(experiment.experiment_id)
 
 
-def _database_file(uri: str) -> Path | None:
-    prefix = "sqlite:///"
-    return Path(unquote(uri[len(prefix) :])) if uri.startswith(prefix) else None
-
-
 @contextlib.contextmanager
-def _one_at_a_time(database: Path | None, must_exist: bool) -> Iterator[None]:
-    """MLflow creates the tables of a new SQLite file without checking whether another process does so: take turns.
+def _writer(uri: str, may_make: bool = True) -> Iterator[MlflowClient]:
+    """A client to write with, alone in the folder of a SQLite file, which is made where it is not there.
 
-    The lock is on the folder, so it leaves no file behind and stays clear of SQLite's own locks.
+    Raises RunNotThere where it may not be made.
     """
-    if database is None:
-        yield
+    file = sqlite_file.file_of(uri)
+    if file is None:
+        yield MlflowClient(tracking_uri=uri)
         return
-    if not must_exist:
-        database.parent.mkdir(parents=True, exist_ok=True)
-    elif not database.exists():
-        raise RunNotThere(f"{database} is not there; on several hosts use a tracking server or a shared folder")
-    folder = os.open(database.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+    if may_make:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    elif not file.exists():
+        raise RunNotThere(f"{file} is not there; on several hosts use a tracking server or a shared folder")
+    with sqlite_file.one_at_a_time(file):
+        if not file.exists():
+            sqlite_file.make(file, lambda new: MlflowClient(tracking_uri=new))
+        yield sqlite_file.opened(file, lambda: MlflowClient(tracking_uri=uri))
+
+
+def _reader(uri: str) -> MlflowClient | None:
+    """A client that neither makes nor upgrades a database: None where there is none.
+
+    Raises BadInput for one that cannot be read as it is.
+    """
+    file = sqlite_file.file_of(uri)
+    if file is None:
+        return MlflowClient(tracking_uri=uri)
+    if not (tables := sqlite_file.tables_of(file)):
+        return None
+    import mlflow.store.db.utils  # noqa: F401  so that all tables are known
+    from mlflow.store.db.base_sql_model import Base
+
+    if missing := sorted(set(Base.metadata.tables) - tables):
+        why = f"it lacks {len(missing)} tables, such as {missing[0]}"
+        raise sqlite_file.unusable(file, why, file.stat().st_mtime)
+    return sqlite_file.opened(file, lambda: MlflowClient(tracking_uri=uri))

@@ -9,11 +9,12 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.errors import BadInput
 from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import DeliveryAction, first_line
 from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, own_run_words, pack
@@ -43,10 +44,12 @@ class Sender:
     """Delivers the records of one spool, in order. Not thread-safe; one per spool, which `locked` sees to.
 
     Use: call `turn(now)` again and again; it delivers what it can and returns. `status` says how far it has come.
+    before_each: called before each batch; what it raises ends the turn
     """
 
-    def __init__(self, spool: Path) -> None:
+    def __init__(self, spool: Path, before_each: Callable[[], object] = lambda: None) -> None:
         self.spool = spool
+        self._before_each = before_each
         self.status = replace(read_status(spool), problem=None, stopped=False)
         self.job: Record | None = None
         self.orphaned = False  # the worker is gone, nothing will be added
@@ -100,6 +103,7 @@ class Sender:
     def _deliver(self, now: float) -> None:
         while not self.status.done and (lines := read_lines(self.spool, self.status.offset)):
             for item in pack(lines):
+                self._before_each()
                 if isinstance(item, LogBatch):
                     self._send(item)
                     self._events_waiting |= item.has_event
@@ -292,6 +296,7 @@ class Sender:
                 open_run,
                 resolved_uri,
             )
+            from gba_hvd.tracking.sqlite_file import UnusableDatabase
         except ModuleNotFoundError as error:
             raise _as_signal(delivery.decide(error, run_is_active=None)) from error
         uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
@@ -307,10 +312,10 @@ class Sender:
             parent = self.job.get("parent_run_id") if self.job["chief"] else None
             if parent and not run.nest_under(parent):
                 not_there.append("parent_run_id")
-        except RunNotThere as error:
-            raise Blocked(str(error)) from error
-        except ExperimentDeleted as error:
+        except (ExperimentDeleted, UnusableDatabase) as error:
             raise Stopped(str(error)) from error
+        except (RunNotThere, BadInput) as error:
+            raise Blocked(str(error)) from error
         except Exception as error:
             raise _as_signal(self._verdict_on(error)) from error
         self._run = run

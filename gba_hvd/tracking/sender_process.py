@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gba_hvd.tracking.host_metrics import HostReporter
@@ -43,6 +44,7 @@ def prepare_process() -> None:
     os.environ["MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT"] = "30"
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback for what is raised as well
 
 
 def follow(spool: Path, owner: Owner, tick_s: float = 0.2) -> bool:
@@ -80,14 +82,18 @@ def follow(spool: Path, owner: Owner, tick_s: float = 0.2) -> bool:
             time.sleep(tick_s)
 
 
-def send_left_behind(spool: Path, timeout_s: float) -> SpoolStatus:
-    """Deliver a spool whose worker is gone; removes it when everything was taken. Any other file is left alone."""
+def send_left_behind(spool: Path, timeout_s: float, before_each: Callable[[], object] = lambda: None) -> SpoolStatus:
+    """Deliver a spool whose worker is gone; removes it when everything was taken. Any other file is left alone.
+
+    before_each: called before each try and each batch; may raise, and the rest stays in the spool
+    """
     if not _is_spool(spool):
         return SpoolStatus(problem="its first line is no job record, so it is no spool of gba_hvd", stopped=True)
-    sender = Sender(spool)
+    sender = Sender(spool, before_each)
     sender.orphaned = sender.late = True
     deadline_s = time.monotonic() + timeout_s
     while True:
+        before_each()
         sender.turn(time.monotonic())
         if sender.status.done:
             remove(spool)

@@ -283,6 +283,21 @@ def unsent(path: Path) -> int:
     return n
 
 
+def default_folder() -> Path:
+    return Path(os.environ.get("GBA_HVD_SPOOL_DIR") or "gba-hvd-spool")
+
+
+def waiting(folder: Path, name: str | None) -> list[Path]:
+    """Spools in a folder with records that MLflow does not have: of the job or run with this name; None: of any."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        with contextlib.suppress(OSError):  # the sender was faster, or another user's
+            job = next((line.record for line in read_lines(path, 0)), {})
+            if job.get("kind") == "job" and name in (None, job.get("job_id"), job.get("run_name")) and unsent(path):
+                found.append(path)
+    return found
+
+
 def left_behind(folder: Path, own: Path | None, quiet_s: float = 60.0) -> list[Path]:
     """Spools in a folder that no process is at work on: unsent, not locked by a sender, and not touched for a while."""
     found = []

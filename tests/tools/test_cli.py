@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.bench.harness.measure import RunFailed, check_writable
+from gba_hvd_tools.signals import raise_if_ended
 
 from gba_hvd.errors import BadInput
 
@@ -48,6 +51,22 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(command: Command, capsys: pytest.
     assert cleaned_up
     assert capsys.readouterr().err == "gba-hvd: interrupted\n"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_sigterm_that_c_code_swallows_is_found_by_the_next_look(command: Command) -> None:
+    def work() -> int:
+        with contextlib.closing(sqlite3.connect(":memory:")) as db:
+            db.set_trace_callback(lambda statement: os.kill(os.getpid(), signal.SIGTERM))
+            db.execute("SELECT 1")
+        went_on.append(True)
+        raise_if_ended()
+        return 0
+
+    went_on = list[bool]()
+    command(work)
+    assert (cli.main(["do"]), went_on) == (130, [True])
+    command(lambda: raise_if_ended() or 0)
+    assert cli.main(["do"]) == 0
 
 
 def test_what_a_person_can_mend_is_one_line(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,6 +340,20 @@ def test_a_spool_left_behind_is_sent_and_removed(run: FaultyRun, spool: Path):
     assert not spool.parent.exists()
 
 
+def test_sending_what_was_left_behind_can_be_ended_before_any_batch(run: FaultyRun, spool: Path):
+    def look() -> None:
+        if run.points:
+            raise KeyboardInterrupt
+
+    run.points = []
+    write(spool, JOB, *points(1), {"kind": "artifact", "path": "a.json", "text": "{}"}, END)
+    with pytest.raises(KeyboardInterrupt):
+        send_left_behind(spool, timeout_s=60.0, before_each=look)
+    assert (run.points, run.files) == ([("loss", 1)], {})
+    assert send_left_behind(spool, timeout_s=60.0).done
+    assert (run.points, run.status) == ([("loss", 1)], "FINISHED")
+
+
 def test_a_record_that_is_no_json_is_counted_and_training_goes_on(spool: Path):
     writer = SpoolWriter(spool)
     writer.append({"kind": "event", "data": {("a", "tuple"): 1}})

@@ -9,6 +9,7 @@ from pathlib import Path
 from gba_hvd.errors import BadInput
 from recovery.redaction import redacted
 
+from ..signals import raise_if_ended
 from ..terminal import print_line
 
 
@@ -38,7 +39,7 @@ def send(args: argparse.Namespace) -> int:
             if not mine:
                 print_line(f"{spool}: its job's own sender is at work, left alone")
                 continue
-            status = send_left_behind(spool, args.timeout)
+            status = send_left_behind(spool, args.timeout, raise_if_ended)
         if status.done:
             dropped = f", {status.dropped} refused by MLflow" if status.dropped else ""
             dropped += f", {status.lost} lost before: its job could not write them" if status.lost else ""
