@@ -6,6 +6,7 @@ count from zero and never match the others.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ _ASK_AGAIN_S = 0.5
 _LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
 
+_watches = itertools.count()
 T = TypeVar("T")
 log = logging.getLogger("gba_hvd")
 
@@ -127,15 +129,11 @@ class SoloWorld:
 class HorovodWorld:
     """The workers Horovod has initialised. Short-lived: a new one after every re-initialisation."""
 
-    # An operation that no other rank has. One for all objects of a world: Horovod refuses a second of that name.
-    _watch: ClassVar[Any] = None
-
     def __init__(self) -> None:
         self._hvd = _horovod()
         self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        if HorovodWorld._watch is not None and self._hvd.poll(HorovodWorld._watch):
-            HorovodWorld._watch = None  # of a world that was left
+        self._watch: Any = None
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
         mine = torch.from_numpy(row.astype(np.int64))[None, :]
@@ -234,9 +232,11 @@ class HorovodWorld:
         """Raise where Horovod has left the world, which ends all of its operations: also one that no other rank has."""
         if waited_s < _WATCHED_S:
             return
-        if HorovodWorld._watch is None:
-            HorovodWorld._watch = self._hvd.allreduce_async_(torch.zeros(1), name=f"gba_hvd.watch.{self.rank}")
-        if self._hvd.poll(HorovodWorld._watch):
+        if self._watch is None:
+            # Not the name of an earlier object's, which is there as long as Horovod's world.
+            name = f"gba_hvd.watch.{self.rank}.{next(_watches)}"
+            self._watch = self._hvd.allreduce_async_(torch.zeros(1), name=name)
+        if self._hvd.poll(self._watch):
             raise worker_lost("Horovod has left the world: a worker died, or does not answer")
 
 
