@@ -92,9 +92,10 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
                 _enter(engine, switching, session, own, workers, n_samples)
             except (GbaError, OSError) as error:
                 failure = str(error)
-    entered = world.gather("entered", np.array([session is not None and not failure], dtype=np.int64))
-    if session is None or not entered.all():
-        text = failure or "a server of another host could not take over (the log of its workers says why)"
+    failed = np.flatnonzero(world.gather("entered", np.array([bool(failure)], dtype=np.int64)))
+    if session is None or len(failed):
+        others = f"the servers of the host of rank {', '.join(map(str, failed))} could not take over; its log says why"
+        text = failure or others
         if engine.host.server is not None:
             engine.host.server.abandon(generation)
         if is_leader and session is not None and not failure:
