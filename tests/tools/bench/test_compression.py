@@ -213,7 +213,7 @@ def test_the_wide_model_has_ten_million_parameters() -> None:
 def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(rule: str, is_async: bool) -> None:
     """Bytes as they would travel; and with feedback the gradients that came are those that were sent."""
     rng, dim, keys = np.random.default_rng(0), 8, np.arange(0, 4000, 7)
-    way = row_compression.Way(row_compression.specs_of(rule)[1], dim, is_async)
+    way = row_compression.Way(row_compression.specs_of(rule)[1], [4000], dim, is_async)
     sent, came = np.zeros((len(keys), dim)), np.zeros((len(keys), dim))
     for _ in range(50):
         values = rng.normal(size=(len(keys), dim)).astype(np.float32)

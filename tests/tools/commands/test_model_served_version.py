@@ -41,7 +41,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(http_server, "app_of", lambda *about: None)
     monkeypatch.setattr(http_server, "serve", lambda *about: None)
     monkeypatch.setattr(logged_model, "downloaded", downloaded)
-    monkeypatch.setattr(mlflow_run, "ask", lambda uri: None)
+    monkeypatch.setattr(mlflow_run, "ask", lambda uri: True)
     monkeypatch.setattr(mlflow, "MlflowClient", Registry)
     return found
 
