@@ -349,7 +349,7 @@ def test_a_job_in_auto_says_at_its_end_why_it_never_switched(training: Any, clic
         def on_event(self, event: gba_hvd.Event) -> None:
             said.extend([event.message] * (event.kind == "auto_stayed"))
 
-    job.state.register_callbacks([gba_hvd.GBACallback(mode="auto"), Ends()])
+    job.state.register_callbacks([gba_hvd.GBACallback(mode="auto", enter_gain=100.0, trial_budget=0.0), Ends()])
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
