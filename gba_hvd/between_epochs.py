@@ -17,9 +17,10 @@ def others_wait(state: TorchState) -> Iterator[None]:
             with gba_hvd.others_wait(state):
                 ndcg = my_ndcg(model)
 
-    On any workers, between two epochs. Without it, in modes with servers, they wait `GBA_HVD_LEASE_S` (60 s) for code
-    of the script. Within an epoch, or where that time is over already, others train: the event `others_trained`, a
-    warning, reports it. In allreduce mode nothing is done: there others wait at the next step in any case.
+    On any workers, between two epochs. The body must not wait for another worker, as a collective does: that worker
+    waits for the body. Without it, in modes with servers, others wait `GBA_HVD_LEASE_S` (60 s) for code of the script.
+    Within an epoch, or where that time is over already, others train: the event `others_trained`, a warning, reports
+    it. In allreduce mode nothing is done: there all wait at the next step for this worker in any case.
     """
     mode = state.engine.mode
     with contextlib.nullcontext() if mode is None else mode.others_wait():

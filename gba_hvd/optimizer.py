@@ -6,12 +6,11 @@ Each call of `step()` takes in one micro-batch; the engine and its mode make glo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import TypeVar
 
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
@@ -28,7 +27,7 @@ from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.settings_watch import own_settings
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer, default=torch.optim.Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -139,10 +138,10 @@ def DistributedOptimizer(
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
-    The same object comes back (for None, of a model that has tables only, an SGD without parameters), with one more
-    parameter group, the last: its `lr` is the row optimizer's, and schedulers made for the optimizer from here on drive
-    it like any other. Tables with an optimizer of their own (`Table(optimizer=)`) follow it in proportion: lr of the
-    table x `lr` of the group / lr of the row optimizer.
+    The same object comes back (for None, of a model that has tables only, an SGD whose first group is empty: its `lr`
+    has no effect), with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers made for
+    the optimizer from here on drive it like any other. Tables with an optimizer of their own (`Table(optimizer=)`)
+    follow it in proportion: lr of the table x `lr` of the group / lr of the row optimizer.
 
     tables: one, or a list of several, which then share one memory; the first one's optimizer is that of the group.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 # Of the fields of /proc/PID/stat after the command: virtual memory, where the environment begins and ends.
 _SIZE, _ENVIRON, _ENVIRON_END = 20, 47, 48
+_ASKED = 1000  # at most, of a millisecond each
 
 
 class Listed(NamedTuple):
@@ -39,8 +41,11 @@ def process(pid: int) -> Listed | None:
 
 def _environ_of(entry: Path) -> bytes:
     """Asks again while another program is being executed: then a process has neither environment nor command line."""
-    while not (environ := (entry / "environ").read_bytes()):
+    for _ in range(_ASKED):
+        if environ := (entry / "environ").read_bytes():
+            return environ
         fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
         if fields[_SIZE] == b"0" or fields[_ENVIRON] == fields[_ENVIRON_END] != b"0":  # a zombie; has an empty one
             break
-    return environ
+        time.sleep(0.001)
+    return b""

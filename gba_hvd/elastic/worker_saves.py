@@ -371,7 +371,7 @@ class WorkerSaves:
         checkpoints.save_asynchronously(servers, state, is_last)
 
     def leave_asynchronously_if_preempted(self) -> None:
-        """As above: the others continue; this worker waits for a checkpoint."""
+        """Before each micro-batch, and while its lease is awaited: this worker waits for a checkpoint."""
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if engine.signals.preempt_deadline_s is None or checkpoints is None or servers is None:
             return

@@ -266,14 +266,15 @@ class ParameterServerMode:
         with self.servers.contact.others_wait():
             yield
         last, dense = memory.step_span()[1], self.servers.model_step
-        is_older = 0 <= dense < last  # the dense part, than rows that others trained since
-        if memory.stood_still_since(before) and not is_older:
-            return
-        first = min(first, dense) if is_older else first
+        found = f"others trained from step {first} to {last} before {name} had ended"
+        if memory.stood_still_since(before):
+            if not 0 <= dense < last:
+                return
+            first, found = dense, f"the dense part is of step {dense}, and the rows are of step {last}"
         text = (
-            f"others trained from step {first} to {last} before {name} had ended: {outcome} between two epochs: there "
-            f"the others wait for {name}, and up to {engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for "
-            "what the script does before; for longer code, `with gba_hvd.others_wait(state):`"
+            f"{found}: {outcome} between two epochs: there the others wait for {name}, and up to "
+            f"{engine.model.tables.config.lease_s:.0f} s (GBA_HVD_LEASE_S) for what the script does before; for longer "
+            "code, `with gba_hvd.others_wait(state):`"
         )
         data = {"first": first, "last": last}
         engine.emit(Event(kind, engine.progress.step, text, data, level="warning"), only_here=True)

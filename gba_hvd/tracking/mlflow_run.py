@@ -519,7 +519,7 @@ def _writer(uri: str, may_make: bool = True) -> Iterator[MlflowClient]:
     elif not file.exists():
         raise RunNotThere(f"{file} is not there; on several hosts use a tracking server or a shared folder")
     with sqlite_file.one_at_a_time(file):
-        if not file.exists():
+        if sqlite_file.is_missing(file):
             sqlite_file.make(file, lambda new: MlflowClient(tracking_uri=new))
         yield sqlite_file.opened(file, lambda: MlflowClient(tracking_uri=uri))
 

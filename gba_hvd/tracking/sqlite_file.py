@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from glob import escape
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from gba_hvd.errors import BadInput
@@ -47,34 +47,39 @@ def one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def make(file: Path, make_tables: Callable[[str], object]) -> None:
-    """`make_tables(uri)` fills a file beside it, which then gets the name; one that appeared meanwhile stays.
+    """`make_tables(uri)` fills a file beside it, which then gets the name; one that has tables by then stays.
 
-    Call it within `one_at_a_time`.
+    Call it within `one_at_a_time`. An empty file of that name is replaced.
     """
     left_over = file.parent.glob(f".{escape(file.name)}.*.making*")  # of makers that were killed
     for path in (*left_over, file.with_name(f"{file.name}-journal")):  # SQLite would take it for one of the new file
         path.unlink(missing_ok=True)
     # A new name each time: MLflow keeps connections, by name.
     half = file.with_name(f".{file.name}.{time.time_ns()}.making")
-    make_tables(f"{_PREFIX}{half}")
     try:
+        make_tables(f"{_PREFIX}{half}")
+        if is_missing(file):
+            file.unlink(missing_ok=True)
         if not rename_new(half, file):
             half.rename(file)
     except FileExistsError:
         half.unlink()
+    except BaseException:
+        for path in (half, half.with_name(f"{half.name}-journal")):
+            path.unlink(missing_ok=True)
+        raise
+
+
+def is_missing(file: Path) -> bool:
+    """Also where it is empty, as one that is about to be filled."""
+    return not file.exists() or file.stat().st_size == 0
 
 
 def tables_of(file: Path) -> set[str]:
     """Their names; none where there is no file. Raises BadInput where it cannot be read, or is locked for `BUSY_S`."""
     if not file.exists():
         return set()
-    try:
-        with _connected(file) as db:
-            return {str(name) for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    except sqlite3.Error as error:
-        if "locked" in str(error):
-            raise BadInput(f"{file} was locked by another process for {BUSY_S:.0f} s: try again later") from error
-        raise BadInput(f"{file} cannot be read as a SQLite database: {error}") from error
+    return {str(name) for (name,) in _asked(file, "SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 def opened(file: Path, open_it: Callable[[], T]) -> T:
@@ -108,13 +113,16 @@ def unusable(file: Path, why: str, changed_s: float) -> BadInput:
 
 def _n_runs(file: Path) -> int:
     tables = tables_of(file) & {"runs", "_alembic_tmp_runs"}  # the latter while columns change
-    with _connected(file) as db:
-        return sum(int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]) for table in tables)
+    return sum(int(_asked(file, f"SELECT count(*) FROM {table}")[0][0]) for table in tables)
 
 
-@contextlib.contextmanager
-def _connected(file: Path) -> Iterator[sqlite3.Connection]:
+def _asked(file: Path, query: str) -> list[tuple[Any, ...]]:
     # mode rw: makes no file, but may roll back what a killed process left.
     uri = f"file:{quote(str(file.absolute()))}?mode=rw"
-    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=BUSY_S)) as db:
-        yield db
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=BUSY_S)) as db:
+            return db.execute(query).fetchall()
+    except sqlite3.Error as error:
+        if "locked" in str(error):
+            raise BadInput(f"{file} was locked by another process for {BUSY_S:.0f} s: try again later") from error
+        raise BadInput(f"{file} cannot be read as a SQLite database: {error}") from error

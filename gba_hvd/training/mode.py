@@ -139,7 +139,7 @@ class EpochRun(Protocol):
 
     def before_micro_batch(self) -> None:
         """The memory, a checkpoint, and leaving after one. Before the micro-batch begins: a worker that waits here for
-        a checkpoint takes part in the rounds of the others. Also while a lease is awaited, as between two epochs.
+        a checkpoint takes part in the rounds of the others. Also while a lease is awaited.
         """
 
     def leases_end(self) -> None:

@@ -96,7 +96,8 @@ class TrainedModel:
                     f"parameter group {number} of the optimizer (lr {float(group['lr']):g}) is empty, so nothing would "
                     "use its settings. Converted modules have no parameters: their rows are trained by the row "
                     "optimizer. Leave the group out, and give a table its learning rate and weight decay in "
-                    "gba_hvd.convert(..., optimizers={TABLE: gba_hvd.Adam(lr=..., weight_decay=...)})"
+                    "gba_hvd.convert(..., optimizers={TABLE: gba_hvd.Adam(lr=..., weight_decay=...)}). To train other "
+                    "parameters, too, give DistributedOptimizer an optimizer of theirs, not None"
                 )
 
     @property

@@ -731,6 +731,21 @@ def test_a_launcher_whose_output_nobody_reads_ends_without_an_error(output: str)
     assert ended.returncode == 1 and "here" in said and "Exception" not in said and "Traceback" not in said, said
 
 
+def test_a_worker_whose_log_file_cannot_be_made_is_started(tmp_path: Path) -> None:
+    (tmp_path / "localhost.0").touch()
+    elastic = ["-np", "1", "--min-np", "1", "--host-discovery-script", "echo localhost:1"]
+    command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "--output-filename", str(tmp_path), "echo", "hi"]
+    ended = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0 and "hi" in ended.stdout, ended.stdout + ended.stderr
+    assert f"cannot write the output of localhost.0 to {tmp_path}/localhost.0 (File exists)" in ended.stderr
+
+
+def test_a_job_whose_launchers_output_is_closed_goes_on() -> None:
+    command = f"exec {HOROVODRUN} -np 1 sh -c 'yes | head -100000; echo done >&2' >&-"  # more than a pipe holds
+    ended = subprocess.run(["sh", "-c", command], check=False, text=True, stderr=subprocess.PIPE, timeout=PATIENCE_S)
+    assert ended.returncode == 0 and "done" in ended.stderr, ended.stderr
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_hangup_ends_the_launcher_unless_it_is_ignored(tmp_path: Path, ignored: bool) -> None:
     """As SIGTERM does, and with its worker."""

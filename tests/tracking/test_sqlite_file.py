@@ -82,6 +82,20 @@ def test_a_maker_that_dies_leaves_no_database_and_the_next_one_begins_anew(file:
     assert file.read_text() == "all tables"
 
 
+def test_a_maker_that_fails_leaves_nothing_and_an_empty_file_is_replaced(file: Path):
+    def fail(uri: str) -> None:
+        fill(uri)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        sqlite_file.make(file, fail)
+    assert not list(file.parent.iterdir())
+    file.touch()
+    assert sqlite_file.is_missing(file)
+    sqlite_file.make(file, fill)
+    assert file.read_text() == "all tables" and not sqlite_file.is_missing(file)
+
+
 def test_a_database_that_appears_meanwhile_stays(file: Path):
     def late(uri: str) -> None:
         fill(uri)
