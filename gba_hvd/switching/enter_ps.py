@@ -81,7 +81,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
             own = [launch.endpoint(engine.folder, i, host, 0.0) for i in range(n)]
             _refuse_another_wire(own, switching.wire, engine.folder)
         except (GbaError, OSError) as error:
-            failure, own = str(error), []
+            failure, own = str(error) or repr(error), []
     generation = secrets.randbits(48) if world.rank == 0 else 0
     servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation, switching.wait_s)
     session = None
@@ -91,7 +91,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
             try:
                 _enter(engine, switching, session, own, workers, n_samples)
             except (GbaError, OSError) as error:
-                failure = str(error)
+                failure = str(error) or repr(error)
     failed = np.flatnonzero(world.gather("entered", np.array([bool(failure)], dtype=np.int64)))
     if session is None or len(failed):
         others = f"the servers of the host of rank {', '.join(map(str, failed))} could not take over; its log says why"
@@ -104,7 +104,8 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         switching.failed(engine.progress.step, text)
         pause = switching.pause_in_words(engine.progress.step)
         data = {"to": mode, "seconds": round(time.perf_counter() - started, 4)}
-        words = f"mode {mode} was not entered, allreduce continues ({pause}): {text}"
+        then = "" if switching.required else f", allreduce continues ({pause})"
+        words = f"mode {mode} was not entered{then}: {text}"
         engine.emit(Event("switch_failed", engine.progress.step, words, data, level="warning"), only_here=bool(failure))
         if switching.required:
             raise GbaError(

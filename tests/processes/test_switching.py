@@ -37,6 +37,19 @@ def assert_there_and_back(switches: list[tuple[str, int]]) -> None:
     assert 17 <= later < 2 * STEPS_OF_EPOCH, "the switch back was to come within the second epoch"
 
 
+@pytest.mark.parametrize("why", ["planned", ""])
+def test_all_workers_end_where_a_required_mode_cannot_be_entered_and_name_who_failed(tmp_path: Path, why: str) -> None:
+    with cluster(tmp_path, gba={"mode": "gba", "required": True}, entering_fails=why) as job:
+        job.start_static(2)
+        assert job.wait() == 1, job.log()
+        assert (job.out / "entering failed").exists()
+        required = "mode gba is required (GBACallback(required=True)) and was not entered: "
+        assert required + (why or "GbaError('')") in job.said(), job.log()
+        assert required + "the servers of the host of rank 0 could not take over; its log says why" in job.said()
+        assert "allreduce continues" not in job.said()
+        job.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("dense", "rows", "row_average"), [("Adam", "Adam", "global"), ("momentum", "RowAdagrad", "contributors")]
 )

@@ -317,6 +317,9 @@ _enter, _start, _take = enter_ps._enter, enter_ps.start, ParameterServerMode.tak
 
 def enter_servers(*args: Any) -> None:
     die("before entering", state.step)
+    if "entering_fails" in PLAN:
+        (OUT / "entering failed").touch()
+        raise gba_hvd.GbaError(PLAN["entering_fails"])
     _enter(*args)
 
 
