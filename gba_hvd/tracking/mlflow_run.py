@@ -516,7 +516,7 @@ def _writer(uri: str, may_make: bool = True) -> Iterator[MlflowClient]:
         return
     if may_make:
         file.parent.mkdir(parents=True, exist_ok=True)
-    elif not file.exists():
+    elif sqlite_file.is_missing(file):
         raise RunNotThere(f"{file} is not there; on several hosts use a tracking server or a shared folder")
     with sqlite_file.one_at_a_time(file):
         if sqlite_file.is_missing(file):

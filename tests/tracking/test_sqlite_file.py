@@ -15,7 +15,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.serving.logged_model import version_of_alias
 from gba_hvd.tracking import sqlite_file
 from gba_hvd.tracking.find_run import read
-from gba_hvd.tracking.mlflow_run import open_run, resolved_uri
+from gba_hvd.tracking.mlflow_run import RunNotThere, open_run, resolved_uri
 from gba_hvd.tracking.sender import Sender
 from gba_hvd.tracking.spool import SpoolWriter, waiting
 
@@ -116,6 +116,13 @@ def test_the_first_run_makes_the_database_whole(file: Path):
 
 
 @pytest.mark.slow
+def test_who_may_make_no_database_does_not_fill_an_empty_file_either(file: Path):
+    file.touch()
+    with pytest.raises(RunNotThere, match=r"mlflow\.db is not there"):
+        open_run(uri(file), JOB, lambda: False)
+    assert file.read_bytes() == b""
+
+
 def test_a_half_made_database_stops_the_sender_with_what_to_do(file: Path):
     left_half_made(file)
     sender = Sender(a_spool(file))
