@@ -58,8 +58,8 @@ class OrphanedMemory:
         return "its keeper removes it after the grace period" if self.watched else ""
 
 
-def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
-    """Orphaned memory of this user, in this base; the semaphores lie in one place for any base."""
+def orphaned_memory(base: Path, semaphores: Path | None = None) -> list[OrphanedMemory]:
+    """Orphaned memory of this user, in this base; the semaphores lie in one place for any base: `SEMAPHORES`."""
     found = []
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's
@@ -72,7 +72,7 @@ def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedM
             elif not _is_held(path / "door") and not _is_held(path / "alive"):
                 served = any(_is_held(lock) for lock in path.glob("ps-*.lock"))
                 found.append(OrphanedMemory(path, "job", _size(path), _is_held(path / "keeper"), served))
-    for path in sorted(semaphores.glob("sem.mp-*")):
+    for path in sorted((semaphores or SEMAPHORES).glob("sem.mp-*")):
         with contextlib.suppress(OSError):
             if _SEMAPHORE.fullmatch(path.name) and _is_abandoned(path):
                 found.append(OrphanedMemory(path, "semaphore", _size(path)))

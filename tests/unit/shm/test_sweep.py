@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,14 @@ fcntl.flock(alive, fcntl.LOCK_SH)
 print("open", flush=True)
 input()
 """
+
+
+@pytest.fixture(autouse=True)
+def semaphores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for semaphores that no job beside this test sweeps, of the file system they are made in."""
+    with tempfile.TemporaryDirectory(prefix="semaphores-", dir=sweep.SEMAPHORES) as folder:
+        monkeypatch.setattr(sweep, "SEMAPHORES", Path(folder))
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -187,7 +196,9 @@ import sys
 from pathlib import Path
 from gba_hvd_tools import cli
 from gba_hvd_tools.doctor.checks import check_orphaned_memory
+from gba_hvd.shm import sweep
 folder = sys.argv[1]
+sweep.SEMAPHORES = Path(folder)
 for command in (["clean", "--yes"], ["clean", "--yes", "--json"], ["status"], ["status", "--json"]):
     assert cli.main([*command, "--dir", folder]) == 0
     print("-" * 8)
@@ -224,19 +235,19 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.
         assert f"there is no folder {tmp_path / 'shm'}: name the one that shards lie in" in said.err and not said.out
 
 
-def test_what_is_swept_is_a_line_for_each_memory_and_one_for_all_semaphores() -> None:
-    semaphores = [OrphanedMemory(Path(f"/dev/shm/sem.mp-{n:08d}"), "semaphore", 4096) for n in range(20)]
+def test_what_is_swept_is_a_line_for_each_memory_and_one_for_all_semaphores(semaphores: Path) -> None:
+    left = [OrphanedMemory(Path(f"/dev/shm/sem.mp-{n:08d}"), "semaphore", 4096) for n in range(20)]
     job = OrphanedMemory(Path("/dev/shm/gba-hvd-old"), "job", 31_000_000)
-    assert sweep.in_words([job, *semaphores]) == [
+    assert sweep.in_words([job, *left]) == [
         "/dev/shm/gba-hvd-old was left by a dead job and is removed (31.0 MB)",
-        "20 semaphores of dead jobs were removed from /dev/shm",
+        f"20 semaphores of dead jobs were removed from {semaphores}",
     ]
-    assert sweep.in_words(semaphores[:1]) == [
-        "1 semaphore that a dead job's launcher had left was removed from /dev/shm"
+    assert sweep.in_words(left[:1]) == [
+        f"1 semaphore that a dead job's launcher had left was removed from {semaphores}"
     ]
     assert sweep.in_words([]) == []
-    assert sweep.counted([job, *semaphores]) == "1 memory (31.0 MB) and 20 semaphores"
-    assert sweep.counted(semaphores[:1]) == "1 semaphore" and sweep.counted([job, job]) == "2 memories (62.0 MB)"
+    assert sweep.counted([job, *left]) == "1 memory (31.0 MB) and 20 semaphores"
+    assert sweep.counted(left[:1]) == "1 semaphore" and sweep.counted([job, job]) == "2 memories (62.0 MB)"
 
 
 def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., subprocess.Popen[str]]) -> None:
@@ -254,22 +265,23 @@ def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., s
 
 SEMAPHORE = """
 import multiprocessing
-event = multiprocessing.get_context("spawn").Event()
-print(event._flag._semlock.name, flush=True)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(semaphore._semlock.name, flush=True)
 input()
 """
 
 
 def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, semaphores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As Horovod's launcher makes them. The process that cleans up behind it is killed, too."""
     event = multiprocessing.get_context("spawn").Event()
-    mine = sweep.SEMAPHORES / f"sem.{event._flag._semlock.name[1:]}"  # type: ignore[attr-defined]
+    mine = semaphores / f"sem.{event._flag._semlock.name[1:]}"  # type: ignore[attr-defined]
+    mine.hardlink_to(semaphores.parent / mine.name)
     other = subprocess.Popen([sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None
-    made = sweep.SEMAPHORES / f"sem.{other.stdout.readline().decode().strip()[1:]}"
-    assert made.exists() and mine.exists()
+    made = semaphores / f"sem.{other.stdout.readline().decode().strip()[1:]}"
+    (semaphores.parent / made.name).rename(made)
 
     def found() -> set[Path]:
         return {left.path for left in orphaned_memory(tmp_path)}
@@ -283,7 +295,7 @@ def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(
     capsys.readouterr()
     assert cli.main(["clean", "--dir", str(tmp_path), "--yes"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith("killed; removed"))
-    assert re.fullmatch(r" +\d+ +/dev/shm/sem\.mp-\*  semaphores of launchers that were killed; removed", line)
+    assert line.split() == f"1 {semaphores}/sem.mp-* semaphores of launchers that were killed; removed".split()
     assert not made.exists() and mine.exists()
     assert not event.is_set()
 
