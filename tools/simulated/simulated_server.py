@@ -16,9 +16,9 @@ import numpy as np
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, with_contributors
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import GbaError, NonFiniteGradient
-from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Ledger
+from gba_hvd.ps.coordinator.weighed_step import row_damping, weighed
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, LeaseGrant, Measure, NotFinite
 from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.shard_memory import ShardMemory

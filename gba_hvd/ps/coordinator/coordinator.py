@@ -8,26 +8,28 @@ the server before any answer leaves.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from gba_hvd.comm.traffic import NOTHING, Sums, added
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.gradients.loss_scale import LossScale
+from gba_hvd.ps.coordinator.chief_watch import ChiefWatch
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.coordinator.ledger import Drained, Finished, Ledger, StepPlan
+from gba_hvd.ps.coordinator.job_counts import JobCounts
+from gba_hvd.ps.coordinator.ledger import Drained, Finished, Ledger
+from gba_hvd.ps.coordinator.newest_rates import NewestRates
 from gba_hvd.ps.coordinator.recent_pace import RecentPace
+from gba_hvd.ps.coordinator.replica_phases import ReplicaPhases
+from gba_hvd.ps.coordinator.weighed_step import row_damping, weighed
+from gba_hvd.ps.coordinator.worker_seen import WorkerSeen
 from gba_hvd.ps.messages import (
     Apply,
     Enter,
-    GroupSetting,
     HeartbeatMsg,
     JobPosition,
     LeaseGrant,
@@ -35,12 +37,10 @@ from gba_hvd.ps.messages import (
     LeaseRequest,
     Measure,
     Mismatch,
-    PlannedMember,
     ProtocolError,
     PushDone,
     ReplicaSubmitted,
 )
-from gba_hvd.ps.validation import check_rates, check_settings
 from gba_hvd.update_rules import damps
 
 log = logging.getLogger("gba_hvd.ps")
@@ -55,42 +55,10 @@ class _Handed:
     given_s: float
 
 
-# Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
 _STOPPED_AFTER = 5  # a worker that lives is reported after so many times `heartbeat_timeout_s` without heartbeats
-_PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
+# Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
 _REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
-_CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
 _NORMS = 64  # of so many steps workers learn the norms: more than are made between two requests of a worker
-_MISSED_S = 1.0  # so long it waits for rank 0 before anybody looks whether that has died
-
-
-@dataclass
-class WorkerSeen:
-    """What is known of one worker."""
-
-    rank: int
-    host: int
-    pid: int
-    last_seen_s: float
-    worked_s: float  # when the thread that trains last did something: heartbeats come from another one
-    silent: bool = False
-    lost_lease: bool = False  # it took too long for one, and that thread did nothing since
-    seconds: float = 0.0  # per micro-batch, recent mean
-    newest_s: float = 0.0  # the same of the newest one
-    computed_s: float = 0.0  # of all of them
-    done: int = 0
-    host_name: str = ""  # for people
-    pace: RecentPace | None = None  # in micro-batches
-
-    def took(self, seconds: float, now_s: float) -> None:
-        self.pace = self.pace or RecentPace(now_s)
-        self.pace.add(now_s)
-        if not (math.isfinite(seconds) and seconds >= 0):
-            return
-        self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
-        self.newest_s = seconds
-        self.computed_s += seconds
-        self.done += 1
 
 
 class Coordinator:
@@ -118,28 +86,20 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before, self._dense_ages_before = dict(position.staleness), dict(position.dense_ages)
-        self._refused_before, self._reissued_before = position.refused, position.reissued
-        self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
-        self._settings: list[dict[str, GroupSetting]] = []  # as of `Apply`
+        self._counts = JobCounts(position, enter.discipline["name"])
+        self._rates = NewestRates(enter)
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
         self.refused_gradients: list[str] = []
         self._refused_in_a_row = 0
         self._ending = False
-        # Both counted by the part of this server: by step, of the newest steps, and
-        self.arrivals: Collection[list[tuple[int, float]]] = ()
+        # Both are counted by the part of this server.
+        self.arrivals: Collection[list[tuple[int, float]]] = ()  # of the newest steps
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
-        self._drops: dict[int, tuple[int, int]] = {}  # by worker: its pushes in steps, those dropped as stale
-        self._traffic_before = dict(position.traffic)
-        self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
-        self._chief_died_s: float | None = None  # until another worker is rank 0
-        self._finished_s: float | None = None  # when a worker first learned that this epoch is over
+        self._chief = ChiefWatch()
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the epoch, and its segment, that it asked for last
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
-        self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
-        self._handed: dict[int, int] = {}  # by worker: the last phase
-        self._awaited_s: dict[int, float] = {}  # by phase: since when
+        self.replicas = ReplicaPhases(lease_s)
 
     @property
     def generation(self) -> int:
@@ -150,7 +110,7 @@ class Coordinator:
     def ask(self, request: LeaseRequest) -> LeaseReply | None:
         """A lease, or why there is none; None while the worker should wait. Raises Mismatch."""
         try:
-            self._check_rates(request)
+            self._rates.check(request)
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
         ledger, at = self.ledger, (request.epoch, request.segment)
@@ -172,12 +132,10 @@ class Coordinator:
             if request.epoch > ledger.epoch and self._others_are_between_epochs():
                 return None
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before, self._dense_ages_before = self.staleness(), self.dense_ages()
-            self._refused_before += ledger.refused
-            self._reissued_before += ledger.reissued
+            self._counts.end_epoch(ledger)
             self.ledger, self._order = new, None
             ledger = new
-            self._finished_s = None
+            self._chief.begin_epoch()
             for worker, seen in self.workers.items():
                 if self._hangs(seen):
                     ledger.await_no_more(worker)
@@ -198,11 +156,10 @@ class Coordinator:
                 f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
                 "workers must run the same script, with the same seed, on the same data"
             )
-        self._take_rates(request.epoch, request)
+        self._rates.take(request.epoch, request)
         if is_first:
             self.works(request.worker)  # what it did between two epochs is over
-        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
-            del self._handed[request.worker]  # it had left its loop early, and is back
+        self.replicas.trains(request.worker, request.run)
         answer = ledger.lease(request.worker, request.request)
         if isinstance(answer, LeaseGrant):
             handed = self._given.get(answer.micro)
@@ -216,22 +173,6 @@ class Coordinator:
             self._is_left = True
             return LeaseReply(self.position(), None, "drained")
         return None
-
-    def _check_rates(self, request: LeaseRequest | PushDone) -> None:
-        check_rates(request.lrs, len(self._enter.lrs) + 1)
-        check_settings(request.settings, self._enter.optimizer.get("groups", ()))
-
-    def _take_rates(self, epoch: int, request: LeaseRequest | PushDone) -> None:
-        """Learning rates and settings as a worker had them after a step, unless newer ones are known.
-
-        A worker that came late sends what was changed since: the changes before that stay.
-        """
-        if (epoch, request.lrs_step) >= self._lrs_key:
-            *self._lrs, self._row_lr = request.lrs
-            self._lrs_key = (epoch, request.lrs_step)
-            if request.settings:
-                known = self._settings or [{} for _ in request.settings]
-                self._settings = [{**old, **new} for old, new in zip(known, request.settings, strict=True)]
 
     def _all_left_early(self, worker: int) -> bool:
         """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
@@ -261,17 +202,16 @@ class Coordinator:
     def done(self, request: PushDone) -> str:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
-            self._check_rates(request)
+            self._rates.check(request)
         self.works(request.worker)
-        # Both only grow.
-        self._traffic[request.worker] = max(self._traffic.get(request.worker, NOTHING), request.traffic)
+        self._counts.sent(request.worker, request.traffic)
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.refused or None, request.dense_step
         )
         if answer == "accepted":
             self._given.pop(request.micro, None)
             if request.lrs:
-                self._take_rates(self.ledger.epoch, request)
+                self._rates.take(self.ledger.epoch, request)
             if request.loss is not None:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
@@ -290,19 +230,10 @@ class Coordinator:
 
         One that left its loop early is not waited for, does not wait for others, and gives back its leases.
         """
-        phase, now = request.phase, self._clock()
-        self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
         if request.early:
             self.give_back(request.worker)
-        if phase <= self.gathered or request.early:
-            return True
-        since_s = self._awaited_s.setdefault(phase, now)
-        awaited = [w for w, seen in self.workers.items() if not seen.silent and self._handed.get(w, -1) < phase]
-        if awaited and now - since_s <= self._lease_s:
-            return False
-        self.gathered = phase
-        self._awaited_s.clear()
-        return True
+        living = (w for w, seen in self.workers.items() if not seen.silent)
+        return self.replicas.submitted(request.worker, request.phase, request.early, living, self._clock())
 
     def give_back(self, worker: int) -> None:
         """This worker left its loop early, and computes none of what it has leased. It may come back at any time."""
@@ -327,7 +258,7 @@ class Coordinator:
         seen.rank, seen.last_seen_s, seen.silent = request.rank, self._clock(), False
         seen.host_name = request.host_name
         if request.rank == 0:
-            self._chief_died_s = None
+            self._chief.lives()
         self.ledger.join(request.worker)
         if request.awaited and self.ledger.finished:
             self.works(request.worker)
@@ -342,39 +273,24 @@ class Coordinator:
 
     def dead(self, worker: int) -> None:
         """The worker is gone: the others form a new world."""
-        self._handed.pop(worker, None)
+        self.replicas.leave(worker)
         self.ledger.leave(worker)
         seen = self.workers.pop(worker, None)
         self._drop_decision()
         if not self._ending:
             self.world += 1
             if seen is not None and seen.rank == 0:
-                self._chief_died_s = self._clock()
+                self._chief.died(self._clock())
 
     def _awaits_chief(self, worker: int) -> bool:
-        """After an epoch there is work for rank 0 alone: if it has died, the others wait until another worker is.
-
-        It may have died a moment ago, so it must send something after the last step; its request counts.
-        """
+        """The epoch is over, and this worker learns of it: whether it waits for another worker to be rank 0."""
         now = self._clock()
-        if self._finished_s is None:
-            self._finished_s = now
-        if self._ending:
-            return False
-        chiefs = {w: seen for w, seen in self.workers.items() if seen.rank == 0 and not seen.silent}
-        if worker in chiefs:
-            chiefs[worker].last_seen_s = now
-        if chiefs:
-            return all(seen.last_seen_s < self._finished_s for seen in chiefs.values())
-        died_s = self._chief_died_s
-        return died_s is not None and now - died_s < _CHIEF_S
+        self._chief.end_epoch(now)
+        return not self._ending and self._chief.is_awaited(worker, self.workers, now)
 
     def missed_chiefs(self) -> list[int]:
         """Workers of rank 0 that an epoch's end waits for, since they sent nothing after its last step."""
-        finished_s = self._finished_s
-        if finished_s is None or self._ending or self._clock() - finished_s < _MISSED_S:
-            return []
-        return [w for w, seen in self.workers.items() if seen.rank == 0 and seen.last_seen_s < finished_s]
+        return [] if self._ending else self._chief.missed(self.workers, self._clock())
 
     def fall_silent(self) -> list[int]:
         """Take the leases of workers without heartbeats; returns the silent ones, whose processes may be dead."""
@@ -387,7 +303,7 @@ class Coordinator:
         for micro, handed in list(self._given.items()):
             # A worker that never sent a heartbeat, or has left: its request was late.
             leased_to = self.workers.get(handed.worker)
-            limit = self._heartbeat_timeout_s if leased_to is None else self._longest_s(leased_to)
+            limit = self._heartbeat_timeout_s if leased_to is None else leased_to.longest_s(self._lease_s)
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]
@@ -397,13 +313,8 @@ class Coordinator:
                 self.ledger.await_no_more(worker)
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
-    def _longest_s(self, seen: WorkerSeen) -> float:
-        """So long a micro-batch of this worker may take."""
-        return max(self._lease_s, _PATIENCE * seen.seconds)
-
     def _hangs(self, seen: WorkerSeen) -> bool:
-        """It sends heartbeats, and has been at something else than training for longer than a micro-batch may take."""
-        return self._clock() - seen.worked_s > self._longest_s(seen)
+        return seen.hangs(self._clock(), self._lease_s)
 
     def took_too_long(self, worker: int) -> None:
         """A lease of this worker is for others now, though it lives."""
@@ -471,9 +382,9 @@ class Coordinator:
         dense_factor, row_factor, self.last_norm = plan.clipped or (1.0, 1.0, None)
         return Apply(
             enter.generation, plan.step, sums.members, sums.scale,
-            self._row_lr, self._lrs, self.ledger.oldest_serial,
+            self._rates.row, self._rates.dense, self.ledger.oldest_serial,
             sorted(self.workers), dense_factor, row_factor, self.account.steps_skipped, sums.dropped, sums.n_micro,
-            self._settings,
+            self._rates.settings,
         )  # fmt: skip
 
     def damped(self, answers: Sequence[tuple[int, int, float]]) -> None:
@@ -493,9 +404,7 @@ class Coordinator:
         assert plan is not None
         if self.loss_scale is not None and (plan.overflowed or any(m.weight > 0 for m in plan.members)):
             self.loss_scale.step(plan.overflowed)
-        for m in () if plan.overflowed else plan.members:
-            pushes, dropped = self._drops.get(m.worker, (0, 0))
-            self._drops[m.worker] = pushes + (not m.refused), dropped + (m.weight == 0 and not m.refused)
+        self._counts.step(plan)
         lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
         self.ledger.applied(step)
         if plan.clipped is not None:
@@ -515,24 +424,11 @@ class Coordinator:
 
     # --- a look ------------------------------------------------------------------------------------------------------
 
-    def staleness(self) -> dict[int, int]:
-        return _together(self._staleness_before, self.ledger.staleness_histogram)
-
-    def dense_ages(self) -> dict[int, int]:
-        """The same of the dense values that gradients were computed with; of several servers, the oldest."""
-        return _together(self._dense_ages_before, self.ledger.age_histogram)
-
-    def _all_traffic(self) -> dict[str, Sums]:
-        sums, mode = NOTHING, self._enter.discipline["name"]
-        for of_worker in self._traffic.values():
-            sums = added(sums, of_worker)
-        return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
-
     def position(
         self, at: tuple[int, int] | None = None, steps_done: int | None = None, n_steps: int | None = None
     ) -> JobPosition:
         """at: the epoch and its segment, when a worker asks for others than those of the ledger; then their steps."""
-        ledger = self.ledger
+        ledger, counts = self.ledger, self._counts
         of_ledger = ledger.epoch, ledger.segment
         epoch, segment = at or of_ledger
         return JobPosition(
@@ -542,13 +438,13 @@ class Coordinator:
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             n_steps=ledger.cut.n_steps if n_steps is None else n_steps,
             account=vars(self.account).copy(),
-            staleness=self.staleness(),
-            dense_ages=self.dense_ages(),
-            traffic=self._all_traffic(),
+            staleness=counts.staleness(ledger),
+            dense_ages=counts.dense_ages(ledger),
+            traffic=counts.traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
-            drops=sorted((s.rank, w, *self._drops[w]) for w, s in self.workers.items() if w in self._drops),
-            refused=self._refused_before + ledger.refused,
-            reissued=self._reissued_before + ledger.reissued,
+            drops=counts.drops({w: seen.rank for w, seen in self.workers.items()}),
+            refused=counts.refused(ledger),
+            reissued=counts.reissued(ledger),
             n_waiting=ledger.n_waiting,
             loss=self.last_loss,
             grad_norm=self.last_norm,
@@ -594,15 +490,10 @@ class Coordinator:
             "wanted": self.requested_mode,
             "reason": self.reason,
             "pin": self.pin,
-            "staleness": self._staleness_before,
-            "lags": self._dense_ages_before,
-            "refused": self._refused_before,
-            "reissued": self._reissued_before,
-            "lrs": [*self._lrs, self._row_lr],
-            "lrs_key": list(self._lrs_key),
-            "settings": self._settings,
+            **self._counts.state(),
+            **self._rates.state(),
             "moved": [[place, micro] for place, micro in self.moved.items()],
-            "gathered": self.gathered,
+            "gathered": self.replicas.gathered,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
             "void": self.void,
             "order": self._order,
@@ -618,21 +509,18 @@ class Coordinator:
         self._asked = dict.fromkeys(self.workers, (self.ledger.epoch, self.ledger.segment))
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
-            self._chief_died_s = self._clock()
+            self._chief.died(now)
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._is_left = state["ledger"]["held"]  # perhaps: no state says whether a worker had learned of it
-        self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
-        self._dense_ages_before = {int(k): v for k, v in state.get("lags", {}).items()}
-        self._refused_before, self._reissued_before = state["refused"], state["reissued"]
+        self._counts.resume(state)
+        self._rates.resume(state)
         self._given = {
             micro: _Handed(serial, worker, now) for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
         }
-        *self._lrs, self._row_lr = state["lrs"]
-        self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
-        self._settings = msgspec.convert(state.get("settings", []), list[dict[str, GroupSetting]])
         self.moved = dict(state["moved"])
-        self.gathered, self.void, self._order = state["gathered"], state.get("void", 0), state.get("order")
+        self.replicas.gathered = state["gathered"]
+        self.void, self._order = state.get("void", 0), state.get("order")
         if self.loss_scale is not None:
             self.loss_scale.load(state["loss_scale"])
 
@@ -653,60 +541,3 @@ class Coordinator:
             last_serial=last_serial,
             skips=self.loss_scale is not None,
         )
-
-
-def _together(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
-    """Two histograms as one."""
-    total = dict(before)
-    for key, count in now.items():
-        total[key] = total.get(key, 0) + count
-    return total
-
-
-def row_damping(plan: StepPlan, answers: Sequence[tuple[int, int, float]]) -> list[float]:
-    """What the row gradients of each member are multiplied by: the mean of the rule's damping over all dense elements.
-
-    answers: micro-batch, dense elements there, mean damping of these; of each server that has the push. A server
-    without dense elements has no say, unless none has any. 1 for a push that no server has.
-    """
-    found = []
-    for member in plan.members:
-        own = [(n, factor) for micro, n, factor in answers if micro == member.micro]
-        n_all = sum(n for n, _ in own)
-        if n_all:
-            found.append(sum(n * factor for n, factor in own) / n_all)
-        else:
-            found.append(sum(factor for _, factor in own) / len(own) if own else 1.0)
-    return found
-
-
-@dataclass(frozen=True)
-class WeighedStep:
-    """What servers sum in a step.
-
-    members: those that count, each with its weight. scale: of their weighted sum, which becomes a mean over `n_micro`
-    micro-batches. dropped: (micro, serial) of those that only count as contributors of rows, see `ROW_AVERAGES`
-    """
-
-    members: list[PlannedMember]
-    scale: float
-    dropped: list[tuple[int, int]]
-    n_micro: int
-
-
-def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline, row_average: str) -> WeighedStep:
-    """The weights and divisors of a decided step."""
-    kept = [m for m in plan.members if m.weight > 0]
-    damping = plan.row_damping or (1.0,) * len(plan.members)
-    members = [
-        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch, factor)
-        for m, factor in zip(plan.members, damping, strict=True)
-        if m.weight > 0
-    ]
-    is_round = discipline.step_of == "round"  # a round is the gradients it waited for
-    all_of_it = kept if is_round and kept else plan.members
-    n_samples = sum(m.n_samples for m in all_of_it)
-    dropped: list[tuple[int, int]] = []
-    if row_average == "contributors" and kept and not is_round:
-        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.refused]
-    return WeighedStep(members, micro_batch / n_samples, dropped, len(all_of_it))

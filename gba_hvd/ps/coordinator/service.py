@@ -124,10 +124,10 @@ class CoordinatorService:
         return counts
 
     def replica_submitted(self, request: ReplicaSubmitted) -> Answer:
-        before = self.coordinator.gathered
+        before = self.coordinator.replicas.gathered
         if not self.coordinator.replica_submitted(request):
             return Refused("other workers have not submitted their replicas yet", retry=True)
-        if request.early or self.coordinator.gathered != before:
+        if request.early or self.coordinator.replicas.gathered != before:
             self.save_ledger()
         if request.early:
             self.advance()  # others may have its leases

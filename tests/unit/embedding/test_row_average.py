@@ -15,10 +15,10 @@ from gba_hvd_tools.simulated.experiment import Experiment
 from gba_hvd import SGD, BadInput
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad, merge_contributors, pack_by_owner, with_contributors
 from gba_hvd.epoch import EpochOrder
-from gba_hvd.ps.coordinator.coordinator import weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Member, StepPlan
 from gba_hvd.ps.coordinator.staleness import weighting
+from gba_hvd.ps.coordinator.weighed_step import weighed
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, ProtocolError
 from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.shm.layout import Layout

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from gba_hvd import SGD
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Member, StepPlan
+from gba_hvd.ps.coordinator.weighed_step import row_damping, weighed
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, PlannedMember
 from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.ps.partition.push_buffer import BufferedPush, merge_pushes

@@ -691,7 +691,7 @@ def test_replicas_are_in_when_every_living_worker_has_said_so():
     assert not handed_in(coordinator, 1)
     assert handed_in(coordinator, 2)
     assert handed_in(coordinator, 1)
-    assert coordinator.gathered == 1
+    assert coordinator.replicas.gathered == 1
 
 
 def test_a_worker_that_died_is_not_waited_for():
@@ -725,9 +725,9 @@ def test_a_worker_that_lives_and_does_not_come_is_waited_for_as_long_as_for_a_mi
 def test_a_worker_that_left_its_loop_early_waits_for_nobody_and_nobody_waits_for_it():
     coordinator = with_workers(Clock(), 1, 2)
     held = lease(coordinator, 1, 1)
-    assert handed_in(coordinator, 1, early=True) and coordinator.gathered == -1
+    assert handed_in(coordinator, 1, early=True) and coordinator.replicas.gathered == -1
     assert lease(coordinator, 2, 1).micro == held.micro
-    assert handed_in(coordinator, 2) and coordinator.gathered == 1
+    assert handed_in(coordinator, 2) and coordinator.replicas.gathered == 1
 
 
 def test_a_worker_that_comes_back_to_its_loop_is_waited_for_again():
