@@ -131,31 +131,9 @@ class Coordinator:
                 return LeaseReply(self.position(at, 0, self._cut(request.n_samples).n_steps), None, "drained")
             if request.epoch > ledger.epoch and self._others_are_between_epochs():
                 return None
-            new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._counts.end_epoch(ledger)
-            self.ledger, self._order = new, None
-            ledger = new
-            self._chief.begin_epoch()
-            for worker, seen in self.workers.items():
-                if self._hangs(seen):
-                    ledger.await_no_more(worker)
-                elif not seen.silent:
-                    ledger.join(worker)
-            self._losses.clear()
-            self.moved.clear()
-            self._given.clear()
-        if request.n_samples != ledger.cut.n_samples:
-            raise Mismatch(
-                f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
-                "all workers must run the same script on the same data"
-            )
-        if self._order is None:
-            self._order = request.order
-        elif self._order != request.order:
-            raise Mismatch(
-                f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
-                "workers must run the same script, with the same seed, on the same data"
-            )
+            self._begin_epoch(at, request.n_samples)
+            ledger = self.ledger
+        self._check_samples(request)
         self._rates.take(request.epoch, request)
         if is_first:
             self.works(request.worker)  # what it did between two epochs is over
@@ -173,6 +151,38 @@ class Coordinator:
             self._is_left = True
             return LeaseReply(self.position(), None, "drained")
         return None
+
+    def _begin_epoch(self, at: tuple[int, int], n_samples: int) -> None:
+        """at: the epoch and its segment. Raises BadInput, and changes nothing, if it has no samples."""
+        before = self.ledger
+        new = self._ledger(at, n_samples, 0, before.step, before.last_serial)
+        self._counts.end_epoch(before)
+        self.ledger, self._order = new, None
+        self._chief.begin_epoch()
+        for worker, seen in self.workers.items():
+            if self._hangs(seen):
+                self.ledger.await_no_more(worker)
+            elif not seen.silent:
+                self.ledger.join(worker)
+        self._losses.clear()
+        self.moved.clear()
+        self._given.clear()
+
+    def _check_samples(self, request: LeaseRequest) -> None:
+        """Raises Mismatch where this worker does not have the samples of the others, in their order."""
+        n_samples = self.ledger.cut.n_samples
+        if request.n_samples != n_samples:
+            raise Mismatch(
+                f"epoch {request.epoch} has {n_samples} samples for others and {request.n_samples} here: "
+                "all workers must run the same script on the same data"
+            )
+        if self._order is None:
+            self._order = request.order
+        elif self._order != request.order:
+            raise Mismatch(
+                f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
+                "workers must run the same script, with the same seed, on the same data"
+            )
 
     def _all_left_early(self, worker: int) -> bool:
         """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
