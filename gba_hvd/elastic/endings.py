@@ -36,7 +36,7 @@ from gba_hvd.errors import (
     WorldLost,
 )
 from gba_hvd.shm import host_identity, retained_state
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from recovery.errors import Damaged, StoreError
 from recovery.storage.rename import replace_file
 

@@ -21,7 +21,7 @@ from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.world_rejoin import WorldRejoin
 from gba_hvd.errors import GbaError
 from gba_hvd.membership import JoinResult
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from gba_hvd.errors import GbaError
 from gba_hvd.shm.outbox import Outbox
-from gba_hvd.shm.shard_memory import is_alive, is_stopped
+from gba_hvd.shm.process_state import is_alive, is_stopped
 
 _LOOK_S = 0.02  # a worker that died wakes no other
 _LONG_LOOK_S = 1.0  # between two looks; where it is longer, this worker was stopped as well

@@ -43,11 +43,13 @@ from gba_hvd import kernels
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import futex, memory_limit, reaper, sweep
 from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm.file_locks import lock_owners
 from gba_hvd.shm.file_space import limit_reached, or_refuse, take
 from gba_hvd.shm.host_identity import Host, elsewhere, take_from
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import FINISHED, PAGE_WORDS, Group, Layout, table_seed
 from gba_hvd.shm.mapped_file import MappedFile
+from gba_hvd.shm.process_state import is_alive, is_stopped
 from gba_hvd.shm.vocabulary import Vocabulary
 from recovery.storage.rename import replace_file
 
@@ -690,39 +692,6 @@ def users_of(folder: Path, owner: str) -> set[int]:
     return lock_owners(folder / "alive") or {UNSEEN}
 
 
-def lock_owners(path: Path) -> set[int]:
-    """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
-    with contextlib.suppress(OSError, LookupError, ValueError):  # the last two: a /proc of another form
-        return owners_in(Path("/proc/locks").read_text(), _device_of(path), os.stat(path).st_ino)
-    return set()
-
-
-def owners_in(locks: str, device: tuple[int, int], inode: int) -> set[int]:
-    """Processes that hold a lock on this file. locks: as /proc/locks has them."""
-    found = set()
-    for line in locks.splitlines():
-        words = line.split()  # 1: FLOCK ADVISORY READ 4711 00:1a:12345 0 EOF
-        if "->" in words or words[1] != "FLOCK":
-            continue
-        major, minor, number = words[5].split(":")
-        if (int(major, 16), int(minor, 16), int(number)) == (*device, inode):
-            found.add(int(words[4]))
-    return found
-
-
-def _device_of(path: Path) -> tuple[int, int]:
-    """(major, minor) as the kernel lists locks. `st_dev` is another number on btrfs."""
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        info = Path(f"/proc/self/fdinfo/{fd}").read_text()
-    finally:
-        os.close(fd)
-    (mount,) = (line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
-    mounts = (line.split(maxsplit=3) for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    major, minor = {number: device for number, _, device, _ in mounts}[mount].split(":")
-    return int(major), int(minor)
-
-
 def no_process_lives(folder: Path) -> bool:
     """Whether no worker holds the memory of this folder.
 
@@ -790,24 +759,6 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number + 1))
     return found
-
-
-def is_alive(pid: int) -> bool:
-    """Running or stopped; a zombie that was not waited for is dead."""
-    return _state_of(pid) not in ("", "Z", "X")
-
-
-def is_stopped(pid: int) -> bool:
-    """By a signal, or by a debugger."""
-    return _state_of(pid) in ("T", "t")
-
-
-def _state_of(pid: int) -> str:
-    """The letter that the kernel has for it; empty: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _room(n_bytes: int) -> str:

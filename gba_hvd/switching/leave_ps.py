@@ -23,7 +23,7 @@ from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.messages import Endpoint, Export, JobPosition
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 

@@ -24,7 +24,7 @@ from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.ps import launch
 from gba_hvd.ps.worker.heartbeat import Heartbeat
 from gba_hvd.shm import retained_state
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.switching import enter_ps
 from recovery import CheckpointCallback, state_codec
 from recovery.catalog.chains import Chain, chains

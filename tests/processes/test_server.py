@@ -42,7 +42,7 @@ from gba_hvd.ps.messages import (
     StatusReport,
 )
 from gba_hvd.shm.layout import Layout
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.switching import leave_ps
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
@@ -288,7 +288,8 @@ from gba_hvd.ps.server import server
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.partition.partition import Partition
-from gba_hvd.shm.shard_memory import ShardMemory, is_alive
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.ps.coordinator.ledger import Ledger
 owner, name, before = {
     "before it is measured": (Partition, "measure", True),

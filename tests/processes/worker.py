@@ -72,7 +72,8 @@ from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
 from gba_hvd.reading import slow_reads  # noqa: E402
 from gba_hvd.shm.host_sum import HostSum  # noqa: E402
-from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
+from gba_hvd.shm.process_state import is_alive  # noqa: E402
+from gba_hvd.shm.shard_memory import ShardMemory  # noqa: E402
 from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
 from gba_hvd.switching import enter_ps  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402

@@ -19,7 +19,7 @@ from gba_hvd.elastic.job_events.words import count, mode_of
 from gba_hvd.elastic.training_state import Restored
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm.job_board import Board
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from recovery.redaction import redacted

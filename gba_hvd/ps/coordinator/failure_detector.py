@@ -11,7 +11,7 @@ import time
 from gba_hvd.ps.coordinator.peers import Peers
 from gba_hvd.ps.coordinator.service import CoordinatorService
 from gba_hvd.ps.messages import ProbeProcess
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 
 _ASK_AGAIN_S = 1.0
 _LATE_TICK_S = 1.0  # after such a pause of this server, no worker counts as silent for one tick

@@ -50,7 +50,8 @@ from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import vocabulary_kernels
 from gba_hvd.shm.layout import Layout
-from gba_hvd.shm.shard_memory import ShardMemory, is_alive
+from gba_hvd.shm.process_state import is_alive
+from gba_hvd.shm.shard_memory import ShardMemory
 
 log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100

@@ -18,7 +18,7 @@ from typing import Any
 
 from gba_hvd.ps import launch, messages
 from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 
 log = logging.getLogger("gba_hvd")
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds

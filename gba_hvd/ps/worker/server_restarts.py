@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gba_hvd.ps import launch
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 
 _LOOK_S = 0.5
 

@@ -20,7 +20,7 @@ from gba_hvd.reading.batch_size import n_samples_of
 from gba_hvd.reading.datasets import reads
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.settings import ReadSettings
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 from tests.unit.shm.test_shard_memory import until
 
 

@@ -18,7 +18,7 @@ from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import host_sum
 from gba_hvd.shm.host_sum import HostSum, WorkerGone
 from gba_hvd.shm.outbox import Outbox
-from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.shm.process_state import is_alive
 
 TIMEOUT_S = 60
 

@@ -26,10 +26,11 @@ import pytest
 
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import file_space, futex, memory_limit, reaper, shard_memory
+from gba_hvd.shm.file_locks import lock_owners, owners_in
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec
 from gba_hvd.shm.memory_limit import MemoryLimit
-from gba_hvd.shm.shard_memory import ShardMemory, difference, lock_owners, owners_in, remove_orphaned_memory
+from gba_hvd.shm.shard_memory import ShardMemory, difference, remove_orphaned_memory
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
 Open = Callable[..., ShardMemory]
