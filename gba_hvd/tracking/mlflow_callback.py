@@ -5,7 +5,6 @@ Nothing here talks to MLflow or imports it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import getpass
 import importlib.util
@@ -14,11 +13,10 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,9 +28,7 @@ from gba_hvd.tracking.best_metrics import BestMetrics
 from gba_hvd.tracking.epochs import EPOCH, is_quality
 from gba_hvd.tracking.experiment import DEFAULT, AskedExperiment
 from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
-from gba_hvd.tracking.reach import Reach
 from gba_hvd.tracking.records import (
-    PAGE_QUERY,
     SCRIPT,
     Record,
     flatten,
@@ -43,28 +39,19 @@ from gba_hvd.tracking.records import (
     params_records,
     tags_records,
 )
-from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
-    SpoolStatus,
     SpoolWriter,
     check_folder,
     default_folder,
     left_behind,
-    log_path,
     model_path,
     read_status,
-    remove,
-    unsent,
 )
-from recovery.redaction import redacted, redacted_values
+from gba_hvd.tracking.spool_delivery import SpoolDelivery, how_to_send, say
+from recovery.redaction import redacted_values
 
-_LOOK_EVERY_S = 10.0
-_RESTARTS = 3
-_QUIET_S = 2.0  # so long the end of a job that finished waits for the sender without a word
 WARNINGS = "warnings"  # metric: events of level "warning" so far
 WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
-_MODEL_BYTES_S = 8 << 20  # the least that a model is expected to be logged with, while the end waits
-_MODEL_S = 120.0  # beyond that, for what MLflow imports and checks; in seconds, or in a minute where others compute
 _STATUS = {"NOT_SAVED": "FAILED"}  # what a run can be of what a job can be; the reason says more
 _ARGUMENT_OF_TAG = {"mlflow.runName": "run_name", "mlflow.parentRunId": "parent_run_id"}
 _numbers = itertools.count()
@@ -150,8 +137,6 @@ class MLflowCallback(Callback):
         self._spool_dir = Path(spool_dir or default_folder()).absolute()
         self._spool_limit_bytes = spool_limit_bytes
         self._flush_timeout_s = flush_timeout_s
-        self._model_s = 0.0  # how long the end waits for a model beyond that
-        self._waited_s = flush_timeout_s  # at most, at the end
         self._log_model = log_model
         self._model: Any = None
         self._checkpoint: Mapping[str, Any] | None = None  # the data of the newest event of one
@@ -165,13 +150,7 @@ class MLflowCallback(Callback):
         self._continues: dict[str, str | None] | None = None  # the job whose checkpoint this one resumes from; its run
         self._stamp = ""
         self._writer: SpoolWriter | None = None
-        self._sender: SenderProcess | None = None
-        self._sender_ended = False  # at the end, before all was sent
-        self._restarts = 0
-        self._next_look_s = 0.0
-        self._reported_problem: str | None = None
-        self._reported_text = ""
-        self._reach = Reach()
+        self._delivery: SpoolDelivery | None = None  # of what it writes
         self._logged_step = -1
         self._mode: str | None = None
         self._workers: int | None = None  # of the newest step
@@ -268,7 +247,7 @@ class MLflowCallback(Callback):
             in_use = {name: value for name, value in job.settings.items() if name not in job.idle_settings}
             params, renamed = job_params(redacted_values(in_use), redacted_values({**config, **self._params}))
             if renamed:
-                _log(_renamed_words(renamed))
+                say(_renamed_words(renamed))
             self._write(*params_records(params))
             for path, values in self._artifacts.items():
                 if values is not None:
@@ -278,12 +257,13 @@ class MLflowCallback(Callback):
                 self._write_event(self._unreported.popleft())
             self._write(*self._unreported_metrics)  # the sender leaves out those that the run has
         self._forget_unreported()
-        self._look_after_sender()
+        assert self._delivery is not None
+        self._delivery.look(job.is_chief)
 
     def _open_again(self) -> None:
         """The job continues in this process: with another spool, whose sender writes to the same run."""
         self._run_id = self._known_run_id()
-        self._ended, self._writer, self._sender, self._restarts = False, None, None, 0
+        self._ended, self._writer, self._delivery = False, None, None
 
     def _leave_run_of_another(self) -> None:
         """Where the checkpoint is of a job with another id: this one gets a run of its own."""
@@ -291,7 +271,7 @@ class MLflowCallback(Callback):
         own = metric_key(self._job.job_id)
         if self._run_of is not None and self._run_of != own:
             if self._job.is_chief:
-                _log(own_run_words(own, self._run_of))
+                say(own_run_words(own, self._run_of))
             self._continues = {"job": self._run_of, "run": self._run_id}
             self._run_id, self._n_warnings = None, 0
         self._run_of = own
@@ -342,8 +322,8 @@ class MLflowCallback(Callback):
                 self._tag("gba_hvd.mode", record.mode)
         self._write({"kind": "metrics", "step": record.step, "ms": self._point_ms(), "values": values})
         self._logged_step = record.step
-        if time.monotonic() >= self._next_look_s:
-            self._look_after_sender()
+        if self._delivery is not None and self._delivery.is_due:
+            self._delivery.look(job.is_chief)
 
     def on_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -358,7 +338,7 @@ class MLflowCallback(Callback):
                 values[key] = float(value)
             except (TypeError, ValueError):
                 if self._job.is_chief:
-                    _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+                    say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault(EPOCH, self._epoch)  # so that it is known which one was evaluated
         values |= self._best.add(step, self._epoch, values)
@@ -434,7 +414,7 @@ class MLflowCallback(Callback):
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """Waits until everything is sent, at most `flush_timeout_s`; what is left then stays on disk."""
-        if self._ended or self._writer is None or self._job is None:
+        if self._ended or self._writer is None or self._delivery is None or self._job is None:
             return
         self._ended = True
         if self._since.last is not None:  # the steps after the last multiple of `log_every_steps`
@@ -446,13 +426,14 @@ class MLflowCallback(Callback):
         logs_model = self._log_model is not None and self._job.is_chief and status in ("FINISHED", "NOT_SAVED")
         end: dict[str, Any] = {"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason}
         end["ms"] = _now_ms()
-        self._put_spool_back()
+        self._delivery.put_spool_back()
         self._write(end | ({"model": True} if logs_model else {}))
         if logs_model:  # after the end: the run has its status also if this process is killed now
             self._write({"kind": "model", "written": self._write_model()})
         self._writer.close()
-        self._wait_for_sender(status)
-        self._report(of_the_run)
+        self._delivery.wait(status == "FINISHED", self._job.is_chief)
+        self._run_id = self._delivery.run_id or self._run_id
+        self._delivery.report(of_the_run, self._run_id, self._job.is_chief)
 
     def _repeat_best(self) -> None:
         """MLflow takes the value of the highest step for the newest. That is the best epoch's also where steps above it
@@ -463,7 +444,7 @@ class MLflowCallback(Callback):
 
     def _write_model(self) -> bool:
         """Write the model that the sender logs; whether it could be written."""
-        assert self._writer is not None and self._log_model is not None
+        assert self._writer is not None and self._delivery is not None and self._log_model is not None
         folder = model_path(self._writer.path)
         try:
             if self._model is None:
@@ -476,10 +457,9 @@ class MLflowCallback(Callback):
             todo = made if place else "no checkpoint has it"
             message = f"the model was not logged: {type(error).__name__}: {error}; {todo}"
             self._write_event(Event("model_not_logged", self._step, message, level="warning"))
-            _log(message)
+            say(message)
             return False
-        self._model_s = _MODEL_S if self._flush_timeout_s > 0 else 0.0
-        self._flush_timeout_s += n_bytes / _MODEL_BYTES_S
+        self._delivery.expect_model(n_bytes)
         self._report_better_model()
         return True
 
@@ -494,7 +474,7 @@ class MLflowCallback(Callback):
         ):
             return
         url, what = shlex.quote(str(best.get("url") or "URL")), "FILE.py:CALLABLE"
-        _log(
+        say(
             f"the logged model is of step {self._step:,}, the last one. The best one has "
             f"{recovery_records.KeptBest.of(best, best).words}: LogModel(of='best') logs that one. To make a model of "
             f"it now: gba-hvd model export {url} MODEL_URL --best --build {what} --example {what}; to log that: "
@@ -538,6 +518,7 @@ class MLflowCallback(Callback):
                 "/", "_"
             )
             self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes, reserves=True)
+            self._delivery = SpoolDelivery(self._writer, self._flush_timeout_s)
         for record in records:
             # The job record goes to the sender alone, which needs the URI as it is; all else is shown to people.
             self._writer.append(record if record["kind"] == "job" else redacted_values(record))
@@ -571,165 +552,9 @@ class MLflowCallback(Callback):
             self._run_id = read_status(self._writer.path).run_id
         return self._run_id
 
-    def _look_after_sender(self) -> None:
-        """Start the sender, or start it again; report each problem to the user once."""
-        assert self._writer is not None
-        self._next_look_s = time.monotonic() + _LOOK_EVERY_S
-        self._put_spool_back()
-        status = read_status(self._writer.path)
-        if self._sender is None or (not self._sender.alive() and not status.stopped and self._restarts < _RESTARTS):
-            self._restarts += self._sender is not None
-            self._start_sender()
-        problem = self._writer.obstacle or self._writer.problem
-        where = f"wait in {self._writer.path}"
-        if problem:
-            where = "are lost" if self._writer.lost else "wait in memory"
-        if self._job is not None and self._job.is_chief:
-            has_run, now_s = status.run_id is not None, time.time()
-            unreached = self._reach.look(status.problem, status.offset, self._writer.n_bytes, has_run, now_s)
-            problem = problem or unreached
-        text = f"records {where}: {problem}" if problem else "records are being sent again"
-        if problem != self._reported_problem or (problem and text != self._reported_text):
-            self._reported_problem, self._reported_text = problem, text
-            _log(text, at=time.strftime("%H:%M:%S "))
-
     @property
     def problem(self) -> str:  # type: ignore[override]
-        if self._reported_problem is None:
-            return ""
-        since_s = self._reach.since_unix_s
-        since = "" if since_s is None else f" since {_time_of_day(since_s)}"
-        lost = 0 if self._writer is None else self._writer.lost
-        cost = f"{lost:,} records are lost" if lost else "records wait, nothing is lost so far"
-        return f"MLflow{since}: {cost}: {self._reported_problem}"
-
-    def _put_spool_back(self) -> None:
-        """Where it was removed: write it again; another sender sends it from its beginning."""
-        assert self._writer is not None
-        if not self._writer.is_removed:
-            return
-        if self._sender is not None:
-            self._sender.end(within_s=1.0)  # before the copy, which has what it appended
-        self._sender, self._restarts = None, 0
-        if not self._writer.put_back():
-            return
-        _log(f"{self._writer.path} was removed: it is written again, with all of its records")
-
-    def _start_sender(self) -> None:
-        assert self._writer is not None
-        if not os.path.exists(self._writer.path):  # nothing can be written; what is in the way is reported
-            return
-        try:
-            self._sender = SenderProcess(self._writer.path)
-        except (OSError, subprocess.SubprocessError) as error:
-            _log(f"the process that sends records cannot be started: {error}; {how_to_send(self._writer.path)}")
-
-    def _wait_for_sender(self, status: str) -> None:
-        """Until all is sent, at most `flush_timeout_s`. What ends this worker meanwhile does not end the sender."""
-        assert self._writer is not None
-        path, quiet_s = self._writer.path, min(_QUIET_S, self._flush_timeout_s) if status == "FINISHED" else 0.0
-        if not quiet_s:
-            self._report_wait(self._flush_timeout_s, may_be_killed=True)
-        if self._sender is None or not self._sender.alive():
-            if read_status(path).stopped or read_status(path).done:
-                return
-            self._start_sender()
-        if self._sender is None:
-            return
-
-        def is_over() -> bool:
-            now = read_status(path)
-            return now.done or now.stopped
-
-        is_sent = quiet_s > 0 and self._await(is_over, quiet_s)
-        rest_s, self._waited_s = self._flush_timeout_s - quiet_s, self._flush_timeout_s
-        if quiet_s and rest_s > 0 and not is_sent and self._job is not None and self._job.is_chief:
-            self._report_wait(rest_s, may_be_killed=False)
-        is_sent = is_sent or self._await(is_over, rest_s)
-        if not is_sent and self._model_s and not _is_in_trouble(path):
-            _log(f"MLflow is logging the model, for {self._model_s:.0f} s more at most; nothing need be done")
-            self._waited_s += self._model_s
-            self._await(lambda: is_over() or _is_in_trouble(path), self._model_s)
-            is_sent = is_over()
-        self._sender_ended = not is_over() and not self._sender.alive()
-        if not is_sent and not read_status(path).recorded:
-            self._sender.end(within_s=5.0)
-
-    def _await(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """As `SenderProcess.wait`. One that ended before was killed, perhaps: another one takes its place."""
-        assert self._sender is not None
-        deadline_s = time.monotonic() + timeout_s
-        is_over = self._sender.wait(until, timeout_s)
-        while is_over and not until() and not self._sender.alive() and self._restarts < _RESTARTS:
-            self._restarts += 1
-            self._start_sender()
-            is_over = self._sender.wait(until, max(0.0, deadline_s - time.monotonic()))
-        return is_over
-
-    def _report_wait(self, at_most_s: float, may_be_killed: bool) -> None:
-        assert self._writer is not None
-        path = self._writer.path
-        rest = (
-            f". If this process is killed meanwhile, they wait in {path}; {how_to_send(path)}" if may_be_killed else ""
-        )
-        _log(f"sending the last records takes up to {at_most_s:.0f} s; nothing need be done{rest}")
-
-    def _report(self, status: str) -> None:
-        assert self._writer is not None
-        assert self._job is not None
-        path, delivered = self._writer.path, read_status(self._writer.path)
-        self._run_id = delivered.run_id or self._run_id
-        if delivered.dropped:
-            with contextlib.suppress(FileNotFoundError):
-                print(log_path(path).read_text()[-4000:], file=sys.stderr)
-            _log(f"{delivered.dropped} values were not recorded, see above")
-        if self._writer.lost:
-            _log(f"{self._writer.lost:,} records are lost: {self._writer.problem}")
-        if delivered.note:
-            _log(delivered.note)
-        if delivered.done:
-            if delivered.model_problem:
-                _log(delivered.model_problem)
-            remove(path)
-        if delivered.done or delivered.recorded:
-            if self._job.is_chief:
-                of_step = "" if delivered.model_step is None else f", of step {delivered.model_step:,}"
-                drawn = f"The model is {delivered.served_as}{of_step}. " if delivered.served_as else ""
-                drawn += f"Alias {delivered.alias_move}. " if delivered.alias_move else ""
-                drawn += "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
-                drawn += self._outages
-                if not delivered.done and model_path(path).exists():
-                    drawn = f"Everything else is recorded. {self._outages}"
-                    _log(delivered.model_problem or self._model_is_being_logged())
-                print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
-            return
-        if not os.path.exists(path):
-            _log(f"what MLflow did not get is lost: {path} is not there{_because(self._writer.obstacle)}")
-            return
-        n_unsent = unsent(path)
-        silent = f"no answer within {self._waited_s:.0f} s"
-        if self._sender_ended:
-            silent = "the process that sends records has ended (killed, or out of memory?)"
-            silent += f", as have {self._restarts} that were started in its place" * bool(self._restarts)
-        why = delivered.problem or f"{silent}; see {log_path(path)}"
-        _log(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
-        _log(f"they are kept in {path}; {how_to_send(path)}")
-
-    def _model_is_being_logged(self) -> str:
-        assert self._writer is not None
-        path, by = self._writer.path, "" if self._sender is None else f" by process {self._sender.pid}"
-        return (
-            f"the model is still being logged{by}, which continues when this one ends: nothing need be done. Where "
-            f"that process ends with the job, as in a container, {model_path(path)} stays: {how_to_send(path)}"
-        )
-
-    @property
-    def _outages(self) -> str:
-        """A sentence, where MLflow did not take records for a while."""
-        spans = [f"{_time_of_day(one.since_unix_s)} to {_time_of_day(one.until_unix_s)}" for one in self._reach.over]
-        if self._reach.since_unix_s is not None:  # and they came through after the last step
-            spans.append(f"{_time_of_day(self._reach.since_unix_s)} to the end")
-        return f"It was out of reach from {' and from '.join(spans)}; what waited was sent. " if spans else ""
+        return "" if self._delivery is None else self._delivery.problem
 
     def _report_left_behind(self) -> None:
         """Say which earlier jobs have records here that were never sent."""
@@ -737,7 +562,7 @@ class MLflowCallback(Callback):
         if found:
             which = found[0] if len(found) == 1 else self._spool_dir
             jobs = "an earlier job" if len(found) == 1 else f"{len(found)} workers of earlier jobs"
-            _log(f"records of {jobs} never reached MLflow and wait in {which}; {how_to_send(which)}")
+            say(f"records of {jobs} never reached MLflow and wait in {which}; {how_to_send(which)}")
 
 
 class _Interval:
@@ -778,19 +603,6 @@ class _Interval:
         if self._seconds > 0:
             values[THROUGHPUT] = self._samples / self._seconds
         return values
-
-
-def how_to_open(status: SpoolStatus) -> str:
-    """One sentence with the exact command or address."""
-    uri = redacted(status.tracking_uri or "")
-    page = f"/#/experiments/{status.experiment_id}/runs/{status.run_id}{PAGE_QUERY}"
-    if uri.startswith(("http://", "https://")):
-        return f"Open {uri.rstrip('/')}{page}"
-    return f"Open it: mlflow ui --backend-store-uri '{uri}' and then http://127.0.0.1:5000{page}"
-
-
-def how_to_send(spool: Path) -> str:
-    return f"send them with: gba-hvd mlflow send {shlex.quote(str(spool))}"
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -843,25 +655,6 @@ def _renamed_words(names: Sequence[str]) -> str:
         f"warning: parameters of the script that the job has with another value: {', '.join(names)}. The job's own "
         f"values stay; the script's are {theirs}"
     )
-
-
-def _is_in_trouble(spool: Path) -> bool:
-    """Whether what is left cannot be sent now."""
-    status = read_status(spool)
-    return status.problem is not None or status.model_problem is not None
-
-
-def _because(obstacle: str | None) -> str:
-    return f", and cannot be made: {obstacle}" if obstacle else ": it was removed"
-
-
-def _log(message: str, at: str = "") -> None:
-    """at: the time of day, of what may come at any moment"""
-    print(f"{at}MLflow: {message}", file=sys.stderr, flush=True)
-
-
-def _time_of_day(unix_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 def _at_ms(event: Event, ms: int) -> Event:

@@ -148,7 +148,7 @@ class Peer:
                 return wire.decode_answer(envelope), frames
         return None
 
-    def ask(self, body: Request, frames: Sequence[Any] = (), timeout_s: float = 60.0) -> tuple[Answer, list[bytes]]:
+    def ask(self, body: Request, frames: Sequence[Any] = (), timeout_s: float = 180.0) -> tuple[Answer, list[bytes]]:
         answer = self.receive(self.send(body, frames), timeout_s)
         if answer is None:
             raise AssertionError(f"no answer to {type(body).__name__} in {timeout_s:.0f} s")

@@ -16,6 +16,7 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, WORKERS
 from gba_hvd.tracking.recovery_records import events_in_force, superseded_words
 from gba_hvd.tracking.run_history import RunHistory, from_files
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import report_job
 
@@ -155,7 +156,7 @@ def test_the_summary_reports_switches_and_staleness():
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MLflowCallback:
     """Writes its spool; nothing sends it."""
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     return MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=10, system_metrics=False)
 
 
@@ -282,7 +283,7 @@ def test_a_whole_job_is_reported_to_both_trackers(quiet: MLflowCallback):
 def test_a_resume_supersedes_all_points_before_it_whatever_the_clock_says(
     clock_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     monkeypatch.setattr(time, "time_ns", lambda: 1_795_829_872_123_000_000)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1, system_metrics=False)
     callback.on_job(job("j"))

@@ -35,6 +35,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking.mlflow_model import register
 from gba_hvd.tracking.spool import all_records, model_path
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from recovery.restore.open_checkpoint import open_checkpoint
 from tests.tools.commands.test_model import frame_of
 from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, port_of_our_own, step, wait_until
@@ -313,7 +314,7 @@ def test_a_registry_that_is_down_gets_the_model_that_is_logged_already(
 ) -> None:
     spool_dir = tmp_path / "spool"
     with monkeypatch.context() as patched:
-        patched.setattr(MLflowCallback, "_start_sender", lambda self: None)
+        patched.setattr(SpoolDelivery, "_start_sender", lambda self: None)
         how = log_model(registered_model_name="once_up", alias="newest")
         callback = patient(*["m"], tracking_uri=database, spool_dir=spool_dir, log_model=how)
         run_job(callback, trained(), "registry down")
@@ -479,8 +480,8 @@ def test_the_log_says_that_a_better_model_than_the_logged_one_was_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
+    monkeypatch.setattr(SpoolDelivery, "wait", lambda self, has_finished, is_chief: None)
     monkeypatch.setattr(gba_hvd.LogModel, "check", lambda self, model: None)
     monkeypatch.setattr(gba_hvd.LogModel, "write", lambda self, *args: 1)
     callback = patient(spool_dir=tmp_path, log_model=log_model())

@@ -23,11 +23,12 @@ from gba_hvd_tools.commands import mlflow_send
 
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking import MLflowCallback, gauges, mlflow_callback
+from gba_hvd.tracking import MLflowCallback, gauges, spool_delivery
 from gba_hvd.tracking.find_run import read, run_id_of
 from gba_hvd.tracking.mlflow_callback import job_name
 from gba_hvd.tracking.run_history import RunHistory
 from gba_hvd.tracking.spool import SpoolStatus, all_records, model_path, read_status, write_status
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from tests.tracking.conftest import (
     FLUSH_S,
     Server,
@@ -542,11 +543,12 @@ def test_the_wait_for_the_last_records_is_said_at_a_good_end_only_if_it_is_long(
         return sent_at_once
 
     sender = SimpleNamespace(alive=lambda: True, wait=wait, end=lambda within_s: None)
-    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    monkeypatch.setattr(spool_delivery, "SenderProcess", lambda spool: sender)
     callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=flush_s)
     callback.on_job(job("waits", rank=0 if chief else 1, size=2))
     capsys.readouterr()
-    callback._wait_for_sender(status)
+    assert callback._delivery is not None
+    callback._delivery.wait(status == "FINISHED", chief)
     reported = capsys.readouterr().err
     assert waited == waits
     assert (f"sending the last records takes {said}; nothing need be done" in reported) if said else not reported
@@ -571,7 +573,7 @@ def test_a_sender_that_is_killed_while_the_end_waits_has_a_successor(
         started.append(SimpleNamespace(alive=lambda: not is_killed, wait=wait, end=None))
         return started[-1]
 
-    monkeypatch.setattr(mlflow_callback, "SenderProcess", start)
+    monkeypatch.setattr(spool_delivery, "SenderProcess", start)
     callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path)
     callback.on_job(job("killed-sender"))
     started[0].alive = iter([True, *[False] * 9]).__next__  # it dies while it is waited for
@@ -607,7 +609,7 @@ def test_the_end_waits_longer_for_a_model_while_mlflow_answers(
         return 8 << 20
 
     sender = SimpleNamespace(alive=lambda: True, wait=wait, end=lambda within_s: None, pid=4711)
-    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    monkeypatch.setattr(spool_delivery, "SenderProcess", lambda spool: sender)
     callback: Any = MLflowCallback(
         tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=flush_s,
         log_model=SimpleNamespace(of="last", check=lambda model: None, check_job=lambda settings: None, write=write),
@@ -645,7 +647,7 @@ def test_a_sender_that_cannot_log_the_model_is_ended(
         ended.append(within_s)
 
     sender = SimpleNamespace(alive=lambda: True, wait=wait, end=end, pid=4711)
-    monkeypatch.setattr(mlflow_callback, "SenderProcess", lambda spool: sender)
+    monkeypatch.setattr(spool_delivery, "SenderProcess", lambda spool: sender)
     callback: Any = MLflowCallback(
         tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path, flush_timeout_s=30.0,
         log_model=SimpleNamespace(of="last", check=lambda model: None, check_job=lambda settings: None, write=write),
@@ -888,7 +890,7 @@ def test_a_job_says_which_earlier_ones_were_never_sent(
     left = tmp_path / "spool" / "old.h1.1.0.jsonl"
     left.parent.mkdir()
     left.write_text('{"kind": "job", "job_id": "old"}\n')
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     for age_s, says in ((0, False), (3600, True)):  # another job may be starting just now
         os.utime(left, (time.time() - age_s,) * 2)
         MLflowCallback(tracking_uri=database, spool_dir=left.parent).on_job(job("new"))
@@ -924,8 +926,8 @@ def test_without_mlflow_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_the_steps_after_the_last_point_are_a_point_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
+    monkeypatch.setattr(SpoolDelivery, "_start_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "wait", lambda self, has_finished, is_chief: None)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=3)
     callback.on_job(job("tail"))
     for k in range(1, 6):
@@ -941,7 +943,7 @@ def test_the_steps_after_the_last_point_are_a_point_at_the_end(tmp_path: Path, m
 def test_a_learning_rate_that_a_schedule_moves_is_a_metric_unless_the_script_logs_it(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "_start_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1)
     callback.on_job(dataclasses.replace(job("schedule"), settings={"dense_lr": 0.1}))
     if own:
@@ -955,7 +957,7 @@ def test_a_learning_rate_that_a_schedule_moves_is_a_metric_unless_the_script_log
 
 
 def test_groups_with_learning_rates_of_their_own_have_a_metric_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "_start_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1)
     callback.on_job(dataclasses.replace(job("groups"), settings={"dense_lr": 0.1}))
     for k, lrs in enumerate([(0.1, 0.1), (0.1, 0.01), (0.1, 0.02), (0.05, 0.02), (0.05, 0.05)], start=1):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gba_hvd.tracking import MLflowCallback, mlflow_callback
+from gba_hvd.tracking import MLflowCallback, spool_delivery
 from gba_hvd.tracking.reach import Outage, Reach
 from gba_hvd.tracking.spool import SpoolStatus
 from tests.tracking.conftest import job, step
@@ -64,9 +64,9 @@ def test_an_outage_is_reported_with_its_time_and_mentioned_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = SpoolStatus(run_id="r1", experiment_id="1", tracking_uri="http://tracker")
-    monkeypatch.setattr(mlflow_callback, "SenderProcess", NoSender)
-    monkeypatch.setattr(mlflow_callback, "read_status", lambda spool: status)
-    monkeypatch.setattr(mlflow_callback, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(spool_delivery, "SenderProcess", NoSender)
+    monkeypatch.setattr(spool_delivery, "read_status", lambda spool: status)
+    monkeypatch.setattr(spool_delivery, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     callback.on_job(job("j"))

@@ -45,6 +45,7 @@ from gba_hvd.tracking.report.overview import headline, what_went_wrong
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.run_history import RunHistory, as_json, from_files
 from gba_hvd.tracking.spool import all_records
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from tests.tracking.conftest import job, step
 
 BACK = {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025, "age": 12.0, "workers": 2, "shard_steps_missed": 0}
@@ -257,8 +258,8 @@ def test_steps_that_a_launch_trains_again_are_a_tag_of_the_run():
 
 
 def callback_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowCallback:
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
+    monkeypatch.setattr(SpoolDelivery, "wait", lambda self, has_finished, is_chief: None)
     return MLflowCallback(spool_dir=folder, log_every_steps=1, system_metrics=False)
 
 

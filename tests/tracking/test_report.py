@@ -25,7 +25,6 @@ from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import MLflowCallback, plots
 from gba_hvd.tracking import gauges as g
-from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, ceiling, draw_plots, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.recovery_records import history_in_force, metrics_of
@@ -37,6 +36,7 @@ from gba_hvd.tracking.report.run_note import run_note
 from gba_hvd.tracking.report.tables import breakable
 from gba_hvd.tracking.run_history import END_NOT_REPORTED, RunHistory, as_json, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
+from gba_hvd.tracking.spool_delivery import SpoolDelivery, how_to_open
 from tests.tracking.conftest import event, job, step
 from tests.tracking.reported_job import DECISIONS, SWITCHES, report_job
 
@@ -108,7 +108,7 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The spool of a job that saw everything. Tests read it and write nothing there."""
     folder = tmp_path_factory.mktemp("reported") / "spool"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+        monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
         callback = MLflowCallback(spool_dir=folder, log_every_steps=5, system_metrics=False, run_name="slow")
         report_job([callback])
     assert callback.spool is not None
@@ -153,7 +153,7 @@ def test_a_point_of_few_steps_counts_as_few():
 
 @pytest.mark.slow
 def test_a_job_that_has_not_ended_has_a_story_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     callback.on_job(job("young"))
     callback.on_step(step(1))
@@ -175,7 +175,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str):
 
 
 def test_two_jobs_are_not_one_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     for name in ("one", "two"):
         MLflowCallback(spool_dir=tmp_path, system_metrics=False).on_job(job(name))
     with pytest.raises(BadInput, match=r"records of 2 jobs \(one, two\): name one of its files"):
@@ -275,7 +275,7 @@ def test_each_switch_of_auto_has_what_was_predicted_and_what_was_achieved():
 
 @pytest.mark.slow
 def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     name = "<script>alert(1)</script>"
     config = {"model": {"kind": "deepfm", "hidden": [8, 4]}, "data": {"dir": "/data/clicks"}, "seed": 7}
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False, run_name=name, config=config)
@@ -318,7 +318,7 @@ def test_metrics_are_of_the_epoch_that_reports_them(monkeypatch: pytest.MonkeyPa
     """An epoch ends and the next begins at one step; the first of a launch begins before any step."""
     clock = itertools.count(1_000_000, 5)
     monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     callback.on_job(job("j"))
     for epoch, end in ((2, 10), (3, 20)):
@@ -567,7 +567,7 @@ def test_the_headline_is_the_story_in_short():
 
 
 def test_the_data_of_a_job_is_on_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     data = {"train": {"kind": "click log", "samples": 1200}, "valid": {"kind": "click log", "samples": 60}}
     callback = MLflowCallback(spool_dir=tmp_path, system_metrics=False, data=data)
     callback.on_job(job("data"))
@@ -670,7 +670,7 @@ def test_every_colour_of_a_picture_has_one_for_dark_ground(whole_page: str):
 def test_settings_of_a_job_that_was_launched_again_are_the_new_ones_beside_the_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     for launch, settings in enumerate(({"mode": "gba", "clip": 5}, {"mode": "auto"})):
         callback = MLflowCallback(spool_dir=tmp_path, system_metrics=False)
         callback.on_job(job("again", lr=1, **settings))
@@ -737,7 +737,7 @@ def test_rounds_that_were_all_dropped_are_shown_as_such(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     callback.on_job(job("replicas"))
     rates = {"rounds_per_s": 4.0, "seconds_per_round": 0.1, "steps_per_round": 6.0, "spread": 0.01, "rounds_dropped": 0}
@@ -928,7 +928,7 @@ SECRET_URI = "https://joe:hunter2@tracking.example/path?access_token=hunter2"
 def test_passwords_are_in_no_record_log_or_page_and_the_sender_still_has_the_uri(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
     callback = MLflowCallback(
         spool_dir=tmp_path, system_metrics=False, tracking_uri=SECRET_URI, run_name="slow",
         params={"checkpoint": {"url": "s3://key:hunter2@bucket/job", "storage_options": {"secret": "hunter2"}}},

@@ -13,6 +13,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking.report.page import page
 from gba_hvd.tracking.run_history import from_files
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from tests.browser import Browser, missing
 from tests.tracking.conftest import FLUSH_S, Server, artifact_names, client, only_run, runs, wait_until
 from tests.tracking.reported_job import report_job
@@ -60,7 +61,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a job with a failure, switches, checkpoints, a warning and a logged model."""
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+        monkeypatch.setattr(SpoolDelivery, "look", lambda self, is_chief: None)
         callback = MLflowCallback(
             spool_dir=folder / "spool", log_every_steps=5, system_metrics=False, run_name="clicks of a day",
             config=CONFIG, data=DATA,

@@ -27,6 +27,7 @@ from gba_hvd.tracking.spool import (
     unsent,
     write_status,
 )
+from gba_hvd.tracking.spool_delivery import SpoolDelivery
 from tests.tracking.conftest import job, step
 
 JOB = {"kind": "job", "chief": True}
@@ -211,8 +212,8 @@ def test_what_was_lost_is_in_the_status_and_in_the_run(path: Path, chief: bool, 
 @pytest.fixture
 def callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLflowCallback]:
     """Without a sender."""
-    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
+    monkeypatch.setattr(SpoolDelivery, "_start_sender", lambda self: None)
+    monkeypatch.setattr(SpoolDelivery, "wait", lambda self, has_finished, is_chief: None)
 
     def make(spool_dir: Path | str = tmp_path / "spool", **settings: Any) -> MLflowCallback:
         return MLflowCallback(spool_dir=spool_dir, log_every_steps=1, **settings)
@@ -245,7 +246,7 @@ def test_a_new_chief_without_a_folder_trains_and_says_what_is_lost(callback: Any
     one = callback("/proc/nowhere")
     one.on_job(job("no-folder"))
     one.on_step(step(1))
-    one._look_after_sender()
+    one._delivery.look(is_chief=True)
     assert "records wait in memory: [Errno 2] No such file or directory: '/proc/nowhere'" in capsys.readouterr().err
     assert "nothing is lost so far" in one.problem
     one.on_end("FINISHED", None)
@@ -262,11 +263,11 @@ def test_a_full_disk_is_reported_as_what_it_is(
     one.on_job(job("full"))
     disk.fill()
     one.on_step(step(1))
-    one._look_after_sender()
+    one._delivery.look(is_chief=True)
     assert "records wait in memory: [Errno 28] No space left on device" in capsys.readouterr().err
     for k in range(2, 40):
         one.on_step(step(k))
-    one._look_after_sender()
+    one._delivery.look(is_chief=True)
     assert "records are lost: [Errno 28] No space left on device" in capsys.readouterr().err
     one.on_end("FINISHED", None)
     assert "records are lost: [Errno 28]" in capsys.readouterr().err
@@ -292,7 +293,7 @@ def test_a_spool_removed_at_the_very_end_is_not_said_to_be_kept(
 ):
     one = callback()
     one.on_job(job("removed-late"))
-    monkeypatch.setattr(one, "_wait_for_sender", lambda status: shutil.rmtree(one.spool.parent))
+    monkeypatch.setattr(one._delivery, "wait", lambda has_finished, is_chief: shutil.rmtree(one.spool.parent))
     one.on_end("FINISHED", None)
     reported = capsys.readouterr().err
     assert f"what MLflow did not get is lost: {one.spool} is not there: it was removed" in reported
