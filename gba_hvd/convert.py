@@ -139,6 +139,23 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(module, _Converted)
 
 
+def padding_rows(model: nn.Module) -> dict[str, Tensor]:
+    """What converted modules return at `padding_idx`, [dim], by table; those without an entry return zeros.
+
+    No step changes it. It is part of the training state, since each process has it of its own copy of the module.
+    """
+    modules = [module for module in model.modules() if isinstance(module, ConvertedEmbedding)]
+    return {module.weight_table: module.padding_row for module in modules if module.padding_row is not None}
+
+
+def set_padding_rows(model: nn.Module, rows: Mapping[str, Tensor]) -> None:
+    """The inverse of `padding_rows`."""
+    for module in model.modules():
+        if isinstance(module, ConvertedEmbedding):
+            row = rows.get(module.weight_table)
+            module.padding_row = None if row is None else row.to(module.device, module.dtype)
+
+
 class _Converted(FollowsModule):
     """What both kinds of converted modules have in common: a feature of `tables`, of the path of the module."""
 

@@ -42,7 +42,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
-            result = _elastic(function, state)(state, *args, **kwargs)
+            result, left = _returned_or_left(_elastic(function, state), state, *args, **kwargs)
             endings.leave_note_of_left_epoch(state.engine)
             state.saving.end()
             ending.has_begun = True
@@ -61,11 +61,23 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             state.close()
             atexit.unregister(_outlive_sigterm)
             atexit.register(_outlive_sigterm)  # last, so it runs before Horovod's shutdown
+            if left is not None:
+                raise left
             return result
         finally:
             restore_sigterm()
 
     return wrapper
+
+
+def _returned_or_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, SystemExit | None]:
+    """What it returned; or `sys.exit(0)`, with which a script ends its training as well as by a return."""
+    try:
+        return function(*args, **kwargs), None
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise
+        return None, left
 
 
 def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.checkpoint.resumed_checkpoint import digest_of
 from gba_hvd.checkpoint.state_check import refuse_foreign_state
 from gba_hvd.comm.collectives import World
+from gba_hvd.convert import padding_rows, set_padding_rows
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.learning_rates import Rates, ReplacedRates, of_wire, rates_of, to_wire
 from gba_hvd.elastic.resume_fit import refuse_other_optimizer, refuse_other_tensors
@@ -75,6 +76,7 @@ class TrainingState:
         engine = self._engine
         return {
             "model": dict(self._model.state_dict()),
+            "padding_rows": padding_rows(self._model),
             "parameter_names": self._parameter_names(),
             "row_parameters": self._row_parameters(),
             "optimizer": engine.model.optimizer.state_dict(),
@@ -190,6 +192,8 @@ class TrainingState:
         engine = self._engine
         engine.model.parameter_watch.forget()
         self._model.load_state_dict(state["model"])
+        if "padding_rows" in state:  # (a checkpoint of an earlier version has none)
+            set_padding_rows(self._model, state["padding_rows"])
         engine.model.optimizer.load_state_dict(state["optimizer"])
         engine.model.put_row_settings()
         for name, value in state["values"].items():

@@ -17,6 +17,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.serving.block_cache import BlockCache
 from gba_hvd.serving.frozen_rows import FrozenRows, RowReader
 from gba_hvd.serving.manifest import ConvertedModule, StoredTable
+from recovery import state_codec
 from recovery.restore.open_checkpoint import OpenCheckpoint
 
 _PADDING_ROW = "padding_row of "
@@ -65,9 +66,13 @@ def padding_rows_of(dense: Mapping[str, Tensor]) -> PaddingRows:
 
 
 def padding_rows_in(checkpoint: OpenCheckpoint) -> PaddingRows:
-    """Rows of the tables: `convert` assigns them, and no step changes them."""
+    """Of the training state; where it has none, since no job of ours saved it, rows of the tables."""
+    state = state_codec.decode(checkpoint.state() or state_codec.encode({}))
+    stored = state.get("snapshot", state).get("padding_rows")
 
     def row(one: ConvertedModule, padding_idx: int) -> Tensor | None:
+        if stored is not None:
+            return cast("Tensor | None", stored.get(one.table))
         found = torch.from_numpy(checkpoint.rows(one.table, np.array([padding_idx]))[0])
         return found if found.any() else None
 

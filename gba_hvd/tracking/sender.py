@@ -29,6 +29,7 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
+REPORT_ATTEMPTS = 5
 LOST_EVENT = "records_lost"
 
 
@@ -58,6 +59,7 @@ class Sender:
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0
+        self._report_failures = 0
         self._own_events: list[Record] = []
         self._failed_s = 0.0
         self._next_heartbeat_s = 0.0
@@ -409,7 +411,15 @@ class Sender:
                         run.put_file(file)
             run.put_report(story, page(story))
         except Exception as error:  # any error: the record of the run is complete, only what is made of it is missing
+            self._report_failures += 1
+            if isinstance(error, OSError) or hasattr(error, "error_code"):  # of the network or of MLflow: it may pass
+                verdict = self._verdict_on(error)
+                if verdict.action is DeliveryAction.RETRY and self._report_failures < REPORT_ATTEMPTS:
+                    raise _as_signal(verdict) from error
             say(f"no report: {first_line(error)}")
+            self._set(report_problem=redacted(first_line(error)))
+        else:
+            self._set(report_problem=None)
 
     def _note(self, line: SpoolLine) -> None:
         record = line.record

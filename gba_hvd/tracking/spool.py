@@ -58,6 +58,7 @@ class SpoolStatus:
     alias_move: str | None = None  # what was done to the alias of its version: "champion: version 1 -> 4"
     model_problem: str | None = None  # why it was not logged or not registered, and what to do
     keeps_model: bool = False  # it was not taken, and its folder stays
+    report_problem: str | None = None  # why the run has no report and pictures
     note: str | None = None  # what is recorded otherwise than the script asked for
     done: bool = False
 

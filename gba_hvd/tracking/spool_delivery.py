@@ -141,6 +141,9 @@ class SpoolDelivery:
             say(f"{delivered.dropped} values were not recorded, see above")
         if self._writer.lost:
             say(f"{self._writer.lost:,} records are lost: {self._writer.problem}")
+        if delivered.report_problem and is_chief:
+            made = f"gba-hvd report {delivered.run_id or run_id} writes the page to a file"
+            say(f"the run lacks its report and pictures ({delivered.report_problem}): {made}")
         if delivered.note:
             say(delivered.note)
         if delivered.done:

@@ -13,7 +13,7 @@ import pytest
 from gba_hvd.tracking import mlflow_run
 from gba_hvd.tracking.records import LogBatch, metrics_records, pack
 from gba_hvd.tracking.run_history import RunHistory
-from gba_hvd.tracking.sender import Sender
+from gba_hvd.tracking.sender import REPORT_ATTEMPTS, Sender
 from gba_hvd.tracking.sender_process import locked, send_left_behind
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
 
@@ -133,6 +133,41 @@ def test_a_summary_that_cannot_be_made_is_dropped_and_counted_and_the_run_ends(r
     sender.turn(200.0)
     status = read_status(spool)
     assert (run.status, run.summary, status.done, status.dropped) == ("FINISHED", None, True, 1)
+
+
+def test_a_report_is_tried_again_when_a_connection_breaks(run: FaultyRun, spool: Path, monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    faults: list[Exception] = [ConnectionResetError(104, "reset by peer")] * 3
+
+    def put_report(story: RunHistory, text: str) -> None:
+        if faults:
+            raise faults.pop()
+        written.append(text)
+
+    monkeypatch.setattr(run, "put_report", put_report, raising=False)
+    monkeypatch.setattr(run, "put_file", lambda path: None, raising=False)
+    write(spool, JOB, *points(1), END)
+    sender = Sender(spool)
+    for now in (0.0, 10.0, 20.0):
+        sender.turn(now)
+        assert not sender.status.done and sender.status.recorded
+    sender.turn(30.0)
+    assert sender.status.done and sender.status.report_problem is None and len(written) == 1
+
+
+def test_a_report_that_cannot_be_sent_is_missed_by_name(run: FaultyRun, spool: Path, monkeypatch: pytest.MonkeyPatch):
+    def put_report(story: RunHistory, text: str) -> None:
+        raise ConnectionResetError(104, "reset by peer")
+
+    monkeypatch.setattr(run, "put_report", put_report, raising=False)
+    monkeypatch.setattr(run, "put_file", lambda path: None, raising=False)
+    write(spool, JOB, *points(1), END)
+    sender = Sender(spool)
+    for turn in range(REPORT_ATTEMPTS):
+        assert not sender.status.done
+        sender.turn(100.0 * turn)
+    assert sender.status.done and run.status == "FINISHED"
+    assert sender.status.report_problem == "ConnectionResetError: [Errno 104] reset by peer"
 
 
 def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):

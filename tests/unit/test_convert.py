@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
+from gba_hvd.convert import padding_rows, set_padding_rows
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.processes import adoptable
@@ -97,6 +98,18 @@ def test_a_padding_row_that_is_not_zero_is_returned_and_not_trained(convert: Con
     module = nn.Embedding(9, 4, padding_idx=2)
     nn.init.normal_(module.weight)
     check(convert, module, torch.tensor([[2, 5], [1, 2]]))
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(1.0, 2.0), (1.0, 0.0), (0.0, 2.0)])
+def test_a_padding_row_is_taken_over(convert: Convert, theirs: float, mine: float) -> None:
+    """Another process, or a later launch, may have made the module with another one."""
+    models = [nn.ModuleDict({"item": nn.Embedding(9, 4, padding_idx=2)}) for _ in range(2)]
+    for model, value in zip(models, (theirs, mine), strict=True):
+        nn.init.constant_(model["item"].weight, value)
+        convert(model)
+    sender, receiver = models
+    set_padding_rows(receiver, padding_rows(sender))
+    assert torch.equal(receiver["item"](torch.tensor([2])), torch.full((1, 4), theirs))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -61,7 +61,8 @@ def figure(value: Any, form: str) -> str:
 
 
 def date(ms: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
+    """With the zone: a report may be made in another one than the run's."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(ms / 1000))
 
 
 def time_of_day(unix_s: float) -> str:

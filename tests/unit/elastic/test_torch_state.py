@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -726,6 +727,24 @@ def test_how_it_ended_is_reported_and_the_error_goes_on(training: Any, error: Ba
         train(job.state)
     assert diary.received[-1] == f"end {status} {error!r}"
     assert not job.tables.memory.folder.exists()
+
+
+def test_a_script_that_ends_its_training_by_sys_exit_saves_as_one_that_returns(
+    training: Any, clicks: Any, tmp_path: Path
+) -> None:
+    job = training()
+    diary = with_diary(job)
+    job.state.register_callbacks([CheckpointCallback(str(tmp_path / "saved"), every_s=3600.0)])
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        job.epoch(clicks(20))
+        sys.exit(0)
+
+    with pytest.raises(SystemExit, match="0"):
+        train(job.state)
+    assert diary.received[-1] == "end FINISHED None"
+    assert recovery.open_checkpoint(str(tmp_path / "saved")).step == job.state.step > 0
 
 
 def test_sigterm_is_an_interruption(training: Any) -> None:
