@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from gba_hvd.data import times
 from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.list_columns import flattened, is_list
 from gba_hvd.data.raw_rows import RawRows
 from gba_hvd.data.recipe import Categorical, Identity, Part, Recipe
 from gba_hvd.errors import BadInput
@@ -129,8 +130,8 @@ def _label(column: pa.Array, name: str, recipe: Recipe, flaws: dict[int, str]) -
     ones = _to_numpy(pc.is_in(strings, pa.array(_ONE)))
     zeros = _to_numpy(pc.is_in(strings, pa.array(_ZERO)))
     expected = (
-        f"expected 0 or 1, or false or true; write other words as these first (of ratings --label-from N makes it; "
-        f"--rating {name} keeps the number)"
+        f"expected 0 or 1, or false or true; of -1 and 1 --label-from 1 makes them; write other words as these first "
+        f"(of ratings --label-from N makes it; --rating {name} keeps the number)"
     )
     for row in np.flatnonzero(~(ones | zeros)):
         shown = _shown(strings[row]) if strings[row].as_py() else "missing"
@@ -153,19 +154,20 @@ def _values(raw: RawRows, field: Categorical, flaws: dict[int, str]) -> Values:
     column = raw.columns[field.column]
     if field.part is not None:
         return _part(column, field, field.part, flaws)
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if is_list != field.is_list:
-        raise BadInput(f"{raw.file}: column {field.name!r} {_how_to_take(field, is_list)}")
+    where = f"{raw.file}: column {field.name!r}"
+    if is_list(column.type) != field.is_list:
+        raise BadInput(f"{where} {_how_to_take(field, is_list(column.type))}")
     if field.separator is not None:
-        column = pc.split_pattern(_strings(column), field.separator)
+        column = pc.split_pattern(_id_texts(column, where), field.separator)
     lengths: npt.NDArray[np.int64] | None = None
     if field.multi_valued:
-        of_rows = _to_numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
-        column = column.flatten()
-        column, lengths = (column, of_rows) if field.is_list else _without_empty_ends(column, of_rows)
+        column, starts = flattened(column)
+        lengths = np.diff(starts)
+        if not field.is_list:
+            column, lengths = _without_empty_ends(column, lengths)
     if isinstance(field.encoding, Identity):
         return _identity(column, lengths, field, field.encoding, flaws)
-    return Values(_strings(column), lengths)
+    return Values(_id_texts(column, where), lengths)
 
 
 def _without_empty_ends(values: pa.Array, lengths: npt.NDArray[np.int64]) -> tuple[pa.Array, npt.NDArray[np.int64]]:
@@ -224,6 +226,29 @@ def _identity(
 def _cast(column: pa.Array, type: pa.DataType, report: Callable[[int, str], None]) -> pa.Array:
     """Cast; what cannot be cast is reported and becomes null."""
     return times.convert(column, lambda some: pc.cast(some, type), lambda at, value: report(at, _shown(value)))
+
+
+def _id_texts(column: pa.Array, where: str) -> pa.Array:
+    """The text of each id, "" where it is missing. A whole float has the text of the integer, so a column has the same
+    ids where some are missing and a writer makes floats of it. NaN is missing.
+
+    Raises BadInput for a whole number that the type may have rounded.
+    """
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not pa.types.is_floating(column.type):
+        return _strings(column)
+    numbers = _to_numpy(column)
+    whole = np.isfinite(numbers) & (np.trunc(numbers) == numbers)
+    bits = np.finfo(numbers.dtype).nmant + 1
+    if (rounded := numbers[whole & (np.abs(numbers) >= 2.0**bits)]).size:  # 2**53 may have been 2**53 + 1
+        raise BadInput(
+            f"{where}: ids are floats, which have changed whole numbers from 2**{bits} on (here {int(rounded[0])}): "
+            "give them as int64 (pandas: Int64, where some are missing) or as text"
+        )
+    integers = pa.array(np.where(whole, numbers, 0).astype(np.int64))
+    others = pa.array(numbers, mask=np.isnan(numbers))
+    return _strings(pc.if_else(pa.array(whole), pc.cast(integers, pa.string()), pc.cast(others, pa.string())))
 
 
 def _strings(column: pa.Array) -> pa.Array:

@@ -7,8 +7,10 @@ Here a row must have the right number of columns and be UTF-8 text; what its val
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,15 @@ from gba_hvd.data import json_lines
 from gba_hvd.data.bad_rows import BadRows
 from gba_hvd.data.list_columns import one_array
 from gba_hvd.data.recipe import Recipe, require_columns
-from gba_hvd.data.sources import BLOCK_BYTES, BOM, read_blocks
+from gba_hvd.data.sources import BLOCK_BYTES, BOM, Block, read_blocks
 from gba_hvd.errors import BadInput
 
 _PARQUET_ROWS = 32_768
+_MOST_QUOTED_BYTES = 1 << 20  # of the lines in which the end of a value over several lines is looked for
 _ONE_FOR_MANY = b"\x1f"  # the separator of units, which text does not have
+_QUOTED = rb'(?:[^"]++|"")*+'  # what stands between two quotes
+_LONE_QUOTE = re.compile(_QUOTED + rb'"')
+_NOT_SUPPORTED = "(values with line ends are not supported)"
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ def columns_of(path: Path, recipe: Recipe) -> tuple[str, ...]:
 def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> Iterator[RawRows]:
     columns = recipe.columns
     n_before = 0
-    for block in read_blocks(path, block_bytes):
+    delimiter = recipe.between.encode() if recipe.format == "csv" else None
+    for block, flaws in _with_flaws_of_quotes(read_blocks(path, block_bytes), delimiter):
         data, first_line, n_lines = block.data, block.first_line, block.n_lines
         if first_line == 1:
             data = data.removeprefix(BOM)
@@ -123,7 +130,7 @@ def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> It
                 first_line, n_lines = 2, n_lines - 1
         assert columns is not None
         if data:
-            sound, kept = _sound_lines(path, data, first_line, n_lines, recipe.format == "csv", bad)
+            sound, kept = _sound_lines(path, data, first_line, n_lines, flaws, bad)
             last = n_lines - 1 if block.ends_in_line else None
             kept, arrays = _parse(path, sound, kept, first_line, last, columns, recipe, bad)
             rows = RawRows(str(path), "line", kept + first_line, kept, arrays, n_lines, block.read_bytes)
@@ -149,16 +156,79 @@ def _header(path: Path, line: bytes, recipe: Recipe) -> tuple[str, ...]:
         raise BadInput(f"{path}, line 1: expected a header with the names of the columns: {error}") from error
 
 
+def _with_flaws_of_quotes(blocks: Iterable[Block], delimiter: bytes | None) -> Iterator[tuple[Block, dict[int, str]]]:
+    """Blocks, and what `_flaws_of_quotes` finds in them, by the number of the line. delimiter: None without quotes.
+
+    Lines that the lines after them decide about are in one block with these.
+    """
+    held: Block | None = None
+    flaws: dict[int, str] = {}
+    for after in blocks:
+        block = after if held is None else held.joined(after)
+        held = None
+        flaws, opened = {}, None
+        if delimiter is not None and b'"' in block.data:
+            flaws, opened = _flaws_of_quotes(block.data.split(b"\n")[:-1], block.first_line, delimiter)
+        if opened is not None:
+            block, held = block.cut(opened)
+        if block.n_lines:
+            yield block, flaws
+    if held is not None:
+        yield held, flaws
+
+
+def _flaws_of_quotes(lines: Sequence[bytes], first_line: int, delimiter: bytes) -> tuple[dict[int, str], int | None]:
+    """By number, the lines that a quoted value leaves open, goes through and ends in; and the line whose open value
+    may end in lines to come.
+
+    The next line with a quote decides: where that stands at the end of a value, it closes the open one, and all lines
+    between are a part of it. Else, or where none comes within `_MOST_QUOTED_BYTES`, only the line left open has a flaw.
+    """
+    sound, closing = _patterns_of_quotes(delimiter)
+    flaws: dict[int, str] = {}
+    opened, n_bytes = None, 0
+    for number, line in enumerate(lines, first_line):
+        if opened is not None:
+            n_bytes += len(line) + 1
+            is_near = n_bytes <= _MOST_QUOTED_BYTES
+            if is_near and not (b'"' in line and _LONE_QUOTE.match(line)):
+                continue
+            end = closing.match(line) if is_near else None
+            if end is not None:
+                part = f"a part of a quoted value that line {opened} leaves open {_NOT_SUPPORTED}"
+                flaws |= {inside: flaws.get(inside, part) for inside in range(opened, number + 1)}
+                opened = None if sound.fullmatch(line, end.end()) else opened
+                continue
+            opened = None
+        if b'"' in line and not sound.fullmatch(line):
+            flaws[number] = f"a quote is not closed in this line {_NOT_SUPPORTED}"
+            opened, n_bytes = number, 0
+    return flaws, opened
+
+
+@cache
+def _patterns_of_quotes(delimiter: bytes) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """A line whose values are all closed; and a line's part up to the quote that ends a value of lines before, which
+    stands before a delimiter or the line's end. Only a value's first character opens it, other quotes are text."""
+    between = re.escape(delimiter)
+    text = rb"[^%b]*+" % between if len(delimiter) == 1 else rb"(?:(?!%b).)*+" % between
+    value = rb'(?:"%b"%b|(?!")%b)' % (_QUOTED, text, text)
+    return (
+        re.compile(rb"%b(?:%b%b)*+" % (value, between, value), re.DOTALL),
+        re.compile(rb'%b"(?=%b|\r?\Z)' % (_QUOTED, between)),
+    )
+
+
 def _sound_lines(
-    path: Path, data: bytes, first_line: int, n_lines: int, quoted: bool, bad: BadRows
+    path: Path, data: bytes, first_line: int, n_lines: int, flaws: Mapping[int, str], bad: BadRows
 ) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """The lines that are proper text, and which of the n_lines they are."""
-    if _plainly_sound(data, quoted):
+    """The lines that are proper text, and which of the n_lines they are. flaws: of some, by number."""
+    if not flaws and _plainly_sound(data):
         return data, np.arange(n_lines, dtype=np.int64)
     sound: list[bytes] = []
     kept: list[int] = []
     for i, line in enumerate(data.split(b"\n")[:-1]):
-        if flaw := _flaw(line, quoted):
+        if flaw := _flaw(line) or flaws.get(first_line + i):
             bad.report(str(path), f"line {first_line + i}", flaw)
         else:
             sound.append(line + b"\n")
@@ -211,25 +281,25 @@ def _parse(
         ),
     )
     lines = np.delete(lines, skipped)
-    assert len(lines) == table.num_rows, f"{path}: {table.num_rows} rows parsed from {len(lines)} lines"
+    if len(lines) != table.num_rows:
+        at = f"{path}, from line {first_line} on"
+        raise BadInput(f"{at}: {table.num_rows} rows parsed from {len(lines)} lines; write values without quotes here")
     return lines, {name: one_array(table[name]) for name in recipe.used}
 
 
-def _plainly_sound(data: bytes, quoted: bool) -> bool:
+def _plainly_sound(data: bytes) -> bool:
     try:
         data.decode("utf-8")
     except UnicodeDecodeError:
         return False
-    return (b"\r" not in data or data.count(b"\r") == data.count(b"\r\n")) and not (quoted and b'"' in data)
+    return b"\r" not in data or data.count(b"\r") == data.count(b"\r\n")
 
 
-def _flaw(line: bytes, quoted: bool) -> str | None:
+def _flaw(line: bytes) -> str | None:
     if flaw := _not_utf8(line):
         return flaw
     if b"\r" in line.removesuffix(b"\r"):
         return "a carriage return inside the line"
-    if quoted and line.count(b'"') % 2:
-        return "a quote is not closed in this line (values with line ends are not supported)"
     return None
 
 

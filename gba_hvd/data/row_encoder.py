@@ -32,7 +32,6 @@ from gba_hvd.data.vocabulary_files import VocabularyDigests, read_vocabulary, vo
 from gba_hvd.errors import BadInput
 
 _LISTS = (list, tuple, np.ndarray)
-_WHOLE_IN_FLOAT64 = 1 << 53
 
 
 class RowEncoder:
@@ -243,7 +242,7 @@ class RowEncoder:
                     f"{text!r}: give the text (pandas.read_csv(..., dtype=str, keep_default_na=False); JSON: in quotes)"
                 )
         try:
-            columns = self._typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
+            columns = _typed(by_name) if self._recipe.format == "parquet" else self._as_text(by_name, n)
         except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can have
             raise BadInput(f"a text of the rows is not UTF-8: {error}") from error
         for field in self._recipe.categorical:
@@ -266,12 +265,6 @@ class RowEncoder:
             for i, row in enumerate(listed):
                 require_columns(self._wanted, list(row), f"sample {i} (None is a missing value)")
         return {name: [row.get(name) for row in listed] for name in self._wanted}
-
-    def _typed(self, by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
-        """What a Parquet file would have."""
-        ids = {c.name for c in self._recipe.categorical if c.part is None}
-        columns = _typed(by_name)
-        return {name: _whole(one, name) if name in ids else one for name, one in columns.items()}
 
     def _as_text(self, by_name: Mapping[str, Any], n: int) -> dict[str, pa.Array]:
         """What a file of text or JSON lines would have."""
@@ -322,6 +315,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
+    """What a Parquet file would have."""
     columns = {}
     for name, values in by_name.items():
         try:
@@ -330,21 +324,6 @@ def _typed(by_name: Mapping[str, Any]) -> dict[str, pa.Array]:
             raise BadInput(f"column {name!r}: expected values of one type: {error}") from error
         columns[name] = one_array(column) if isinstance(column, pa.ChunkedArray) else column
     return columns
-
-
-def _whole(column: pa.Array, name: str) -> pa.Array:
-    """Ids that are floats since some are missing, as pandas makes them: whole numbers, whose text has no exponent."""
-    if not pa.types.is_floating(column.type):
-        return column
-    numbers = column.drop_null().to_numpy(zero_copy_only=False)
-    if not np.array_equal(numbers, np.trunc(numbers)):
-        return column  # such as 2.5, whose text is the same in a file
-    if np.any(np.abs(numbers) >= _WHOLE_IN_FLOAT64):  # 2**53 may have been 2**53 + 1
-        raise BadInput(
-            f"column {name!r}: ids are floats, which have changed whole numbers from 2**53 on: give them as int64 "
-            "(pandas: Int64, where some are missing) or as text"
-        )
-    return column.cast(pa.int64())
 
 
 def _checked_list(column: pa.Array, field: Categorical) -> pa.Array:

@@ -47,6 +47,20 @@ class Block:
     read_bytes: int
     ends_in_line: bool = False  # the file's last line has no line end (one was added to `data`)
 
+    def joined(self, after: Block) -> Block:
+        n_lines = self.n_lines + after.n_lines
+        return Block(self.data + after.data, self.first_line, n_lines, after.read_bytes, after.ends_in_line)
+
+    def cut(self, line: int) -> tuple[Block, Block]:
+        """The lines before `line`, and those from it on."""
+        n_before, at = line - self.first_line, 0
+        for _ in range(n_before):
+            at = self.data.index(b"\n", at) + 1
+        return (
+            Block(self.data[:at], self.first_line, n_before, self.read_bytes),
+            Block(self.data[at:], line, self.n_lines - n_before, self.read_bytes, self.ends_in_line),
+        )
+
 
 class _Decompressor(Protocol):
     @property

@@ -80,6 +80,7 @@ def _times(strings: pa.Array, format: str) -> pa.Array:
         # The hour as written: a zone behind it does not move it.
         local = pc.replace_substring_regex(strings, r"(Z|[+-]\d{2}(:?\d{2})?)$", "")
         local = pc.if_else(pc.less_equal(pc.binary_length(local), 10), strings, local)
+        local = pc.replace_substring_regex(local, r"(\.\d{6})\d+$", r"\1")  # nanoseconds
         return pc.cast(local, pa.timestamp("us"))
     return pc.cast(pc.strptime(strings, format=format, unit="s"), pa.timestamp("us"))
 

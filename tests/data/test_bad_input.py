@@ -16,6 +16,7 @@ import zstandard
 
 from gba_hvd.data import Categorical, ClickLog, Identity, Numeric, Recipe, SplitFiles, SplitShares, prepare
 from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.raw_rows import read_rows
 from gba_hvd.data.sources import read_blocks
 from gba_hvd.errors import BadInput
 
@@ -72,6 +73,47 @@ def test_lines_are_counted_over_many_blocks_and_several_bad_rows(prepared: Prepa
     report = prepared(HEADER + "".join(rows), max_bad_rows=6, block_bytes=512)["input"]["bad_rows"]
     assert report["count"] == 6
     assert [int(row.split("line ")[1].split(":")[0]) for row in report["first"]] == [2, 400, 401, 700, 701]
+
+
+OPEN, PART = "a quote is not closed in this line", "a part of a quoted value that line 3 leaves open"
+DOUBLED = '1,3,r""d,""\n'
+UNCLOSED = {
+    "by an inch mark and a quote": ('1,3,5" disc,"open\n', {3: OPEN}),
+    "twice": ('1,3,"red,round\n' * 2, {3: OPEN, 4: OPEN}),
+    "before values in quotes": ('1,3,"red,round\n1,3,"blue, light",square\n', {3: OPEN}),
+    "before quotes in text": (f'1,3,"red,round\n{DOUBLED}', {3: OPEN}),
+    "by a value over three lines": ('1,3,red,"title\n1,3,fake,row\nend"\n', {3: OPEN, 4: PART, 5: PART}),
+    "by a value with quotes inside": ('1,3,"a ""title""\n1,3,fa""ke,row\nend",b\n', {3: OPEN, 4: PART, 5: PART}),
+    "by two values": ('1,3,"a\nb","c\n1,3,fake,row\nd"\n', {3: OPEN, 4: PART, 5: PART, 6: PART}),
+}
+
+
+@pytest.mark.parametrize("block_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_line_that_leaves_a_quote_open_takes_no_good_line_with_it(
+    name: str, block_bytes: int, prepared: Prepared
+) -> None:
+    lines, flaws = UNCLOSED[name]
+    text = HEADER + "1,3,red,round\n" + lines + '1,3,5" disc,round\n' + GOOD
+    manifest = prepared(text, max_bad_rows=9, block_bytes=block_bytes)
+    report = manifest["input"]["bad_rows"]
+    assert report["count"] == len(flaws)
+    for row, (line, flaw) in zip(report["first"], flaws.items(), strict=True):
+        assert f"train.csv, line {line}: {flaw}" in row
+    assert manifest["splits"]["train"]["rows"] == text.count("\n") - 1 - len(flaws)
+
+
+def test_the_end_of_a_quoted_value_is_looked_for_near_by(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gba_hvd.data.raw_rows._MOST_QUOTED_BYTES", len(GOOD) * 10)
+    text = HEADER + '1,3,"red,round\n' + GOOD * 10 + '1,3,red,8"\n'
+    assert prepared(text, max_bad_rows=9)["input"]["bad_rows"]["count"] == 1
+
+
+def test_lines_with_open_quotes_are_read_in_blocks(write: Write) -> None:
+    path = write("train.csv", HEADER + '1,3,"red,round\n1,3,red,"a\nb"\n' * 300)
+    blocks = [raw for _, raw in read_rows([path], COLOURS, BadRows(1000), block_bytes=256)]
+    assert sum(raw.n_read for raw in blocks) == 900
+    assert max(raw.n_read for raw in blocks) < 50
 
 
 def test_a_file_cut_in_the_middle_of_a_row_says_so(prepared: Prepared) -> None:
@@ -197,6 +239,21 @@ def test_lists_where_single_values_are_expected_are_refused(tmp_path: Path) -> N
     recipe = Recipe(format="parquet", label="label", categorical=(Categorical("colour"),))
     with pytest.raises(BadInput, match="column 'colour' has lists: --multi colour takes them"):
         prepare(recipe, SplitFiles({"train": [tmp_path / "train.parquet"]}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("type", "bits"), [("float32", 24), ("float64", 53)])
+def test_ids_that_are_floats_of_lost_digits_are_refused(type: str, bits: int, tmp_path: Path) -> None:
+    ids = pa.array([7.0, None, 2.0**bits], pa.float64()).cast(type)
+    pq.write_table(pa.table({"label": [1, 0, 1], "user": ids}), tmp_path / "train.parquet")
+    recipe = Recipe(format="parquet", label="label", categorical=(Categorical("user"),))
+    words = rf"train\.parquet: column 'user': ids are floats, .* from 2\*\*{bits} on \(here {2**bits}\): .* as int64"
+    with pytest.raises(BadInput, match=words):
+        prepare(recipe, SplitFiles({"train": [tmp_path / "train.parquet"]}), tmp_path / "out")
+
+
+def test_labels_of_minus_one_and_one_are_refused_with_their_option(prepared: Prepared) -> None:
+    with pytest.raises(BadInput, match=r"label is '-1', expected 0 or 1, .*; of -1 and 1 --label-from 1 makes them"):
+        prepared(HEADER + GOOD + "-1,3,red,round\n")
 
 
 def test_a_split_without_rows_is_refused(tmp_path: Path, write: Write) -> None:

@@ -253,6 +253,16 @@ def test_lists_that_belong_together_keep_their_lengths(tmp_path: Path) -> None:
     assert bag_lists(kinds) == [[1, 2, 0], [0], [], []]
 
 
+def test_lists_of_one_length_are_lists(tmp_path: Path) -> None:
+    users = pa.array([["a", "b"], ["c", None]], pa.list_(pa.string(), 2))
+    pq.write_table(pa.table({"label": [0, 1], "user": users}), tmp_path / "in.parquet")
+    recipe = Recipe("parquet", "label", (Categorical("user", is_list=True),))
+    prepare(recipe, SplitShares([tmp_path / "in.parquet"], {"train": 1.0}), tmp_path / "out")
+    found = ClickLog.open(tmp_path / "out").take(np.arange(2)).ids["user"]
+    assert isinstance(found, Bag)
+    assert (found.offsets.tolist(), found.values.tolist()) == ([0, 2], [1, 2, 3, 0])
+
+
 def test_a_cell_that_is_cut_has_no_value_after_its_last_separator(prepared: Prepared, tmp_path: Path) -> None:
     prepared("label,tags,user,seen\n1,a|b|,u,0\n0,a||,v,1|\n1,|a,u,\n", recipe=MULTI)
     tags = everything(ClickLog.open(tmp_path / "out")).ids["tags"]

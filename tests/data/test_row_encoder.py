@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -276,6 +277,48 @@ def test_a_recipe_comes_back_from_its_json(format: str) -> None:
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))).to_json() == recipe.to_json()
     more = Recipe("csv", ("a", "b"), (Categorical("x"),), label_from=3.0, ratings=("b",), ignored=("c",), delimiter=";")
     assert Recipe.from_json(json.loads(json.dumps(more.to_json()))) == more
+
+
+def test_a_float_has_the_id_of_its_integer(tmp_path: Path) -> None:
+    users = [17, -3, 0, 10**10, 1_790_000_000_123, 10**15 + 1]
+    days = {"monday": pa.array(users), "tuesday": pa.array([float(user) for user in users])}
+    for day, column in days.items():
+        lists = pa.array([[user] for user in column.to_pylist()])
+        pq.write_table(
+            pa.table({"label": [0, 1] * 3, "user": column, "seen": lists, "city": column}), tmp_path / f"{day}.parquet"
+        )
+    recipe = Recipe("parquet", "label", (Categorical("user"), Categorical("seen", is_list=True), CITY))
+    files = [tmp_path / f"{day}.parquet" for day in days]
+    prepare(recipe, SplitShares(files, {"train": 1.0}), tmp_path / "out")
+    its = RowEncoder.open(tmp_path / "out")
+    for table in ("user", "seen"):
+        assert set(its.vocabularies[table].to_pylist()) == set(map(str, users))
+    log = ClickLog.open(tmp_path / "out")
+    monday, tuesday = (log.take(np.arange(first, first + 6)) for first in (0, 6))
+    assert same(monday, tuesday)
+    assert same(its.batch(pq.read_table(files[1]).to_pylist()), monday)
+
+
+CITY = Categorical("city", Hashed(10**6))
+
+
+@pytest.mark.parametrize("type", ["float16", "float32", "float64"])
+def test_nan_is_a_missing_id_and_other_floats_keep_their_text(tmp_path: Path, type: str) -> None:
+    column = pa.array(np.array([3, np.nan, 2.5, -0.0], type))
+    lists = pa.ListArray.from_arrays([0, 2, 2, 3, 4], column)
+    table = pa.table({"label": [0, 1, 0, 1], "user": column, "seen": lists})
+    assert not table["user"].null_count
+    pq.write_table(table, tmp_path / "in.parquet")
+    recipe = Recipe("parquet", "label", (Categorical("user"), Categorical("seen", is_list=True)))
+    manifest = prepare(recipe, SplitShares([tmp_path / "in.parquet"], {"train": 1.0}), tmp_path / "out")
+    assert manifest["fields"][0]["missing"] == {"train": 1}
+    its = RowEncoder.open(tmp_path / "out")
+    assert set(its.vocabularies["user"].to_pylist()) == set(its.vocabularies["seen"].to_pylist()) == {"3", "2.5", "0"}
+    stored = ClickLog.open(tmp_path / "out").take(np.arange(4))
+    assert stored.ids["user"][1] == 0
+    assert same(its.batch(table.to_pylist()), stored)
+    raw = its.encoded({"user": column, "seen": lists})
+    assert raw["user"].tolist() == stored.ids["user"].tolist()
 
 
 def test_ids_that_pandas_makes_floats_of_are_whole_numbers(tmp_path: Path) -> None:

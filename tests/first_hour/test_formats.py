@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from gba_hvd_tools.cli import main
 
-from gba_hvd.data import ClickLog
+from gba_hvd.data import ClickLog, RowEncoder
 from gba_hvd.data.recipe import Part
 from gba_hvd.data.sniff import have_commas, why_no_number
 from gba_hvd.data.times import format_of, part_of
@@ -104,6 +104,20 @@ def test_a_tsv_with_a_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_quotes_between_tabs_are_reported_with_the_option_for_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["label\tuser", *(f'{i % 2}\t"{i % 9}"' for i in range(90))]
+    (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
+    reported = "tab between columns, a header, quotes around values (--format tsv: quotes are text)"
+    for options, is_reported, first in (((), True, "0"), (("--format", "tsv"), False, '"0"')):
+        out = tmp_path / f"out{len(options)}"
+        prepared(out, tmp_path / "log.tsv", "--categorical", "user", *options)
+        assert (reported in capsys.readouterr().err) == is_reported
+        assert first in RowEncoder.open(out).vocabularies["user"].to_pylist()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("delimiter", [";", "|", ","])
 def test_quoted_values_hold_their_delimiter(tmp_path: Path, delimiter: str) -> None:
     lines = [delimiter.join(["label", '"C1, site_id"', "user"])]
@@ -185,7 +199,7 @@ def test_times_are_known_by_their_looks(values: list[str], format: str | None) -
     assert format_of(values) == format
 
 
-@pytest.mark.parametrize("zone", ["", "Z", "+02", "+0200", "-08:00", ".5+02:00"])
+@pytest.mark.parametrize("zone", ["", "Z", "+02", "+0200", "-08:00", ".5+02:00", ".123456789Z", ".1234567"])
 def test_an_iso_time_keeps_the_hour_and_the_day_that_are_written(zone: str) -> None:
     texts = [f"2026-03-01T23:30:00{zone}"]
     assert format_of(texts) == "iso"

@@ -205,6 +205,8 @@ def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) ->
         print_line(f"{looks.path}: JSON, an object a line", file=sys.stderr)
     elif looks.format != "parquet":
         what = "a header" if columns.in_file else "no header"
+        if looks.format == "csv" and looks.delimiter == "\t":
+            what += ", quotes around values (--format tsv: quotes are text)"
         print_line(f"{looks.path}: {_shown(looks.delimiter)} between columns, {what}", file=sys.stderr)
     for name in not_used:
         if name in looks.nested:
