@@ -18,6 +18,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gba_hvd.data.sources import is_hidden
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.slow_reads import reading
 from recovery.redaction import redacted
@@ -166,9 +167,13 @@ def _found(url: str, options: Options) -> list[str]:
         return found
     if not fs.isdir(path):
         return [url]
-    inside = sorted(one for one in fs.find(path) if one.endswith(_SUFFIXES))
+    below = len(path.rstrip("/")) + 1
+    inside = sorted(one for one in fs.find(path) if one.lower().endswith(_SUFFIXES) and not is_hidden(one[below:]))
     if not inside:
-        raise BadInput(f"ParquetStream: {url} is a folder without a file {' or '.join('*' + s for s in _SUFFIXES)}")
+        raise BadInput(
+            f"ParquetStream: {url} is a folder without a file {' or '.join('*' + s for s in _SUFFIXES)} (names that "
+            "begin with _ or . are not read, nor what is in such folders: that is no finished data)"
+        )
     return [fs.unstrip_protocol(one) for one in inside]
 
 

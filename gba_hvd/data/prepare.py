@@ -140,7 +140,13 @@ def prepare(
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": recipe.to_json(),
-            "input": {"splits": source.to_json(), "bad_rows": bad.to_json(), "not_used": rows_of.not_used},
+            "input": {
+                "splits": source.to_json(),
+                "bad_rows": bad.to_json(),
+                "not_used": rows_of.not_used,
+                "files_without_rows": [str(path) for path in rows_of.files_without_rows],
+                "files_not_read": [str(path) for path in rows_of.files_not_read],
+            },
             "fields": [
                 {
                     "name": c.name,

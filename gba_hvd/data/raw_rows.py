@@ -88,8 +88,6 @@ def read_rows(
             # The readers count positions within the file.
             raw.positions[:] += start
             yield index, raw
-        if position == start:
-            raise BadInput(f"{path}: no rows in this file")
 
 
 def count_rows(path: Path, recipe: Recipe) -> int:
@@ -97,7 +95,7 @@ def count_rows(path: Path, recipe: Recipe) -> int:
     if recipe.format == "parquet":
         return int(open_parquet(path).metadata.num_rows)
     lines = sum(block.n_lines for block in read_blocks(path))
-    return lines - (recipe.is_text and recipe.columns is None)
+    return max(0, lines - (recipe.is_text and recipe.columns is None))
 
 
 def columns_of(path: Path, recipe: Recipe) -> tuple[str, ...]:

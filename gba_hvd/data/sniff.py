@@ -55,8 +55,20 @@ class Looks:
 
 
 def look(inputs: Sequence[Path], format: Format | None = None, delimiter: str | None = None) -> Looks:
-    """Look at the first file of an input. `format` and `delimiter`, where given, are not guessed."""
-    path = _first_file(inputs, format)
+    """Look at the first file of an input that has rows. `format` and `delimiter`, where given, are not guessed."""
+    first = None
+    for path in (files := _files(inputs, format)):
+        looks = _look_at(path, format, delimiter)
+        if looks is not None and any(looks.samples):
+            return looks
+        first = first or looks
+    if first is None:
+        raise BadInput(f"{files[0]}: no rows in this file; give files with rows")
+    return first
+
+
+def _look_at(path: Path, format: Format | None, delimiter: str | None) -> Looks | None:
+    """None: there is nothing in it."""
     with path.open("rb") as file:
         is_parquet = file.read(4) == b"PAR1"
     if is_parquet != (format == "parquet") and (format is not None or is_parquet):
@@ -68,7 +80,7 @@ def look(inputs: Sequence[Path], format: Format | None = None, delimiter: str | 
         return _look_at_parquet(path)
     block = next(read_blocks(path), None)
     if block is None:
-        raise BadInput(f"{path}: no rows in this file")
+        return None
     if b"\0" in block.data[:_PROBE_BYTES]:
         raise BadInput(f"{path}: neither text nor Parquet (it has zero bytes); name the files of the table")
     data = block.data.removeprefix(BOM)
@@ -77,14 +89,14 @@ def look(inputs: Sequence[Path], format: Format | None = None, delimiter: str | 
     return _look_at_text(path, data, format, delimiter)
 
 
-def _first_file(inputs: Sequence[Path], format: Format | None) -> Path:
+def _files(inputs: Sequence[Path], format: Format | None) -> list[Path]:
     if format is not None:
-        return find_files(inputs, format)[0]
-    kinds: tuple[Format, ...] = ("parquet", "csv", "jsonl", "tsv")
+        return find_files(inputs, format).read
+    kinds: tuple[Format, ...] = ("parquet", "csv", "jsonl")
     for kind in kinds:
         with suppress(BadInput):
-            return find_files(inputs, kind)[0]
-    return find_files(inputs, *kinds)[0]  # raises
+            return find_files(inputs, kind).read
+    return find_files(inputs, *kinds).read  # raises
 
 
 def _look_at_parquet(path: Path) -> Looks:

@@ -14,7 +14,7 @@ from gba_hvd.data.checked_rows import CheckedRows, check_rows
 from gba_hvd.data.hashing import hash_integers, stream_key, unit_interval
 from gba_hvd.data.raw_rows import columns_of, count_rows, read_rows
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, require_columns
-from gba_hvd.data.sources import find_files
+from gba_hvd.data.sources import find_files, refuse_same_file_twice
 from gba_hvd.errors import BadInput
 
 TRAIN = "train"
@@ -48,15 +48,21 @@ class Input:
         self._on_progress, self._block_bytes = on_progress, block_bytes
         if isinstance(source, SplitFiles):
             self.splits = list(source.files)
-            self._files = {split: find_files(paths, recipe.format) for split, paths in source.files.items()}
+            found = {split: find_files(paths, recipe.format) for split, paths in source.files.items()}
             self._shares: SplitShares | None = None
         else:
             self.splits = list(source.shares)
-            self._files = {"": find_files(source.files, recipe.format)}
+            found = {"": find_files(source.files, recipe.format)}
             self._shares = source
+        for one in found.values():
+            one.refuse_others(recipe.format)
+        self._files = {split: one.read for split, one in found.items()}
+        self.files_not_read = [path for one in found.values() for path in one.notes]
+        self._without_rows = {path for one in found.values() for path in one.empty}
         if TRAIN not in self.splits:
             raise BadInput(f"splits are {', '.join(self.splits)}: one must be called train, everything is fitted on it")
         files = [path for paths in self._files.values() for path in paths]
+        refuse_same_file_twice(files)
         present = list(dict.fromkeys(name for path in files for name in columns_of(path, recipe)))
         if recipe.format == "jsonl":  # a line may lack a name; that no line has it is known of all files together
             require_columns(recipe.used, present, f"{files[0]}, first lines")
@@ -83,15 +89,27 @@ class Input:
         before = 0
         for split, files in groups.items():
             finished, current = 0, 0
+            with_rows: set[int] = set()
             for index, raw in read_rows(files, self._recipe, bad, self._block_bytes):
                 if index != current:
                     finished, current = _size(files[:index]), index
+                if raw.n_read:
+                    with_rows.add(index)
                 rows = check_rows(raw, self._recipe, bad)
                 yield rows, self._cut(rows) if self._shares is not None else {split: np.ones(len(rows), dtype=bool)}
                 done = before + finished + raw.read_bytes
                 self._on_progress(PrepareProgress(phase, done, total, bad.rows_read, bad.count))
+            if not with_rows:
+                among = f", nor in the {len(files) - 1:,} others of this input" if len(files) > 1 else ""
+                raise BadInput(f"{files[0]}: no rows in this file{among}; give files with rows, or leave them out")
+            self._without_rows |= {path for index, path in enumerate(files) if index not in with_rows}
             before += _size(files)
         bad.check(at_end=True)
+
+    @property
+    def files_without_rows(self) -> list[Path]:
+        """Those that are passed over, once all is read."""
+        return sorted(self._without_rows)
 
     def _cut(self, rows: CheckedRows) -> dict[str, Mask]:
         assert self._shares is not None

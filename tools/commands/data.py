@@ -209,7 +209,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace, recipe: Recipe, split_by: By | None) -> SplitFiles | SplitShares:
     from gba_hvd.data.recipe import SplitFiles, SplitShares
-    from gba_hvd.data.sources import files_by_split
+    from gba_hvd.data.sources import files_by_split, shown
 
     given = {split: paths for split in SPLITS if (paths := getattr(args, split))}
     if given:
@@ -218,9 +218,11 @@ def _source(args: argparse.Namespace, recipe: Recipe, split_by: By | None) -> Sp
                 "--train, --valid and --test name the files of each split: leave out INPUT, --split and --split-by"
             )
         return SplitFiles(given)
-    named = {}
+    named: dict[str, list[Path]] = {}
     if len(args.input) == 1 and args.input[0].is_dir() and not (args.split or args.split_by):
-        named = files_by_split(args.input[0], recipe.format)
+        named, notes = files_by_split(args.input[0], recipe.format)
+        if notes:
+            print_line(f"not read: {shown(notes)}", file=sys.stderr)
     if named:
         return SplitFiles(named)
     if split_by is None and not args.split:

@@ -87,6 +87,8 @@ def _stands_for_missing(column: dict[str, Any]) -> str:
 
 
 def print_summary(path: Path, manifest: dict[str, Any]) -> None:
+    from gba_hvd.data.sources import shown
+
     splits = manifest["splits"]
     print_line(f"{path}: {len(manifest['fields'])} fields, {len(manifest['numeric'])} numeric columns")
     for name, split in splits.items():
@@ -106,6 +108,9 @@ def print_summary(path: Path, manifest: dict[str, Any]) -> None:
     _print_missing(manifest)
     if not_used := manifest["input"].get("not_used"):
         print_line(f"  columns not used: {', '.join(not_used)}")
+    for what in ("files_without_rows", "files_not_read"):
+        if files := manifest["input"].get(what):
+            print_line(f"  {what.replace('_', ' ')}: {len(files):,} ({shown(files)})")
     bad = manifest["input"]["bad_rows"]
     print_line(f"  malformed rows left out: {bad['count']} of {bad['rows_read']:,}")
     for row in bad["first"]:
