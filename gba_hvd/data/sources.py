@@ -152,8 +152,8 @@ def refuse_same_file_twice(files: Iterable[Path]) -> None:
 
 
 def files_by_split(folder: Path, format: Format) -> tuple[dict[str, list[Path]], list[Path]]:
-    """What in `folder` is called train, valid and test, with any suffix, and the notes beside; no splits unless
-    something is called train. Raises BadInput where they would leave other files or folders unread."""
+    """What in `folder` is called train, valid and test, with any suffix, and the notes beside; no splits where nothing
+    is. Raises BadInput where there is no train, and where they would leave other files or folders unread."""
     named: dict[str, list[Path]] = {}
     notes: list[Path] = []
     others: list[Path] = []
@@ -164,8 +164,14 @@ def files_by_split(folder: Path, format: Format) -> tuple[dict[str, list[Path]],
             named.setdefault(split, []).append(path)
         elif role != "hidden":
             (notes if role == "note" else others).append(path)
-    if "train" not in named:
+    if not named:
         return {}, []
+    if "train" not in named:
+        found = shown([path for paths in named.values() for path in paths])
+        raise BadInput(
+            f"{folder}: has {found}, and nothing that is called train: name the files of each split with --train, "
+            "--valid and --test; or cut all files of the folder with --split 0.8,0.1,0.1"
+        )
     if others:
         raise BadInput(
             f"{folder}: has {named['train'][0].name}, so that splits are what is called train, valid and test, and "

@@ -97,6 +97,15 @@ def test_the_same_file_twice_is_refused(tmp_path: Path, write: Write) -> None:
         refuse_same_file_twice([one, tmp_path / "link"])
 
 
+def test_a_test_set_without_a_training_set_of_that_name_is_not_cut_into_the_training(
+    tmp_path: Path, write: Write
+) -> None:
+    for name in ("train_1.csv", "valid.csv", "test.csv"):
+        write(f"in/{name}", DATA)
+    with pytest.raises(BadInput, match=r"has .*/valid\.csv, .*/test\.csv, and nothing that is called train: .*--train"):
+        files_by_split(tmp_path / "in", "csv")
+
+
 @pytest.mark.parametrize("name", ["1.csv", "train.csv"])
 def test_a_dataset_in_the_folder_of_its_input_is_not_read(name: str, tmp_path: Path, write: Write) -> None:
     write(f"in/{name}", DATA)
