@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from recovery.rows import NO_KEY
 from recovery.selection.selector import Selection
 from recovery.state_codec import encode
 from recovery.storage.open import open_store
+from recovery.storage.store import manifest_sizes
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
 from tests.unit.serving.test_save_and_load import Trained, raw_users
@@ -87,6 +89,17 @@ class Served:
 
     def follower(self, **how: Any) -> gba_hvd.Follower:
         return gba_hvd.Follower(self.model, self.folder / "job", clock=lambda: self.job.now_s + 3, **how)
+
+    def start_over(self, trained: Trained, n_saves: int) -> None:
+        """The folder is emptied, and another job saves there, whose rows and dense part are all others."""
+        shutil.rmtree(self.folder / "job")
+        model = trained(users=100)
+        for name, table in model.tables.tables.items():
+            change_rows(model, name, np.arange(table.n_rows), seed=99)
+        self.job, before = Saving(model, self.folder / "job"), self.job
+        self.job.now_s = before.now_s + 1000
+        self.job.save()
+        self.job.update(n_saves - 1)
 
     def is_equal(self) -> bool:
         return torch.equal(self.model(self.one), evaluated(self.job.model, self.one))
@@ -172,6 +185,108 @@ def test_ids_that_are_admitted_and_evicted_travel(serve: Callable[..., Served]) 
     ids = {**served.one.ids, "user": torch.from_numpy(np.concatenate([fresh, gone, np.arange(25)]))}
     one = gba_hvd.Batch(ids, served.one.dense, served.one.label)
     assert torch.equal(served.model(one), evaluated(served.job.model, one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_saves", [1, 4, 5, 6, 7])
+def test_a_job_that_started_over_in_the_folder_is_loaded_from_its_base(
+    serve: Callable[..., Served], trained: Trained, caplog: pytest.LogCaptureFixture, n_saves: int
+) -> None:
+    """Its manifests have the names of those before, number 5 that of what is served."""
+    served = serve()
+    follower = served.follower()
+    served.job.update(4)
+    follower.poll()
+    assert follower.poll() is None
+    served.start_over(trained, n_saves)
+    with caplog.at_level(logging.WARNING, "gba_hvd"), pytest.MonkeyPatch.context() as patch:
+        if n_saves == 5:
+            follower._verified = manifest_sizes(served.job.store)  # as where its sizes are the same by chance
+            assert follower.poll() is None
+            patch.setattr("gba_hvd.serving.follower._VERIFIED_FOR_S", 0.0)
+        update = follower.poll()
+    assert update is not None
+    assert (update.is_full, update.n_saves, update.step) == (True, n_saves, n_saves - 1)
+    assert served.is_equal()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the checkpoints that are served are gone from {served.folder / 'job'}; still serving step 4",
+        f"{served.folder / 'job'} is followed again: serving step {n_saves - 1}",
+    ]
+    served.job.update()
+    update = follower.poll()
+    assert update is not None and not update.is_full
+    assert (served.is_equal(), follower.problem, follower.lag_steps) == (True, "", 0)
+
+
+@pytest.mark.slow
+def test_of_a_job_that_started_over_nothing_is_known_to_be_damaged(
+    serve: Callable[..., Served], trained: Trained
+) -> None:
+    served = serve()
+    follower = served.follower()
+    follower.poll()
+    served.job.update(2)
+    damage(served.folder / "job", served.job.made[1])
+    assert follower.poll() is None
+    assert follower.flaws
+    served.start_over(trained, 3)
+    follower._verified = manifest_sizes(served.job.store)  # as where its sizes are the same by chance
+    damage(served.folder / "job", served.job.made[0])
+    assert follower.poll() is None
+    assert follower.poll() is None
+    assert "still serving step 0" in follower.problem and len(follower.flaws) == 3
+    served.job.train()
+    served.job.save("full")
+    assert follower.poll() is not None
+    assert (served.is_equal(), follower.problem, dict(follower.flaws)) == (True, "", {})
+
+
+@pytest.mark.slow
+def test_checkpoints_that_are_away_are_a_problem_until_they_are_back(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    follower, here, away = served.follower(), served.folder / "job", served.folder / "away"
+    served.job.update()
+    follower.poll()
+    words = f"the checkpoints that are served are gone from {here}; still serving step 1"
+    with caplog.at_level(logging.WARNING, "gba_hvd"):
+        here.rename(away)
+        assert follower.poll() is None
+        assert follower.poll() is None
+        assert (follower.problem, follower.has_ended) == (words, False)
+        away.rename(here)
+        assert follower.poll() is None
+        assert follower.problem == ""
+    again = f"{here} is followed again: serving step 1"
+    assert [record.getMessage() for record in caplog.records] == [words, again]  # once
+    served.job.update()
+    update = follower.poll()
+    assert update is not None and not update.is_full
+    assert served.is_equal()
+
+
+@pytest.mark.slow
+def test_a_look_that_finds_nothing_new_is_one_listing(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, calls = serve(), []
+    follower = served.follower()
+
+    class Counted:
+        url = "counted"
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: (calls.append((name, args[0])), getattr(served.job.store, name)(*args))[1]
+
+    monkeypatch.setattr(follower, "_store", Counted())
+    for _ in range(2):
+        assert follower.poll() is not None
+        assert follower.poll() is None
+        calls.clear()
+        assert follower.poll() is None
+        assert calls == [("names", "manifests/")]
+        served.job.update()
 
 
 @pytest.mark.slow
