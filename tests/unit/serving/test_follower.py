@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.cli import main
+from gba_hvd_tools.commands.model import _show_update
 from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
+from gba_hvd.serving.load import OpenModel
 from gba_hvd.serving.shared_lock import SharedLock
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
@@ -31,6 +36,7 @@ from recovery.storage.open import open_store
 from recovery.storage.store import manifest_sizes
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
+from tests.unit.serving.test_http_server import answered
 from tests.unit.serving.test_save_and_load import Trained, raw_users
 
 
@@ -445,6 +451,59 @@ def test_requests_see_whole_updates_only(serve: Callable[..., Served]) -> None:
     numbers = [expected[one] for one in seen]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == 21
+
+
+@pytest.mark.slow
+def test_an_answer_over_http_is_of_one_update_and_health_shows_what_is_gone(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gba-hvd model serve --follow`: an update comes after the first of two parts of a request."""
+    served, parts, scores, health, pause = serve(), [], [], [], threading.Event()
+    served.job.now_s = time.time()
+    predict = OpenModel._outputs
+
+    def with_an_update_after(self: OpenModel, value: Any) -> Any:
+        follower: Any = self.module.forward.followed_by
+        parts.append(follower.step)
+        found = predict(self, value)
+        if len(parts) == 1:
+            served.job.train(np.arange(100))
+            served.job.save()
+            while follower.step == 0 and not follower._lock._n_waiting:
+                pause.wait(0.001)
+        return found
+
+    def instead_of_serving(app: Any, listening: Any) -> None:
+        row = {"user": 7, "item": 3, "history": [1, 2], "dense": [0.5, 0.25]}
+        for n in (5000, 1):
+            status, text, _ = answered(app, [json.dumps({"dataframe_records": [row] * n}).encode()])
+            assert status == 200, text
+            scores.append({one["score"] for one in json.loads(text)["predictions"]})
+        (served.folder / "job").rename(served.folder / "away")
+        while not health or health[-1] == (200, "\n"):
+            health.append(answered(app, [], method="GET", path="/health")[:2])
+            pause.wait(0.01)
+
+    monkeypatch.setattr(OpenModel, "_outputs", with_an_update_after)
+    monkeypatch.setattr(gba_hvd.Follower, "__enter__", lambda self: (self.poll(), self.start())[1])
+    monkeypatch.setattr("gba_hvd.serving.http_server.serve", instead_of_serving)
+    words = [served.folder / "m", "--port", 0, "--follow", served.folder / "job"]
+    assert main(["model", "serve", *map(str, words)]) == 0
+    assert parts[:2] == [0, 0] and len(scores[0]) == 1 and scores[0] != scores[1]
+    assert health[-1][0] == 200 and health[-1][1].endswith("; still serving step 1")
+
+
+@pytest.mark.parametrize("error", [OSError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
+def test_an_update_that_cannot_be_printed_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            written.append(text)
+            raise error
+
+    written: list[str] = []
+    monkeypatch.setattr("sys.stderr", Closed())
+    _show_update(gba_hvd.Update("manifests/000001-00000002.json", 5, 5, 1, False, 3, 100, 0.1, 0.0, 2.0))
+    assert written[0].startswith("step 5: 3 rows")
 
 
 @pytest.mark.slow
