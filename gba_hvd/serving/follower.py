@@ -2,7 +2,7 @@
 
 An update is what was saved since the one before: partial saves of the chain that the newest checkpoint is on top of.
 A chain that does not have the one before is loaded from its base. Whether it has is decided by the manifest, not by its
-name: in a folder that was emptied the names begin anew. The order of an update:
+name: in a folder that was emptied the same names come again. The order of an update:
 
     1. list    manifests; a new one makes an update visible, since it was written last
     2. stage   rows and dense part are read and verified beside those in use; requests are answered

@@ -49,7 +49,7 @@ class _Scorer:
 
     def __init__(
         self, model: OpenModel, hashed: Sequence[str], encoded: bool,
-        reading: Callable[[], contextlib.AbstractContextManager[None]],
+        reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model.manifest.input), Model()
         self._encoded, self._reading = encoded, reading
