@@ -1,7 +1,8 @@
 """`Follower`: a served model that takes over what a running job learns, from the job's own checkpoints.
 
 An update is what was saved since the one before: partial saves of the chain that the newest checkpoint is on top of.
-A chain that does not have the one before is loaded from its base. The order of an update:
+A chain that does not have the one before is loaded from its base. Whether it has is decided by the manifest, not by its
+name: in a folder that was emptied the same names come again. The order of an update:
 
     1. list    manifests; a new one makes an update visible, since it was written last
     2. stage   rows and dense part are read and verified beside those in use; requests are answered
@@ -41,13 +42,15 @@ from gba_hvd.serving.save import stand_ins
 from gba_hvd.serving.shared_lock import SharedLock
 from recovery.catalog.chains import Chain, Skipped, chains
 from recovery.errors import Damaged, NotFound, StoreError
-from recovery.format.manifest import Manifest
+from recovery.format.manifest import Manifest, from_json
 from recovery.restore.inspect import read_state, saved_rows
 from recovery.restore.open_checkpoint import OpenCheckpoint
 from recovery.storage.open import open_store
-from recovery.storage.store import age_of, manifest_names
+from recovery.storage.store import age_of, manifest_names, manifest_sizes
 
 log = logging.getLogger("gba_hvd")
+
+_VERIFIED_FOR_S = 60.0  # then the manifest of what is applied is read again, also where the listing is as before
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Follower:
     every_s: between two looks of the thread. on_update: called in the thread that polls.
     clock: seconds since 1970, as the clocks of the job's hosts have them; storage_options: see `recovery.open_store`.
 
-    Owned by one thread, besides `step`, `lag_s`, `lag_steps`, `flaws` and `reading`.
+    Owned by one thread, besides `step`, `lag_s`, `lag_steps`, `problem`, `has_ended`, `flaws` and `reading`.
     """
 
     def __init__(
@@ -117,6 +120,10 @@ class Follower:
         self._lock = SharedLock()
         self._rows: dict[str, FollowedRows] | None = None
         self._chain: tuple[Manifest, ...] = ()  # what is applied, from its base on
+        self._held: tuple[Manifest, ...] = ()  # the same, but empty once it is not what the store has under these names
+        self._verified: dict[str, int] = {}  # the listing in which it was found to be
+        self._verified_s = 0.0
+        self._is_gone = False
         self._newest_step = -1
         self._passed_over: dict[str, str] = {}
         self._damaged: set[str] = set()  # whose rows are: what is on top of them cannot be used either
@@ -142,12 +149,20 @@ class Follower:
     @property
     def lag_steps(self) -> int:
         """Steps from what is served to the newest update that was seen; -1: none was applied yet."""
-        return self._newest_step - self.step if self._chain else -1
+        return max(0, self._newest_step - self.step) if self._chain else -1
 
     @property
     def problem(self) -> str:
-        """Why the thread has ended, in words, and the model is not updated any more; empty while it is."""
-        return "" if self._died_of is None else f"{type(self._died_of).__name__}: {self._died_of}"
+        """Why the model is not updated, in words: the thread has ended (`has_ended`), or what is served is gone from
+        the store. Empty while it is updated."""
+        if (error := self._died_of) is not None:
+            return f"{type(error).__name__}: {error}"
+        return self._gone_words() if self._is_gone else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has died of an error: the model is not updated any more. `close` raises it."""
+        return self._died_of is not None
 
     @property
     def flaws(self) -> Mapping[str, str]:
@@ -165,15 +180,16 @@ class Follower:
         """
         if self._thread is not None and self._thread is not threading.current_thread():
             raise BadInput("the thread that start() started polls: do one or the other")
-        names = manifest_names(self._store)
-        if not names and not self._has_warned:
-            self._has_warned = True
-            log.warning("%s has no checkpoints yet: is it the `url` of a job's CheckpointCallback?", self._store.url)
-        have = _age(self._chain[-1].name) if self._chain else (-1, -1)
-        if not names or _age(names[-1]) <= have:
+        listed = manifest_sizes(self._store)
+        if not listed:
+            self._on_nothing_there()
+            return None
+        newest = _age(next(reversed(listed)))
+        have, opened = self._compared(listed, newest)
+        if newest <= have:
             return None
         is_newest = True
-        for found in chains(self._store, lambda epoch, number: (epoch, number) > have, opened=self._chain):
+        for found in chains(self._store, lambda epoch, number: (epoch, number) > have, opened=opened):
             if isinstance(found, Skipped):
                 if found.name in manifest_names(self._store):  # else the job has deleted it, and has a newer one
                     self._pass_over(found.name, found.why)
@@ -191,6 +207,51 @@ class Follower:
             except Damaged as error:
                 self._pass_over(found.newest.name, str(error))
         return None
+
+    def _on_nothing_there(self) -> None:
+        self._verified = {}
+        if self._chain:
+            self._set_gone(True)
+        elif not self._has_warned:
+            self._has_warned = True
+            log.warning("%s has no checkpoints yet: is it the `url` of a job's CheckpointCallback?", self._store.url)
+
+    def _compared(
+        self, listed: dict[str, int], newest: tuple[int, int]
+    ) -> tuple[tuple[int, int], tuple[Manifest, ...]]:
+        """(age up to which nothing is new, manifests that need not be read again).
+
+        Reads the manifest of what is applied again: before an update, and where the listing has changed since that was
+        last done or it was long ago. Where it is another one, or all that is there is older, nothing is held any more.
+        """
+        if not self._held:
+            return (-1, -1), ()
+        mine, now_s = self._held[-1], time.monotonic()
+        have = _age(mine.name)
+        if newest > have or listed != self._verified or now_s - self._verified_s >= _VERIFIED_FOR_S:
+            self._verified, found = {}, None
+            with contextlib.suppress(NotFound, Damaged):
+                found = from_json(self._store.get(mine.name), mine.name)
+            if found is None and newest >= have:  # the job may have deleted it, and has a newer base
+                return have, ()
+            if found != mine:
+                self._set_gone(True)
+                self._held, self._passed_over = (), {}
+                self._damaged.clear()
+                return (-1, -1), ()
+            self._verified, self._verified_s = listed, now_s
+            self._set_gone(False)
+        return have, self._held
+
+    def _set_gone(self, is_gone: bool) -> None:
+        if is_gone and not self._is_gone:
+            log.warning("%s", self._gone_words())
+        elif self._is_gone and not is_gone:
+            log.warning("%s is followed again: serving step %d", self._store.url, self.step)
+        self._is_gone = is_gone
+
+    def _gone_words(self) -> str:
+        return f"the checkpoints that are served are gone from {self._store.url}; still serving step {self.step}"
 
     def _apply(self, chain: Chain) -> Update:
         began_s, newest, n_bytes = time.monotonic(), chain.newest, 0
@@ -211,10 +272,11 @@ class Follower:
             if rows is not self._rows:
                 freeze(self._module, self._tables, rows)
             self._module.load_state_dict(dense)
-            self._rows, self._chain = rows, chain.manifests
+            self._rows, self._chain, self._held = rows, chain.manifests, chain.manifests
             blocked_s = time.monotonic() - blocked_s
         self._passed_over = {name: why for name, why in self._passed_over.items() if _age(name) > _age(newest.name)}
         self._damaged &= self._passed_over.keys()
+        self._set_gone(False)
         update = Update(
             newest.name, newest.step, newest.samples, len(saves), is_full, sum(change.n_rows for change in changes),
             n_bytes, time.monotonic() - began_s, blocked_s, self.lag_s,
@@ -235,8 +297,8 @@ class Follower:
 
     def _since(self, chain: Chain) -> tuple[Manifest, ...]:
         """Saves that the model lacks: those after its own, or all, where it has none of this chain."""
-        names = [manifest.name for manifest in chain.manifests]
-        start = names.index(self._chain[-1].name) + 1 if self._chain and self._chain[-1].name in names else 0
+        have = self._held[-1] if self._held else None
+        start = chain.manifests.index(have) + 1 if have in chain.manifests else 0
         mine, schema = chain.manifests[start:], chain.newest.schema
         if any(manifest.schema != schema for manifest in chain.manifests):
             raise Damaged(f"{chain.newest.name}: its chain has tables of several sizes")

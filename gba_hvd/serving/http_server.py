@@ -44,12 +44,15 @@ class _Scorer:
     """What the scoring server needs of a pyfunc model. Without a signature it leaves columns as they came.
 
     hashed: columns of strings that are ids of hashed tables. encoded: requests have ids although the model would make
-    them
+    them. reading: held for one request, so that an update does not come between its parts
     """
 
-    def __init__(self, model: OpenModel, hashed: Sequence[str], encoded: bool) -> None:
+    def __init__(
+        self, model: OpenModel, hashed: Sequence[str], encoded: bool,
+        reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
         self._model, self._hashed, self._ids, self.metadata = model, hashed, id_columns(model.manifest.input), Model()
-        self._encoded = encoded
+        self._encoded, self._reading = encoded, reading
         self._is_raw = not encoded and model.manifest.takes_raw
         if self._is_raw:
             _ = model.encoder  # read now, not by the first request
@@ -63,7 +66,7 @@ class _Scorer:
                 )
             data = _with_whole_numbers(data)
             columns = data if self._is_raw else with_hashes(data, self._hashed, self._ids, "start the server with")
-            with of_hashed_tables(self._hashed):
+            with of_hashed_tables(self._hashed), self._reading():
                 return pandas.DataFrame(self._model.predict(columns, encoded=self._encoded))
         except BadInput as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
@@ -112,9 +115,15 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) -> Any:
+def app_of(
+    model: OpenModel,
+    hashed: Sequence[str] = (),
+    encoded: bool = False,
+    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Any:
     """The ASGI application that answers requests. hashed: columns of strings, hashed to ids of hashed tables. encoded:
-    requests have ids and numbers also where the model has an encoder, or hashed columns.
+    requests have ids and numbers also where the model has an encoder, or hashed columns. reading: of the model's
+    `Follower`.
 
     Raises BadInput for a model that takes no columns, and for a hashed column that is no field of ids.
     """
@@ -124,7 +133,7 @@ def app_of(model: OpenModel, hashed: Sequence[str] = (), encoded: bool = False) 
             "with one (`gba-hvd model export --example`)"
         )
     check_hashed(model.manifest, hashed, encoded)
-    app: Any = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded)))
+    app: Any = scoring_server.init(cast(Any, _Scorer(model, hashed, encoded, reading)))
     app.add_exception_handler(RecursionError, _too_deep)
     kept = _with_body_kept(app)
     return kept if encoded or model.encoder is None else _with_csv_as_written(kept, model.encoder)
@@ -190,12 +199,13 @@ def _is_csv(scope: Any) -> bool:
     return kind.strip() == "text/csv" and [one.strip() for one in rest] in ([], ["charset=utf-8"])
 
 
-def healthy_unless(app: Any, problem: Callable[[], str]) -> Any:
-    """The application, whose /health and /ping have status 503 while there is a problem, in words."""
+def healthy_unless(app: Any, has_ended: Callable[[], bool], problem: Callable[[], str]) -> Any:
+    """The application, whose /health and /ping show a problem of updates, in words: with status 503 once these have
+    ended, else 200."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] in ("/health", "/ping") and (text := problem()):
-            await _respond(send, 503, text)
+            await _respond(send, 503 if has_ended() else 200, text)
             return
         await app(scope, receive, send)
 

@@ -172,10 +172,16 @@ def age_of(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found and is_name(name) else None
 
 
+def manifest_sizes(store: Store) -> dict[str, int]:
+    """Name -> size in bytes of all manifests, oldest first. Other objects there are passed over."""
+    listed = store.names("manifests/")
+    found = [(age, name) for name in listed if (age := age_of(name)) is not None]
+    return {name: listed[name] for _, name in sorted(found)}
+
+
 def manifest_names(store: Store) -> list[str]:
-    """Names of all manifests, oldest first. Other objects there are passed over."""
-    found = [(age, name) for name in store.names("manifests/") if (age := age_of(name)) is not None]
-    return [name for _, name in sorted(found)]
+    """Names of all manifests, oldest first."""
+    return list(manifest_sizes(store))
 
 
 def epoch_of(name: str) -> int | None:

@@ -371,11 +371,13 @@ def run_serve(args: argparse.Namespace) -> int:
         raise BadInput(f"--port must be 0 to 65535, got {args.port}")
     with bound(args.host, args.port) as listening, contextlib.ExitStack() as stack:
         model = _open_model(args, **_PATIENCE if args.tables == "remote" else {})
-        app = app_of(model, args.hashed, args.encoded)
-        if args.follow is not None:
-            of_store = options_of(args.follow_option)
-            follower = stack.enter_context(Follower(model, args.follow, on_update=_show_update, **of_store))
-            app = healthy_unless(app, lambda: follower.problem)
+        if args.follow is None:
+            app = app_of(model, args.hashed, args.encoded)
+        else:
+            follower = Follower(model, args.follow, on_update=_show_update, **options_of(args.follow_option))
+            app = app_of(model, args.hashed, args.encoded, follower.reading)
+            app = healthy_unless(app, lambda: follower.has_ended, lambda: follower.problem)
+            stack.enter_context(follower)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if args.json:
@@ -399,11 +401,12 @@ def _served(args: argparse.Namespace, version: int) -> str:
 
 def _show_update(update: Update) -> None:
     """One line, beside the output of `--json`."""
-    print_line(
-        f"step {update.step:,}: {update.n_rows:,} rows, {update.n_bytes / 1e6:.1f} MB in {update.seconds:.2f} s, "
-        f"{update.lag_s:.1f} s after it was saved",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the disk is full; updates continue
+        print_line(
+            f"step {update.step:,}: {update.n_rows:,} rows, {update.n_bytes / 1e6:.1f} MB in {update.seconds:.2f} s, "
+            f"{update.lag_s:.1f} s after it was saved",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def run_log(args: argparse.Namespace) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.cli import main
+from gba_hvd_tools.commands.model import _show_update
 from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
+from gba_hvd.serving.load import OpenModel
 from gba_hvd.serving.shared_lock import SharedLock
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
@@ -27,8 +33,10 @@ from recovery.rows import NO_KEY
 from recovery.selection.selector import Selection
 from recovery.state_codec import encode
 from recovery.storage.open import open_store
+from recovery.storage.store import manifest_sizes
 from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from tests.unit.serving.conftest import CODE, batch, change_rows, evaluated
+from tests.unit.serving.test_http_server import answered
 from tests.unit.serving.test_save_and_load import Trained, raw_users
 
 
@@ -87,6 +95,17 @@ class Served:
 
     def follower(self, **how: Any) -> gba_hvd.Follower:
         return gba_hvd.Follower(self.model, self.folder / "job", clock=lambda: self.job.now_s + 3, **how)
+
+    def start_over(self, trained: Trained, n_saves: int) -> None:
+        """The folder is emptied, and another job saves there, whose rows and dense part are all others."""
+        shutil.rmtree(self.folder / "job")
+        model = trained(users=100)
+        for name, table in model.tables.tables.items():
+            change_rows(model, name, np.arange(table.n_rows), seed=99)
+        self.job, before = Saving(model, self.folder / "job"), self.job
+        self.job.now_s = before.now_s + 1000
+        self.job.save()
+        self.job.update(n_saves - 1)
 
     def is_equal(self) -> bool:
         return torch.equal(self.model(self.one), evaluated(self.job.model, self.one))
@@ -172,6 +191,108 @@ def test_ids_that_are_admitted_and_evicted_travel(serve: Callable[..., Served]) 
     ids = {**served.one.ids, "user": torch.from_numpy(np.concatenate([fresh, gone, np.arange(25)]))}
     one = gba_hvd.Batch(ids, served.one.dense, served.one.label)
     assert torch.equal(served.model(one), evaluated(served.job.model, one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_saves", [1, 4, 5, 6, 7])
+def test_a_job_that_started_over_in_the_folder_is_loaded_from_its_base(
+    serve: Callable[..., Served], trained: Trained, caplog: pytest.LogCaptureFixture, n_saves: int
+) -> None:
+    """Its manifests have the names of those before, number 5 that of what is served."""
+    served = serve()
+    follower = served.follower()
+    served.job.update(4)
+    follower.poll()
+    assert follower.poll() is None
+    served.start_over(trained, n_saves)
+    with caplog.at_level(logging.WARNING, "gba_hvd"), pytest.MonkeyPatch.context() as patch:
+        if n_saves == 5:
+            follower._verified = manifest_sizes(served.job.store)  # as where its sizes are the same by chance
+            assert follower.poll() is None
+            patch.setattr("gba_hvd.serving.follower._VERIFIED_FOR_S", 0.0)
+        update = follower.poll()
+    assert update is not None
+    assert (update.is_full, update.n_saves, update.step) == (True, n_saves, n_saves - 1)
+    assert served.is_equal()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the checkpoints that are served are gone from {served.folder / 'job'}; still serving step 4",
+        f"{served.folder / 'job'} is followed again: serving step {n_saves - 1}",
+    ]
+    served.job.update()
+    update = follower.poll()
+    assert update is not None and not update.is_full
+    assert (served.is_equal(), follower.problem, follower.lag_steps) == (True, "", 0)
+
+
+@pytest.mark.slow
+def test_of_a_job_that_started_over_nothing_is_known_to_be_damaged(
+    serve: Callable[..., Served], trained: Trained
+) -> None:
+    served = serve()
+    follower = served.follower()
+    follower.poll()
+    served.job.update(2)
+    damage(served.folder / "job", served.job.made[1])
+    assert follower.poll() is None
+    assert follower.flaws
+    served.start_over(trained, 3)
+    follower._verified = manifest_sizes(served.job.store)  # as where its sizes are the same by chance
+    damage(served.folder / "job", served.job.made[0])
+    assert follower.poll() is None
+    assert follower.poll() is None
+    assert "still serving step 0" in follower.problem and len(follower.flaws) == 3
+    served.job.train()
+    served.job.save("full")
+    assert follower.poll() is not None
+    assert (served.is_equal(), follower.problem, dict(follower.flaws)) == (True, "", {})
+
+
+@pytest.mark.slow
+def test_checkpoints_that_are_away_are_a_problem_until_they_are_back(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    follower, here, away = served.follower(), served.folder / "job", served.folder / "away"
+    served.job.update()
+    follower.poll()
+    words = f"the checkpoints that are served are gone from {here}; still serving step 1"
+    with caplog.at_level(logging.WARNING, "gba_hvd"):
+        here.rename(away)
+        assert follower.poll() is None
+        assert follower.poll() is None
+        assert (follower.problem, follower.has_ended) == (words, False)
+        away.rename(here)
+        assert follower.poll() is None
+        assert follower.problem == ""
+    again = f"{here} is followed again: serving step 1"
+    assert [record.getMessage() for record in caplog.records] == [words, again]  # once
+    served.job.update()
+    update = follower.poll()
+    assert update is not None and not update.is_full
+    assert served.is_equal()
+
+
+@pytest.mark.slow
+def test_a_look_that_finds_nothing_new_is_one_listing(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, calls = serve(), []
+    follower = served.follower()
+
+    class Counted:
+        url = "counted"
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: (calls.append((name, args[0])), getattr(served.job.store, name)(*args))[1]
+
+    monkeypatch.setattr(follower, "_store", Counted())
+    for _ in range(2):
+        assert follower.poll() is not None
+        assert follower.poll() is None
+        calls.clear()
+        assert follower.poll() is None
+        assert calls == [("names", "manifests/")]
+        served.job.update()
 
 
 @pytest.mark.slow
@@ -330,6 +451,59 @@ def test_requests_see_whole_updates_only(serve: Callable[..., Served]) -> None:
     numbers = [expected[one] for one in seen]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == 21
+
+
+@pytest.mark.slow
+def test_an_answer_over_http_is_of_one_update_and_health_shows_what_is_gone(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gba-hvd model serve --follow`: an update comes after the first of two parts of a request."""
+    served, parts, scores, health, pause = serve(), [], [], [], threading.Event()
+    served.job.now_s = time.time()
+    predict = OpenModel._outputs
+
+    def with_an_update_after(self: OpenModel, value: Any) -> Any:
+        follower: Any = self.module.forward.followed_by
+        parts.append(follower.step)
+        found = predict(self, value)
+        if len(parts) == 1:
+            served.job.train(np.arange(100))
+            served.job.save()
+            while follower.step == 0 and not follower._lock._n_waiting:
+                pause.wait(0.001)
+        return found
+
+    def instead_of_serving(app: Any, listening: Any) -> None:
+        row = {"user": 7, "item": 3, "history": [1, 2], "dense": [0.5, 0.25]}
+        for n in (5000, 1):
+            status, text, _ = answered(app, [json.dumps({"dataframe_records": [row] * n}).encode()])
+            assert status == 200, text
+            scores.append({one["score"] for one in json.loads(text)["predictions"]})
+        (served.folder / "job").rename(served.folder / "away")
+        while not health or health[-1] == (200, "\n"):
+            health.append(answered(app, [], method="GET", path="/health")[:2])
+            pause.wait(0.01)
+
+    monkeypatch.setattr(OpenModel, "_outputs", with_an_update_after)
+    monkeypatch.setattr(gba_hvd.Follower, "__enter__", lambda self: (self.poll(), self.start())[1])
+    monkeypatch.setattr("gba_hvd.serving.http_server.serve", instead_of_serving)
+    words = [served.folder / "m", "--port", 0, "--follow", served.folder / "job"]
+    assert main(["model", "serve", *map(str, words)]) == 0
+    assert parts[:2] == [0, 0] and len(scores[0]) == 1 and scores[0] != scores[1]
+    assert health[-1][0] == 200 and health[-1][1].endswith("; still serving step 1")
+
+
+@pytest.mark.parametrize("error", [OSError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
+def test_an_update_that_cannot_be_printed_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            written.append(text)
+            raise error
+
+    written: list[str] = []
+    monkeypatch.setattr("sys.stderr", Closed())
+    _show_update(gba_hvd.Update("manifests/000001-00000002.json", 5, 5, 1, False, 3, 100, 0.1, 0.0, 2.0))
+    assert written[0].startswith("step 5: 3 rows")
 
 
 @pytest.mark.slow

@@ -42,7 +42,13 @@ def test_content_types_and_clients_that_leave() -> None:
     assert seen == [b"application/json"]
 
 
-def answered(app: Any, pieces: Iterable[bytes], *headers: tuple[bytes, bytes]) -> tuple[int, str, int]:
+def answered(
+    app: Any,
+    pieces: Iterable[bytes],
+    *headers: tuple[bytes, bytes],
+    method: str = "POST",
+    path: str = "/invocations",
+) -> tuple[int, str, int]:
     """Status and text of the one answer, and how many pieces of the body were taken."""
     sent: list[Any] = []
     taken = 0
@@ -57,7 +63,7 @@ def answered(app: Any, pieces: Iterable[bytes], *headers: tuple[bytes, bytes]) -
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/invocations", "query_string": b"",
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"",
              "headers": [(b"content-type", b"application/json"), *headers]}  # fmt: skip
     asyncio.run(_with_type(app)(scope, receive, send))
     (status,) = [one["status"] for one in sent if "status" in one]
@@ -85,6 +91,16 @@ def test_a_body_over_the_limit_is_refused_before_all_of_it_has_come(app: Any, mo
 def test_json_that_is_nested_too_deep_is_refused_in_a_line(app: Any) -> None:
     status, text, _ = answered(app, [b'{"dataframe_records": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
     assert status == 400 and text.startswith("the JSON of the request is nested too deep") and "\n" not in text
+
+
+def test_health_shows_a_problem_and_fails_once_updates_have_ended(app: Any) -> None:
+    def health(has_ended: bool, problem: str) -> tuple[int, str]:
+        followed = http_server.healthy_unless(app, lambda: has_ended, lambda: problem)
+        return answered(followed, [], method="GET", path="/health")[:2]
+
+    assert health(False, "") == (200, "\n")
+    assert health(False, "they are gone") == (200, "they are gone")
+    assert health(True, "StoreError: it failed") == (503, "StoreError: it failed")
 
 
 @pytest.mark.slow
