@@ -1,6 +1,6 @@
 """How a worker has its spool delivered to MLflow: by a sender process that is started, looked after, and awaited.
 
-Every problem is said to the user once, with what to do. Nothing here talks to MLflow or imports it.
+Every problem is reported once, with what to do. Nothing here talks to MLflow or imports it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SpoolDelivery:
     def wait(self, has_finished: bool, is_chief: bool) -> None:
         """Until all is sent, at most the time-out. What ends this worker meanwhile does not end the sender.
 
-        has_finished: the training, so nobody is about to kill this process
+        has_finished: the training, so no launcher is about to kill this process
         """
         path, quiet_s = self._path, min(_QUIET_S, self._timeout_s) if has_finished else 0.0
         if not quiet_s:

@@ -102,7 +102,7 @@ def test_a_test_set_without_a_training_set_of_that_name_is_not_cut_into_the_trai
 ) -> None:
     for name in ("train_1.csv", "valid.csv", "test.csv"):
         write(f"in/{name}", DATA)
-    with pytest.raises(BadInput, match=r"has .*/valid\.csv, .*/test\.csv, and nothing that is called train: .*--train"):
+    with pytest.raises(BadInput, match=r"has .*/test\.csv, .*/valid\.csv, and nothing that is called train: .*--train"):
         files_by_split(tmp_path / "in", "csv")
 
 
