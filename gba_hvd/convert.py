@@ -172,8 +172,9 @@ class _Converted(FollowsModule):
         if not requires_grad:
             raise BadInput(
                 f"{self.feature}: a converted module cannot be frozen by itself. Freeze all with "
-                "tables.requires_grad_(False) on what gba_hvd.convert returned, or one table with "
-                "optimizers={name: gba_hvd.SGD(lr=0.0)} in gba_hvd.convert"
+                "tables.requires_grad_(False) on what gba_hvd.convert returned; one table for the whole training with "
+                "optimizers={name: gba_hvd.SGD(lr=0.0)}; one for a while by tables of its own: call convert twice, "
+                "first with keep=[its module], and give DistributedOptimizer the list of both"
             )
         return super().requires_grad_()
 
@@ -188,6 +189,7 @@ class _Converted(FollowsModule):
                 "call model.load_state_dict() before gba_hvd.convert(model, ...)"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.tables.note_loaded()
 
     def _rows(self, ids: Tensor | Bag) -> Tensor:
         return self.tables({self.feature: ids})[self.feature].to(self.dtype)  # type: ignore[no-any-return]
@@ -359,7 +361,9 @@ def _refuse_other_uses(model: nn.Module, found: Mapping[str, nn.Module], keep: S
                     )
                 raise BadInput(
                     f"convert: the weight of {own} is also {path}.{name} of {type(module).__name__}, which multiplies "
-                    f"by all rows and not by looked-up ones: untie them, or leave it as it is with keep=[{own!r}]"
+                    "by all rows and not by looked-up ones: look them up, as in a tied output layer "
+                    f"`h @ {own}(torch.arange(n)).T` with n rows in place of {path} (all of them are trained in each "
+                    f"step), untie them, or leave it as it is with keep=[{own!r}]"
                 )
 
 

@@ -412,6 +412,7 @@ class TorchState:
     def _sync(self) -> None:
         engine, continues = self.engine, self._ended
         engine.model.refuse_if_replaced()
+        engine.model.tables.when_loaded = None  # what is loaded until `_note_synced` comes with the rows
         if not self._has_state:
             self.training_state.note_script_rates()
         if continues:
@@ -499,6 +500,7 @@ class TorchState:
         engine = self.engine
         engine.model.untrained = untrained(self.model, engine.model.grouped)
         engine.model.parameter_watch.name_as_in(self.model)
+        engine.model.tables.when_loaded = lambda: engine.reports.rows_not_loaded(after_end=self._closed)
         hooks, values = self.engine.step_hooks, {name: getattr(self, name) for name in self.training_state.names}
         hooks.run(self.engine.progress.n_applied)
         hooks.watch(values, self.engine.progress.step)

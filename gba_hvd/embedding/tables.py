@@ -165,6 +165,8 @@ class EmbeddingTables(FollowsModule):
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
         # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
+        # Called when the script loads a `state_dict` of a model with these tables, which has no rows; set by the state.
+        self.when_loaded: Callable[[], Any] | None = None
         # Returns when all workers of the host have applied their part of the newest step; set by allreduce mode.
         self.await_steps: Callable[[], None] = _nothing_to_await
         # Entered while the rows are saved by this worker alone; set where others may train meanwhile.
@@ -173,6 +175,7 @@ class EmbeddingTables(FollowsModule):
         self.trained_vocabularies: Mapping[str, Mapping[int, str]] = {}  # see `reading.trained_vocabularies.Trained`
         self.trained_scaling: Mapping[str, tuple[str, float, float]] = {}  # see `reading.trained_scaling.Scaling`
         self._wants_grad = True  # see `requires_grad_`
+        self.is_trained = False  # an optimizer has them
         self.is_frozen = False  # rows are looked up and never trained: forward passes leave nothing
         # The features that `stacked` looked up on a device last; batches that were prepared since it used one.
         self._stacked_names: tuple[str, ...] | None = None
@@ -204,16 +207,27 @@ class EmbeddingTables(FollowsModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
-        if self.memory is not None or self.part_of:
+        if self.memory is not None or self.part_of or self.is_trained:
             raise GbaError(
-                "the tables live in memory shared by all workers and are not copied with the model: "
-                "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows"
+                "the tables live in memory shared by all workers and are not copied with the model: keep "
+                "model.state_dict() for the dense part, and tables.rows(name, ids) for rows; an average "
+                "(torch.optim.swa_utils.AveragedModel) is one of the dense modules"
             )
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle, self._anchor = compiled.register(self)
+
+    def _load_from_state_dict(self, *about: Any) -> None:
+        super()._load_from_state_dict(*about)
+        self.note_loaded()
+
+    def note_loaded(self) -> None:
+        """A `state_dict` of a module that looks up here is loaded."""
+        whole = self.part_of[0] if self.part_of else self
+        if whole.when_loaded is not None:
+            whole.when_loaded()
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -812,7 +826,8 @@ class EmbeddingTables(FollowsModule):
         name: of a table, or of one of its features. Before the first `state.sync()` the rows are recorded, on every
         worker, and written where the memory is made: the same on all hosts. Rows of a checkpoint that the job resumes
         from win. Later the rows are written at once: then call it on every worker, with the same values, outside the
-        loop over batches and in allreduce mode. Optimizer slots stay.
+        loop over batches and in allreduce mode. Optimizer slots stay. Positions with `padding_idx` look no row up, so
+        they return what they did.
         Raises BadInput for an unknown name, ids and values that do not fit the table, and values that are not finite;
         GbaError where rows cannot be written now.
         """

@@ -69,6 +69,7 @@ class TrainedModel:
         self._given_names, self._compression = names, compression
         self.take_parameters()
         _NEWEST[tables] = weakref.ref(optimizer)
+        tables.is_trained = True
         self.row_compression = row_compression
         dims = [group.dim for group in tables.layout.groups]
         tables.pools_bags = row_compression.pools

@@ -69,17 +69,17 @@ class Reports:
         self.n_working: int | None = None  # in an asynchronous mode, while the next world forms
         self.pauses = Pauses()
 
-    def emit(self, event: Event, only_here: bool = False) -> None:
+    def emit(self, event: Event, only_here: bool = False, after_end: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
 
-        only_here: no other worker has this event, so it is logged on any rank.
+        only_here: no other worker has this event, so it is logged on any rank. after_end: callbacks receive nothing
         """
         if TRACE is not None:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
         if event.kind == "resumed":
             self._full.clear()  # the warning is over: the table may have room now
             self._vocabularies_at = None  # its step may come again
-        for callback in self.callbacks:
+        for callback in () if after_end else self.callbacks:
             callback.on_event(event)
         rank = self._world().rank
         is_shown = rank == 0 and any(getattr(one, "shows_events", False) for one in self.callbacks)
@@ -368,6 +368,20 @@ class Reports:
             )
             event = Event("parameters_written", self._progress.step, text, {"parameters": found}, level="warning")
             self.emit(event)
+
+    def rows_not_loaded(self, after_end: bool) -> None:
+        """The script has loaded a `state_dict` of the model, after the first step; once in a process."""
+        step = self._progress.step
+        if not step or "rows_not_loaded" in self._reported:
+            return
+        self._reported.add("rows_not_loaded")
+        text = (
+            f"model.load_state_dict() sets the dense part alone; the rows are in shared tables and stay those of step "
+            f"{step:,}, so the model may be of two different steps. CheckpointCallback(URL, keep_best='valid_auc') "
+            "keeps both of the best epoch, and gba-hvd model export --best, or LogModel(of='best'), uses them. Where "
+            "the dense part alone is meant, as of averaged weights for an evaluation, nothing is wrong"
+        )
+        self.emit(Event("rows_not_loaded", step, text, {}, level="warning"), after_end=after_end)
 
     def row_settings(self) -> None:
         """Name settings of the tables' group that were changed, and that rows do not follow; once in a process."""

@@ -129,6 +129,11 @@ def test_a_model_with_shared_tables_is_not_copied(job: Any) -> None:
         copy.deepcopy(job[0])
 
 
+def test_a_model_whose_tables_an_optimizer_has_is_not_copied(job: Any) -> None:
+    with pytest.raises(GbaError, match=r"AveragedModel.* is one of the dense modules"):
+        torch.optim.swa_utils.AveragedModel(job[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -142,7 +142,29 @@ def test_a_compiled_model_follows(make_tables: Any) -> None:
 def test_a_converted_module_is_not_frozen_by_itself() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
     tables = gba_hvd.convert(model, gba_hvd.SGD(lr=0.1))
-    with pytest.raises(BadInput, match=r"0: a converted module cannot be frozen by itself.*requires_grad_\(False\) on"):
+    text = (
+        r"0: a converted module cannot be frozen by itself.*requires_grad_\(False\) on.* call convert twice, first with"
+    )
+    with pytest.raises(BadInput, match=text):
         model[0].requires_grad_(False)
     model[0].requires_grad_(True)
     assert tables.requires_grad_(False) is tables
+
+
+def test_a_table_of_a_convert_of_its_own_is_frozen_for_an_epoch(tmp_path: Any) -> None:
+    model = nn.ModuleDict({"user": nn.Embedding(10, 4), "item": nn.Embedding(10, 4)})
+    users, items = (
+        gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), keep=keep, shard_dir=tmp_path) for keep in (["item"], [])
+    )
+    optimizer = gba_hvd.DistributedOptimizer(None, [users, items], global_batch=4, micro_batch=4)
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    changed = []
+    for state.epoch in range(2):
+        items.requires_grad_(state.epoch > 0)
+        for rows in gba_hvd.batches(list(range(8)), state, forward=lambda rows: [one(rows) for one in model.values()]):
+            before = [one(rows).detach().clone() for one in model.values()]
+            sum(one(rows).sum() for one in model.values()).backward()
+            optimizer.step()
+            changed.append([not torch.equal(one(rows), was) for one, was in zip(model.values(), before, strict=True)])
+    state.close()
+    assert changed == [[True, False]] * 2 + [[True, True]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,39 @@ def test_faults_that_last_are_said_once_at_the_start(training: Any, clicks: Any,
     (event,) = log.of("faults_lasting")
     assert event.level == "info" and event.data["faults"] == [{"kind": "slow", "worker": 0, "factor": 2, "to_step": 1}]
     assert caplog.text.count("the FaultSchedule says: worker 0 takes 2 times as long from step 0 until 1") == 1
+
+
+def test_a_state_dict_that_is_loaded_after_the_first_step_is_a_warning_once(
+    training: Any, clicks: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    best = copy.deepcopy(job.model.state_dict())
+    job.model.load_state_dict(best)
+    job.state.sync()
+    job.model.load_state_dict(best)
+    job.epoch(clicks())
+    job.model.mlp.load_state_dict(job.model.mlp.state_dict())
+    state = job.state.training_state
+    monkeypatch.setattr(state, "share", lambda source: state.load_state_dict(state.state_dict()))  # as of another rank
+    job.state.on_reset()
+    job.state.sync()
+    assert not log.of("rows_not_loaded")
+    for _ in range(2):
+        job.model.load_state_dict(best)
+    (event,) = log.of("rows_not_loaded")
+    assert "stay those of step 4" in event.message and "keep_best" in event.message
+    assert caplog.text.count("[rows not loaded]") == 1
+
+
+def test_a_state_dict_that_is_loaded_after_the_end_is_a_warning_in_the_log(
+    training: Any, clicks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    gba_hvd.elastic.run(lambda state: job.epoch(clicks(20)))(job.state)
+    job.model.load_state_dict(job.model.state_dict())
+    assert caplog.text.count("[rows not loaded] step 2") == 1 and not log.of("rows_not_loaded")
 
 
 def unused(log: EventLog) -> list[Any]:
