@@ -208,6 +208,7 @@ class _Threads:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self._engine.model.gradient_watch.stop()  # threads have gradients of their own
         model, trained, tables = self._state.model, self._engine.model.dense.parameters, self._engine.model.tables
         self._models = [SharedModel(model, trained, tables) for _ in range(self._n)]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -44,6 +44,8 @@ class _Distributed(torch.optim.Optimizer):
 
         loss: the micro-batch's mean loss; its mean over the global batch is then reported with the step, at no cost.
         """
+        if isinstance(closure, Tensor | float):
+            raise BadInput("DistributedOptimizer.step(): give the loss by name, as step(loss=loss)")
         if closure is not None:
             raise BadInput(
                 "DistributedOptimizer.step() takes no closure: optimizers that need one cannot accumulate micro-batches"
@@ -117,8 +119,10 @@ class _Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the micro-batch (those of the step so far are stored elsewhere)."""
-        self.engine.model.dense.zero_()
-        self.engine.model.tables.zero_gradients()
+        model = self.engine.model
+        model.dense.zero_()
+        model.tables.zero_gradients()
+        model.gradient_watch.clear()
 
 
 def DistributedOptimizer(

@@ -147,6 +147,7 @@ class TrainingState:
             return self.snapshot
         state = {**state_codec.decode(self.snapshot), "pauses": pauses}
         state["model"] |= {name: value for name, value in self._model.state_dict().items() if name in buffers}
+        state["buffers_step"] = self._engine.progress.step
         return state_codec.encode(state)
 
     # --- taken over --------------------------------------------------------------------------------------------------

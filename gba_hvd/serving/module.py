@@ -79,6 +79,24 @@ def padding_rows_in(checkpoint: OpenCheckpoint) -> PaddingRows:
     return row
 
 
+def older_buffers(model: nn.Module, checkpoint: OpenCheckpoint) -> str:
+    """Which buffers are as of the start of an epoch, where parameters are of a later step; empty: none are.
+
+    Of a checkpoint that servers made without workers: they have no buffers.
+    """
+    state = state_codec.decode(checkpoint.state() or state_codec.encode({}))
+    first = state.get("snapshot")
+    names = [name for name, buffer in model.named_buffers() if name in model.state_dict()]
+    if first is None or not names or "buffers_step" in first or first["position"]["step"] >= checkpoint.step:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"{checkpoint.name}: buffers ({shown}) are those of step {first['position']['step']:,}, the start of an epoch, "
+        f"and parameters and rows those of step {checkpoint.step:,}: the servers made this checkpoint when the workers "
+        "had ended, and servers have no buffers. One that workers made has both of one step"
+    )
+
+
 def lookup_dtypes_of(model: nn.Module) -> dict[str, str]:
     """By path, the dtype of what each `EmbeddingTables` and converted module among the modules returns."""
     return {path: str(one.dtype)[6:] for path, one in model.named_modules() if isinstance(one, FollowsModule)}

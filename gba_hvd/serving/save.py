@@ -6,6 +6,7 @@ leaves the versions that were there, and objects that the next save uses or that
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from gba_hvd.serving.module import (
     dense_of,
     freeze,
     lookup_dtypes_of,
+    older_buffers,
     padding_rows_in,
     padding_rows_of,
     tables_in,
@@ -64,6 +66,8 @@ from recovery.errors import StoreError
 from recovery.restore.open_checkpoint import OpenCheckpoint, open_checkpoint
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, is_there
+
+log = logging.getLogger("gba_hvd")
 
 if TYPE_CHECKING:
     from gba_hvd.data.row_encoder import RowEncoder
@@ -232,7 +236,9 @@ def export_model(
             f"{error}. If {build} builds a part of the checkpoint's model, such as one tower, let it build the "
             "complete model, with a `forward` of that part"
         ) from error
-    dense = dense_of(fresh)  # with padding rows, which no checkpoint has
+    if why := older_buffers(fresh, opened):
+        log.warning("%s", why)
+    dense = dense_of(fresh)  # with padding rows
     spec = None if input_example is None else inputs.spec_of(input_example, fresh, dense_names)
     example = None if spec is None else inputs.columns_of(spec, input_example)
     made = None

@@ -6,6 +6,7 @@ Decisions only, each with its reason; `sender.py` carries them out.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 
@@ -69,6 +70,10 @@ def _ms(stamp: str) -> int:
 
 
 def first_line(error: BaseException) -> str:
+    """Of its text, and of the database's, which says why. MLflow passes on what SQLAlchemy says of it at length."""
     lines = str(error).strip().splitlines()
+    of_database = next((line for line in lines if re.match(r"\(\w+\.\w*Error\) ", line)), "")
+    if of_database and of_database != lines[0]:
+        lines[0] = of_database
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 400 else text[:397] + "..."

@@ -24,6 +24,7 @@ from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
 from gba_hvd.torch_optimizers import put_state
+from gba_hvd.training.gradient_watch import GradientWatch
 from gba_hvd.training.parameter_watch import ParameterWatch
 from gba_hvd.training.settings_watch import changes, own_settings, settings_of
 
@@ -67,6 +68,7 @@ class TrainedModel:
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
         self._given_names, self._compression = names, compression
+        self._gradient_watch: GradientWatch | None = None
         self.take_parameters()
         _NEWEST[tables] = weakref.ref(optimizer)
         tables.is_trained = True
@@ -89,6 +91,14 @@ class TrainedModel:
         self.names = [given.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
         self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
         self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
+        if self._gradient_watch is not None:
+            self._gradient_watch.stop()
+        self._gradient_watch = GradientWatch(self.dense)
+
+    @property
+    def gradient_watch(self) -> GradientWatch:
+        assert self._gradient_watch is not None
+        return self._gradient_watch
 
     def _refuse_empty_groups(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
@@ -155,7 +165,9 @@ class TrainedModel:
 
     def unscale_(self, factor: float) -> None:
         """Multiply the gradients of this micro-batch, of dense parameters and rows."""
+        is_changed = self.gradient_watch.is_changed
         self.dense.scale_(factor)
+        self.gradient_watch.scaled(is_changed)
         self.tables.scale_gradients_(factor)
 
     @property

@@ -66,6 +66,7 @@ class Reports:
         self._looked_for_unused = False
         self._ended_s = time.perf_counter()
         self._has_stepped = False
+        self._rates: tuple[int, list[float]] | None = None  # before the newest micro-batch, and the step
         self.n_working: int | None = None  # in an asynchronous mode, while the next world forms
         self.pauses = Pauses()
 
@@ -323,7 +324,10 @@ class Reports:
         self.once(Event("reported_by_some", step, text, {"reports": counts}, level="warning"))
 
     def gradient(self, micro: int) -> None:
-        """Before a micro-batch is taken in: warn where it has none; once in a process."""
+        """Before a micro-batch is taken in: warn where it has none, and of what the script did to gradients and to
+        learning rates; once in a process."""
+        self._changed_gradients()
+        self._rates_within_step()
         if self._model.has_gradient:
             return
         text = (
@@ -368,6 +372,40 @@ class Reports:
             )
             event = Event("parameters_written", self._progress.step, text, {"parameters": found}, level="warning")
             self.emit(event)
+
+    def _changed_gradients(self) -> None:
+        """The script has changed gradients of dense parameters since `backward()`."""
+        watch = self._model.gradient_watch
+        is_changed = watch.is_changed and not self._model.tables.is_frozen
+        watch.next()
+        if not is_changed:
+            return
+        watch.stop()
+        text = (
+            "the gradients of dense parameters were changed, replaced or dropped between backward() and step(), and "
+            "those of rows were not: rows train with what all backward() calls of the micro-batch gave. Clip with "
+            "max_norm= and max_row_norm= of DistributedOptimizer; scale losses in place of gradients, and add those "
+            "of several tasks before one backward(); optimizer.zero_grad() drops the gradients of rows, too. Where "
+            "the dense part alone is meant, nothing is wrong"
+        )
+        self.emit(Event("gradients_changed", self._progress.step, text, {}, level="warning"))
+
+    def _rates_within_step(self) -> None:
+        """The script has set learning rates between two micro-batches of a step, without a scheduler."""
+        optimizer = self._model.optimizer
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        before, self._rates = self._rates, (self._progress.step, rates)
+        if before is None or before[0] != self._progress.step or before[1] == rates:
+            return
+        if "step" in vars(optimizer) or "rates" in self._reported:  # the former: a scheduler was made for it
+            return
+        self._reported.add("rates")
+        text = (
+            "a learning rate of the optimizer changed between two micro-batches of one step. The loop runs once per "
+            "micro-batch of this worker, so the schedule depends on the number of workers: set rates in a function "
+            "given to state.on_step(), which runs once per global step, or before the loop over an epoch's batches"
+        )
+        self.emit(Event("rate_changed_within_step", self._progress.step, text, {}, level="warning"))
 
     def rows_not_loaded(self, after_end: bool) -> None:
         """The script has loaded a `state_dict` of the model, after the first step; once in a process."""

@@ -299,6 +299,30 @@ def test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_
     assert "worker localhost[1] ended with exit code 1; the others have finished the job" in said
 
 
+LEAVES_BY_ITSELF = """
+import sys
+import horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    sys.exit(0)
+hvd.shutdown()
+hvd.init()  # the world without it
+print("trains on")
+"""
+
+
+def test_a_job_that_a_worker_leaves_by_itself_has_not_finished(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(LEAVES_BY_ITSELF)
+    elastic = ["-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", "echo localhost:2"]
+    command = [str(HOROVODRUN), *elastic, sys.executable, str(script)]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=2 * PATIENCE_S)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "the job has not finished: localhost[1] left with exit code 0 while localhost[0] trained on" in said, said
+    assert "has succeeded" not in said and "Traceback" not in said, said
+
+
 DIES_AT_ITS_START = """
 import os, signal, sys, time
 from pathlib import Path

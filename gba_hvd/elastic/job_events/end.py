@@ -182,7 +182,7 @@ def _what_continues(engine: Engine, to_repair: bool = False) -> str:
         assert checkpoints is not None
         newest = f"step {checkpoints.schedule.saved_step:,}"
         at = f"the newest checkpoint, so far of {newest}" if to_repair else f"{newest}, of the newest checkpoint"
-        found = [f"resumes from {at}"]
+        found = [f"resumes from {at}{endings.may_yet_be_saved(engine)}"]
     if kept := endings.kept_in_memory(engine):
         found.insert(0, kept)
     when = "when that is repaired and all workers have ended" if to_repair else "when all workers have ended"

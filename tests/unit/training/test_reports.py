@@ -81,6 +81,39 @@ def test_a_state_dict_that_is_loaded_after_the_end_is_a_warning_in_the_log(
     assert caplog.text.count("[rows not loaded] step 2") == 1 and not log.of("rows_not_loaded")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_that_the_script_clips_are_a_warning_once(training: Any, clicks: Any, frozen: bool) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    job.tables.requires_grad_(not frozen)
+    for number, batch in enumerate(gba_hvd.batches(clicks(), job.state)):
+        job.optimizer.zero_grad()
+        job.loss(batch).backward()
+        if number:
+            torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1e-3)
+        job.optimizer.step()
+    assert len(log.of("gradients_changed")) == (not frozen)
+    assert all("max_norm=" in event.message for event in log.of("gradients_changed"))
+
+
+def test_a_loop_as_documented_has_no_warning_of_gradients_or_rates(training: Any, clicks: Any) -> None:
+    job, log = training(epoch=0, more={"max_norm": 0.1}), EventLog()
+    job.state.register_callbacks([log])
+    for job.optimizer.param_groups[0]["lr"] in (0.5, 0.25):
+        job.epoch(clicks())
+    assert not log.of("gradients_changed") and not log.of("rate_changed_within_step")
+
+
+def test_a_rate_that_changes_within_a_step_is_a_warning_once(training: Any, clicks: Any) -> None:
+    job, log = training(epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    for batch in gba_hvd.batches(clicks(), job.state):
+        job.micro_step(batch)
+        job.optimizer.param_groups[0]["lr"] *= 0.9
+    (event,) = log.of("rate_changed_within_step")
+    assert event.step == 0 and "state.on_step()" in event.message
+
+
 def unused(log: EventLog) -> list[Any]:
     return [event.data["tables"] for event in log.of("table_unused")]
 
