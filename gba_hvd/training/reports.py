@@ -376,7 +376,7 @@ class Reports:
     def _changed_gradients(self) -> None:
         """The script has changed gradients of dense parameters since `backward()`."""
         watch = self._model.gradient_watch
-        is_changed = watch.is_changed and not self._model.tables.is_frozen
+        is_changed = self._model.tables.n_trained > 0 and watch.is_changed
         watch.next()
         if not is_changed:
             return

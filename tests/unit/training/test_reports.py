@@ -99,7 +99,7 @@ def test_gradients_that_the_script_clips_are_a_warning_once(training: Any, click
 def test_a_loop_as_documented_has_no_warning_of_gradients_or_rates(training: Any, clicks: Any) -> None:
     job, log = training(epoch=0, more={"max_norm": 0.1}), EventLog()
     job.state.register_callbacks([log])
-    for job.optimizer.param_groups[0]["lr"] in (0.5, 0.25):
+    for job.state.epoch, job.optimizer.param_groups[0]["lr"] in enumerate((0.5, 0.25)):
         job.epoch(clicks())
     assert not log.of("gradients_changed") and not log.of("rate_changed_within_step")
 
