@@ -166,7 +166,8 @@ def _with_flaws_of_quotes(blocks: Iterable[Block], delimiter: bytes | None) -> I
         held = None
         flaws, opened = {}, None
         if delimiter is not None and b'"' in block.data:
-            flaws, opened = _flaws_of_quotes(block.data.split(b"\n")[:-1], block.first_line, delimiter)
+            data = block.data.removeprefix(BOM) if block.first_line == 1 else block.data
+            flaws, opened = _flaws_of_quotes(data.split(b"\n")[:-1], block.first_line, delimiter)
         if opened is not None:
             block, held = block.cut(opened)
         if block.n_lines:

@@ -37,7 +37,7 @@ _SUFFIXES = {
 }
 _COMPRESSED = {".gz", ".zst"}
 # What stands beside data in a folder: not read, which the summary says.
-_README = re.compile(r"(.*[-_ ])?(readme|licen[cs]e|copying)(\..*)?")
+_README = re.compile(r"(.*[-_ ])?readme(\..*)?|(licen[cs]e|copying)(\..*)?")
 _NOTES = {".md", ".rst", ".html", ".pdf", ".json", ".yaml", ".yml", ".py", ".ipynb", ".sh", ".sql", ".md5", ".sha256"}
 _N_SHOWN = 3
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -84,7 +84,7 @@ class Found:
     """The files of an input.
 
     read:   those with data, in order
-    empty:  those without a byte
+    empty:  those without a byte, or with a line end alone
     notes:  in folders, what stands beside data: a README, a schema in JSON. Not read
     others: in folders, all else, which is no data by its name, or a link to no file
     """
@@ -131,7 +131,7 @@ def find_files(inputs: Iterable[Path], *formats: Format) -> Found:
     read: list[Path] = []
     empty: list[Path] = []
     for path in found:
-        (read if path.stat().st_size else empty).append(path)
+        (empty if _is_blank(path) else read).append(path)
     if found and not read:
         among = f", as are all {len(found):,} of this input" if len(found) > 1 else ""
         raise BadInput(f"{found[0]}: the file is empty{among}; fetch it again, or leave it out")
@@ -186,6 +186,11 @@ def is_hidden(relative: str) -> bool:
     """Whether a path below a folder is of what writers of data keep beside it: `_temporary/0/part-0`, `_SUCCESS`,
     `.part-0.crc`."""
     return relative.endswith(".crc") or any(part.startswith((".", "_")) for part in relative.split("/"))
+
+
+def _is_blank(path: Path) -> bool:
+    """No byte, or a line end or a byte order mark alone."""
+    return path.stat().st_size <= len(BOM) + 2 and not path.read_bytes().removeprefix(BOM).strip()
 
 
 def _is_store(folder: Path) -> bool:

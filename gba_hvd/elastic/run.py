@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
         try:
-            result, left = _returned_or_left(_elastic(function, state), state, *args, **kwargs)
+            result, left = _returned_or_left(function, state, *args, **kwargs)
             endings.leave_note_of_left_epoch(state.engine)
             state.saving.end()
             ending.has_begun = True
@@ -70,12 +71,21 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _returned_or_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, SystemExit | None]:
-    """What it returned; or `sys.exit(0)`, with which a script ends its training as well as by a return."""
+def _returned_or_left(
+    function: Callable[..., Any], state: TorchState, *args: Any, **kwargs: Any
+) -> tuple[Any, SystemExit | None]:
+    """What it returned; or `sys.exit(0)`, which ends the training as a return does.
+
+    Not within an epoch whose steps others make with it: these would wait for this worker's gradients, and this one for
+    them, to save the last checkpoint.
+    """
     try:
-        return function(*args, **kwargs), None
+        return _elastic(function, state)(state, *args, **kwargs), None
     except SystemExit as left:
-        if left.code not in (None, 0):
+        traceback.clear_frames(left.__traceback__)  # the loop over batches is left now, as by a return
+        newest = state.engine.progress.left.newest
+        is_needed = newest is not None and newest.steps_together and state.engine.world.size > 1
+        if left.code not in (None, 0) or is_needed:
             raise
         return None, left
 

@@ -209,8 +209,8 @@ class EmbeddingTables(FollowsModule):
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
         if self.memory is not None or self.part_of or self.is_trained:
             raise GbaError(
-                "the tables live in memory shared by all workers and are not copied with the model: keep "
-                "model.state_dict() for the dense part, and tables.rows(name, ids) for rows; an average "
+                "tables that an optimizer trains are in memory shared by all workers, and not copied with a model: "
+                "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows; an average "
                 "(torch.optim.swa_utils.AveragedModel) is one of the dense modules"
             )
         return dict(self.__dict__)

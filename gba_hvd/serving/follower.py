@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from gba_hvd.errors import BadInput
 from gba_hvd.serving.followed_rows import FollowedRows, staged
 from gba_hvd.serving.load import OpenModel
-from gba_hvd.serving.module import check_tables, freeze, tables_in
+from gba_hvd.serving.module import check_tables, freeze, padding_rows_in, tables_in, take_padding_rows
 from gba_hvd.serving.row_sources import CheckpointRows
 from gba_hvd.serving.save import stand_ins
 from gba_hvd.serving.shared_lock import SharedLock
@@ -272,6 +272,8 @@ class Follower:
             if rows is not self._rows:
                 freeze(self._module, self._tables, rows)
             self._module.load_state_dict(dense)
+            if is_full:
+                take_padding_rows(self._module, padding_rows_in(opened))
             self._rows, self._chain, self._held = rows, chain.manifests, chain.manifests
             blocked_s = time.monotonic() - blocked_s
         self._passed_over = {name: why for name, why in self._passed_over.items() if _age(name) > _age(newest.name)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -66,15 +67,18 @@ def padding_rows_of(dense: Mapping[str, Tensor]) -> PaddingRows:
 
 
 def padding_rows_in(checkpoint: OpenCheckpoint) -> PaddingRows:
-    """Of the training state; where it has none, since no job of ours saved it, rows of the tables."""
-    state = state_codec.decode(checkpoint.state() or state_codec.encode({}))
-    stored = state.get("snapshot", state).get("padding_rows")
+    """Of the training state; of the tables, where a checkpoint is of an earlier version or of no job."""
+
+    @cache
+    def stored() -> Mapping[str, Tensor] | None:
+        state = state_codec.decode(checkpoint.state() or state_codec.encode({}))
+        return cast("Mapping[str, Tensor] | None", state.get("snapshot", state).get("padding_rows"))
 
     def row(one: ConvertedModule, padding_idx: int) -> Tensor | None:
-        if stored is not None:
-            return cast("Tensor | None", stored.get(one.table))
-        found = torch.from_numpy(checkpoint.rows(one.table, np.array([padding_idx]))[0])
-        return found if found.any() else None
+        if (found := stored()) is not None:
+            return found.get(one.table)
+        of_table = torch.from_numpy(checkpoint.rows(one.table, np.array([padding_idx]))[0])
+        return of_table if of_table.any() else None
 
     return row
 
@@ -133,7 +137,7 @@ def assemble(
     model.load_state_dict(state)
     tables = tables_in(model)
     check_tables(tables, stored)
-    _set_padding_rows(model, padding_rows)
+    take_padding_rows(model, padding_rows)
     return tables
 
 
@@ -163,7 +167,7 @@ def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], lookup_dtypes: M
             module.dtype = getattr(torch, dtype)
 
 
-def _set_padding_rows(model: nn.Module, padding_rows: PaddingRows) -> None:
+def take_padding_rows(model: nn.Module, padding_rows: PaddingRows) -> None:
     """Also of modules that the builder has converted: its rows of padding are as fresh as all its rows."""
     for one in converted_in(model):
         module = model.get_submodule(one.path)

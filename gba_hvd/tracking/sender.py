@@ -29,7 +29,7 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
-REPORT_ATTEMPTS = 5
+REPORT_ATTEMPTS, REPORT_PAUSE_S = 5, 1.0
 LOST_EVENT = "records_lost"
 
 
@@ -59,7 +59,6 @@ class Sender:
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0
-        self._report_failures = 0
         self._own_events: list[Record] = []
         self._failed_s = 0.0
         self._next_heartbeat_s = 0.0
@@ -395,31 +394,41 @@ class Sender:
         self._call(put, artifact="the summary of the run")
 
     def _put_report(self, with_plots: bool = False, model_awaited: bool = False) -> None:
-        """The report, and the pictures as files of their own. model_awaited: it is logged after this report"""
-        assert self.job is not None
-        try:
-            from gba_hvd.tracking.plots import draw_plots
-            from gba_hvd.tracking.report.page import page
+        """The report, and the pictures as files of their own. model_awaited: it is logged after this report
 
-            run = self._run_now()
-            story = run.story(lambda key: not key.startswith("system/"), self._put_events())
-            story = replace(story, model_awaited=model_awaited)
-            if with_plots:
-                title = self.job["run_name"] or self.job["job_id"]
-                with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
-                    for file in draw_plots(story.history, story.events, title, Path(folder)):
-                        run.put_file(file)
-            run.put_report(story, page(story))
-        except Exception as error:  # any error: the record of the run is complete, only what is made of it is missing
-            self._report_failures += 1
-            if isinstance(error, OSError) or hasattr(error, "error_code"):  # of the network or of MLflow: it may pass
-                verdict = self._verdict_on(error)
-                if verdict.action is DeliveryAction.RETRY and self._report_failures < REPORT_ATTEMPTS:
-                    raise _as_signal(verdict) from error
-            say(f"no report: {first_line(error)}")
-            self._set(report_problem=redacted(first_line(error)))
-        else:
-            self._set(report_problem=None)
+        The record of the run is complete by now, only what is made of it is missing: so it is tried again here, a few
+        times, where that may help, and holds up nothing else.
+        """
+        problem: Exception | None = None
+        for attempt in range(REPORT_ATTEMPTS):
+            time.sleep(REPORT_PAUSE_S if attempt else 0.0)
+            try:
+                self._make_report(with_plots or self.status.report_problem is not None, model_awaited)
+            except Exception as error:
+                problem = error
+                if not isinstance(error, Blocked | OSError) and not hasattr(error, "error_code"):  # not of the network
+                    break
+            else:
+                self._set(report_problem=None)
+                return
+        assert problem is not None
+        say(f"no report: {first_line(problem)}")
+        self._set(report_problem=redacted(first_line(problem)))
+
+    def _make_report(self, with_plots: bool, model_awaited: bool) -> None:
+        from gba_hvd.tracking.plots import draw_plots
+        from gba_hvd.tracking.report.page import page
+
+        assert self.job is not None
+        run = self._run_now()
+        story = run.story(lambda key: not key.startswith("system/"), self._put_events())
+        story = replace(story, model_awaited=model_awaited)
+        if with_plots:
+            title = self.job["run_name"] or self.job["job_id"]
+            with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+                for file in draw_plots(story.history, story.events, title, Path(folder)):
+                    run.put_file(file)
+        run.put_report(story, page(story))
 
     def _note(self, line: SpoolLine) -> None:
         record = line.record

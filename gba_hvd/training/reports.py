@@ -73,7 +73,8 @@ class Reports:
     def emit(self, event: Event, only_here: bool = False, after_end: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings, and of others those that nothing shows.
 
-        only_here: no other worker has this event, so it is logged on any rank. after_end: callbacks receive nothing
+        only_here: no other worker has this event, so it is logged on any rank. after_end: of the job, so it is
+        logged alone.
         """
         if TRACE is not None:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)

@@ -97,6 +97,15 @@ def test_the_same_file_twice_is_refused(tmp_path: Path, write: Write) -> None:
         refuse_same_file_twice([one, tmp_path / "link"])
 
 
+def test_blank_files_and_names_with_licence_in_them(tmp_path: Path, write: Write) -> None:
+    for name, data in {"a.csv": DATA, "driver_license.csv": DATA, "b.csv": "\n", "c.csv": "\ufeff\r\n"}.items():
+        write(f"in/{name}", data)
+    write("in/DATA_README.txt", "about")
+    found = find_files([tmp_path / "in"], "csv")
+    assert names(found.read) == ["a.csv", "driver_license.csv"]
+    assert (names(found.empty), names(found.notes)) == (["b.csv", "c.csv"], ["DATA_README.txt"])
+
+
 def test_a_test_set_without_a_training_set_of_that_name_is_not_cut_into_the_training(
     tmp_path: Path, write: Write
 ) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import mlflow_run
+from gba_hvd.tracking import sender as sender_module
 from gba_hvd.tracking.records import LogBatch, metrics_records, pack
 from gba_hvd.tracking.run_history import RunHistory
-from gba_hvd.tracking.sender import REPORT_ATTEMPTS, Sender
+from gba_hvd.tracking.sender import Sender
 from gba_hvd.tracking.sender_process import locked, send_left_behind
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
 
@@ -135,39 +136,35 @@ def test_a_summary_that_cannot_be_made_is_dropped_and_counted_and_the_run_ends(r
     assert (run.status, run.summary, status.done, status.dropped) == ("FINISHED", None, True, 1)
 
 
-def test_a_report_is_tried_again_when_a_connection_breaks(run: FaultyRun, spool: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("where", "n_faults"), [("put_report", 3), ("put_events", 2), ("put_report", 100)])
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_report_is_tried_again_when_a_connection_breaks_and_missed_by_name(
+    run: FaultyRun, spool: Path, monkeypatch: pytest.MonkeyPatch, where: str, n_faults: int, orphaned: bool
+):
+    monkeypatch.setattr(sender_module, "REPORT_PAUSE_S", 0.0)
     written: list[str] = []
-    faults: list[Exception] = [ConnectionResetError(104, "reset by peer")] * 3
+    faults: list[Exception] = []
 
-    def put_report(story: RunHistory, text: str) -> None:
-        if faults:
-            raise faults.pop()
-        written.append(text)
+    def broken(call: Callable[..., Any]) -> Callable[..., Any]:
+        def breaks(*about: Any) -> Any:
+            if faults and run.status is not None and run.summary is not None:
+                raise faults.pop()
+            return call(*about)
 
-    monkeypatch.setattr(run, "put_report", put_report, raising=False)
+        return breaks
+
+    monkeypatch.setattr(run, "put_report", lambda story, text: written.append(text), raising=False)
     monkeypatch.setattr(run, "put_file", lambda path: None, raising=False)
-    write(spool, JOB, *points(1), END)
+    monkeypatch.setattr(run, where, broken(getattr(run, where)))
+    faults += [ConnectionResetError(104, "reset by peer")] * n_faults
+    write(spool, JOB, *points(1), *([] if orphaned else [END]))
     sender = Sender(spool)
-    for now in (0.0, 10.0, 20.0):
-        sender.turn(now)
-        assert not sender.status.done and sender.status.recorded
-    sender.turn(30.0)
-    assert sender.status.done and sender.status.report_problem is None and len(written) == 1
-
-
-def test_a_report_that_cannot_be_sent_is_missed_by_name(run: FaultyRun, spool: Path, monkeypatch: pytest.MonkeyPatch):
-    def put_report(story: RunHistory, text: str) -> None:
-        raise ConnectionResetError(104, "reset by peer")
-
-    monkeypatch.setattr(run, "put_report", put_report, raising=False)
-    monkeypatch.setattr(run, "put_file", lambda path: None, raising=False)
-    write(spool, JOB, *points(1), END)
-    sender = Sender(spool)
-    for turn in range(REPORT_ATTEMPTS):
-        assert not sender.status.done
-        sender.turn(100.0 * turn)
-    assert sender.status.done and run.status == "FINISHED"
-    assert sender.status.report_problem == "ConnectionResetError: [Errno 104] reset by peer"
+    sender.orphaned = orphaned
+    sender.turn(0.0)
+    assert sender.status.done and run.status == ("FAILED" if orphaned else "FINISHED")
+    assert sender.status.model_problem is None
+    assert len(written) == (n_faults < 100) == (sender.status.report_problem is None)
+    assert n_faults < 100 or "Errno 104" in str(sender.status.report_problem)
 
 
 def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):
