@@ -791,7 +791,8 @@ def test_a_hangup_ends_the_launcher_unless_it_is_ignored(tmp_path: Path, ignored
         finally:
             launcher.kill()
     assert launcher.returncode == (0 if ignored else 128 + signal.SIGHUP), said
-    assert said.endswith("ended\nhorovodrun: interrupted\n") is not ignored, said
+    # Behind it may stand what Python's resource tracker warns of, where the launcher ends while a thread frees a lock.
+    assert ("ended\nhorovodrun: interrupted\n" in said) is not ignored, said
 
 
 def test_a_driver_that_is_interrupted_does_not_wait_for_its_discovery_script() -> None:
