@@ -12,6 +12,7 @@ import pytest
 
 from gba_hvd.tracking import mlflow_run
 from gba_hvd.tracking import sender as sender_module
+from gba_hvd.tracking.delivery import first_line
 from gba_hvd.tracking.records import LogBatch, metrics_records, pack
 from gba_hvd.tracking.run_history import RunHistory
 from gba_hvd.tracking.sender import Sender
@@ -165,6 +166,15 @@ def test_a_report_is_tried_again_when_a_connection_breaks_and_missed_by_name(
     assert sender.status.model_problem is None
     assert len(written) == (n_faults < 100) == (sender.status.report_problem is None)
     assert n_faults < 100 or "Errno 104" in str(sender.status.report_problem)
+
+
+def test_of_what_a_database_says_the_line_with_the_reason_is_shown() -> None:
+    autoflush = "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block)"
+    reason = "(sqlite3.OperationalError) attempt to write a readonly database"
+    shown = first_line(RuntimeError(f"{autoflush}\n{reason}\n[SQL: INSERT INTO metrics]"))
+    assert shown == f"RuntimeError: {reason}"
+    assert first_line(RuntimeError(f"{reason}\n[SQL]")) == f"RuntimeError: {reason}"
+    assert first_line(RuntimeError("refused\nsee above")) == "RuntimeError: refused" and first_line(OSError()) == "OSError"
 
 
 def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):
