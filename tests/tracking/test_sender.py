@@ -174,7 +174,8 @@ def test_of_what_a_database_says_the_line_with_the_reason_is_shown() -> None:
     shown = first_line(RuntimeError(f"{autoflush}\n{reason}\n[SQL: INSERT INTO metrics]"))
     assert shown == f"RuntimeError: {reason}"
     assert first_line(RuntimeError(f"{reason}\n[SQL]")) == f"RuntimeError: {reason}"
-    assert first_line(RuntimeError("refused\nsee above")) == "RuntimeError: refused" and first_line(OSError()) == "OSError"
+    assert first_line(RuntimeError("refused\nsee above")) == "RuntimeError: refused"
+    assert first_line(OSError()) == "OSError"
 
 
 def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):
