@@ -243,8 +243,8 @@ def _id_texts(column: pa.Array, where: str) -> pa.Array:
     bits = np.finfo(numbers.dtype).nmant + 1
     if (rounded := numbers[whole & (np.abs(numbers) >= 2.0**bits)]).size:  # 2**53 may have been 2**53 + 1
         raise BadInput(
-            f"{where}: ids are floats, which have changed whole numbers from 2**{bits} on (here {int(rounded[0])}): "
-            "give them as int64 (pandas: Int64, where some are missing) or as text"
+            f"{where}: ids are floats, which have changed whole numbers from 2**{bits} on (here "
+            f"{float(rounded[0]):.17g}): give them as int64 (pandas: Int64, where some are missing) or as text"
         )
     integers = pa.array(np.where(whole, numbers, 0).astype(np.int64))
     others = pa.array(numbers, mask=np.isnan(numbers))

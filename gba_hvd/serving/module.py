@@ -97,7 +97,7 @@ def older_buffers(model: nn.Module, checkpoint: OpenCheckpoint) -> str:
     return (
         f"{checkpoint.name}: buffers ({shown}) are those of step {first['position']['step']:,}, the start of an epoch, "
         f"and parameters and rows those of step {checkpoint.step:,}: the servers made this checkpoint when the workers "
-        "had ended, and servers have no buffers. One that workers made has both of one step"
+        "had ended, and servers have no buffers. Where workers made it they are a few steps apart at most"
     )
 
 

@@ -90,6 +90,20 @@ def test_a_last_checkpoint_that_fails_is_how_the_job_ends(tmp_path: Path) -> Non
         job.assert_nothing_left()
 
 
+def test_a_worker_that_exits_with_0_within_an_epoch_leaves_nobody_waiting_for_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """It would wait for the others to save, and they for its gradients."""
+    plan = {"mlflow": NOWHERE, "checkpoint": {"url": str(tmp_path / "store"), "every_steps": 1000}}
+    with cluster(tmp_path / "job", faults=[at_step_5("exit", 1, code=0)], **plan) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        assert job.fired() == 1, job.log()
+        ends = {note["end"] for note in job.notes("end")}
+        assert "FAILED" in ends and "ended first (it left the loop over batches of epoch 0" in job.said(), job.log()
+        job.assert_nothing_left()
+
+
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store of MLflow's with its tables made: that takes seconds."""
